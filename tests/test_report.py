@@ -24,7 +24,7 @@ from server_app.report.pages import single_page
 MATRIX = [[0.80, None, None], [0.90, 0.70, None], [0.60, 0.75, 0.45]]
 SEEN = [0.80, 0.80, 0.5625]
 SINGLE = ["accuracy.png", "forgetting.png", "report.html"]
-COMPARISON = ["accuracy.png", "communication.png", "report.md", "report.html"]
+COMPARISON = ["accuracy.png", "matrices.png", "communication.png", "table.md", "report.html"]
 
 
 def results(done=3, **changes):
@@ -441,8 +441,8 @@ def scaled(factor):
 
 @pytest.fixture
 def seeds(make_run):
-    """Three seeds of one run, the final average accuracies 60 %, 54 % and 48 %."""
-    return [make_run(f"s{n}", seed=n, **scaled(1 - 0.1 * n)) for n in range(3)]
+    """Three seeds of one run, the final average accuracies 60 %, 54 % and 48 %, of 60, 70 and 80 seconds."""
+    return [make_run(f"s{n}", seed=n, seconds={"total": 60.0 + 10 * n}, **scaled(1 - 0.1 * n)) for n in range(3)]
 
 
 def test_seeds_are_averaged(seeds, tmp_path):
@@ -450,8 +450,9 @@ def test_seeds_are_averaged(seeds, tmp_path):
     assert write_report(seeds, output) == [output / name for name in COMPARISON]
     row = page_of(output).row("hgp", "digits")
     assert row[:3] == ["hgp", "digits", "0, 1, 2"]
-    assert row[3:] == ["54.00 ± 6.00", "66.00 ± 7.33", "50.62 ± 5.62", "11.25 ± 1.25", "5.50 ± 0.00"]
-    table = (output / "report.md").read_text().splitlines()
+    assert row[3:7] == ["54.00 ± 6.00", "66.00 ± 7.33", "50.62 ± 5.62", "11.25 ± 1.25"]
+    assert row[7:] == ["5.50 ± 0.00", "1.5 ± 0.0", "-", "70.0 ± 10.0"]
+    table = (output / "table.md").read_text().splitlines()
     assert [cell.strip() for cell in table[2].strip("|").split("|")] == row
     assert len({line.count("|") for line in table[:3]}) == 1
 
@@ -492,7 +493,7 @@ def test_unfinished_runs_are_shown_but_not_averaged(make_run, tmp_path):
     write_report(folders, tmp_path / "out")
     page = page_of(tmp_path / "out")
     assert page.row("hgp", "digits")[2:5] == ["0 (and 1 unfinished)", "60.00", "73.33"]
-    assert page.row("pip", "digits")[2:] == ["- (and 1 unfinished)", "-", "-", "-", "-", "-"]
+    assert page.row("pip", "digits")[2:] == ["- (and 1 unfinished)", *["-"] * 8]
     assert page.row(str(folders[1]))[-1] == "failed, 2 of 3 tasks"
     figure = figures.comparison_figure(group_runs([load_run(folder) for folder in folders]))
     assert [line.get_linestyle() for line in figure.axes[0].lines] == ["-", ":"]
@@ -501,7 +502,7 @@ def test_unfinished_runs_are_shown_but_not_averaged(make_run, tmp_path):
 
 def test_only_unfinished_runs(make_run, tmp_path):
     written = write_report([make_run("a", done=0), make_run("b", seed=1, done=0)], tmp_path / "out")
-    assert [p.name for p in written] == ["accuracy.png", "report.md", "report.html"]
+    assert [p.name for p in written] == ["accuracy.png", "table.md", "report.html"]
 
 
 def test_settings_that_differ_part_the_groups(make_run):
@@ -513,7 +514,7 @@ def test_settings_that_differ_part_the_groups(make_run):
         make_run("e", method="hgp", dataset="cifar100", config={"prompt": "shared"}),
     ]
     groups = group_runs([load_run(folder) for folder in folders])
-    assert {(g.dataset, g.label): [r.folder.name for r in g.runs] for g in groups} == {
+    assert {(g.setting, g.label): [r.folder.name for r in g.runs] for g in groups} == {
         ("cifar100", "hgp"): ["e"],
         ("digits", "fedavg (prompt shared)"): ["a"],
         ("digits", "fedavg (prompt none)"): ["b", "c"],
@@ -541,7 +542,7 @@ def test_best_comes_first_and_each_data_set_has_its_panel(make_run):
         make_run("c", method="better", dataset="cifar100"),
     ]
     groups = group_runs([load_run(folder) for folder in folders])
-    assert [(g.dataset, g.label) for g in groups] == [("cifar100", "better"), ("digits", "better"), ("digits", "worse")]
+    assert [(g.setting, g.label) for g in groups] == [("cifar100", "better"), ("digits", "better"), ("digits", "worse")]
     figure = figures.comparison_figure(groups)
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["cifar100", "digits"]
     first, second = figure.axes
@@ -556,6 +557,31 @@ def test_a_method_keeps_its_colour_across_the_pictures(make_run):
     assert curve.get_color() == point.get_color()
 
 
+def test_matrices_are_averaged_over_seeds_and_drawn_side_by_side(make_run, tmp_path):
+    folders = [make_run("a"), make_run("b", seed=1, **scaled(0.5)), make_run("c", method="pip", **scaled(0.6))]
+    groups = group_runs([load_run(folder) for folder in [*folders, make_run("d", method="fppl", done=1)]])
+    first, second = figures.matrices_figure(groups).axes
+    assert [first.get_title(), second.get_title()] == ["hgp", "pip"]
+    shown = [text.get_text() for text in first.texts]
+    assert shown == ["60", "68", "52", "45", "56", "34"]  # 3/4 of MATRIX, row by row
+    assert first.images[0].get_clim() == second.images[0].get_clim()
+
+
+def test_points_of_many_groups_can_be_told_apart(make_run):
+    groups = group_runs([load_run(make_run(str(n), method=f"m{n:02}")) for n in range(30)])
+    for figure, parts in (
+        (figures.comparison_figure(groups), ("color", "linestyle", "marker")),
+        (figures.communication_figure(groups), ("color", "marker")),
+    ):
+        legend = figure.legends[0]
+        looks = {tuple(getattr(line, f"get_{part}")() for part in parts) for line in legend.get_lines()}
+        assert len(looks) == 30
+        figure.draw_without_rendering()
+        box = legend.get_window_extent()
+        assert figure.bbox.y0 <= box.y0
+        assert box.y1 <= figure.bbox.y1
+
+
 def test_without_traffic_there_is_no_picture_of_it(make_run, tmp_path):
     silent = {"communication": {"bytes_up": None, "bytes_down": 5}}
     written = write_report([make_run("a", **silent), make_run("b", seed=1, **silent)], tmp_path / "out")
@@ -564,7 +590,7 @@ def test_without_traffic_there_is_no_picture_of_it(make_run, tmp_path):
 
 def test_names_cannot_break_the_markdown_table(make_run, tmp_path):
     write_report([make_run("a", method="a|b"), make_run("b", method="<i>*x*")], tmp_path / "out")
-    rows = [line for line in (tmp_path / "out" / "report.md").read_text().splitlines() if line.startswith("|")]
+    rows = [line for line in (tmp_path / "out" / "table.md").read_text().splitlines() if line.startswith("|")]
     assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
     assert any(r"a\|b" in row for row in rows)
     assert any(r"\<i\>\*x\*" in row for row in rows)

@@ -1,19 +1,20 @@
 """Tables and pictures of one run or of several, made from the files the runs wrote; a run need not have finished.
 
 One run gets accuracy.png, forgetting.png and report.html beside its results.json. Several are compared in a folder of
-their own, in accuracy.png, communication.png, report.md and report.html: runs that differ in nothing but the seed are
-averaged. ``runs`` reads, ``groups`` compares, ``figures`` draws, ``pages`` writes HTML.
+their own, in accuracy.png, matrices.png, communication.png, table.md and report.html: runs that differ in nothing but
+the seed are averaged. ``runs`` reads, ``groups`` compares, ``figures`` draws, ``pages`` writes HTML.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 
 from server_app.files import write_atomically
-from server_app.report.groups import comparison_markdown, group_runs
+from server_app.report.groups import Group, comparison_markdown, group_runs
 from server_app.report.pages import comparison_page, single_page
 from server_app.report.runs import ReportError, Run, load_run
 
-__all__ = ["PicturesUnavailable", "ReportError", "load_run", "write_report"]
+__all__ = ["PicturesUnavailable", "ReportError", "load_run", "write_comparison", "write_report"]
 
 
 class PicturesUnavailable(RuntimeError):
@@ -37,27 +38,46 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
     folder = output or runs[0].folder
     if len(runs) > 1 and any(run.folder.resolve() == folder.resolve() for run in runs):
         raise ReportError(f"{folder} is a run's own folder: the comparison would overwrite that run's report")
-    files = _files(runs)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        write_atomically(folder / name, content)  # the report of a running run may be open in a browser
-    return [folder / name for name in files]
+    if len(runs) > 1:
+        return write_comparison(group_runs(runs), folder, f"Comparison of {len(runs)} runs")
+    return _write(folder, _files_of_one(runs[0]))
 
 
-def _files(runs: Sequence[Run]) -> dict[str, bytes]:
-    """Contents by file name."""
+def write_comparison(groups: Sequence[Group], folder: Path, title: str) -> list[Path]:
+    """Write the table and pictures of groups of runs, in their order, and return their paths.
+
+    Raises:
+        PicturesUnavailable: matplotlib is not installed; nothing is written.
+    """
+    figures = _figures()
+    begun = [group for group in groups if group.runs]
+    drawn = {"accuracy.png": figures.comparison_figure(begun)} if begun else {}
+    if any(group.finished for group in begun):
+        drawn["matrices.png"] = figures.matrices_figure(begun)
+    if any(group.megabytes[0] > 0 for group in begun):  # NaN where none was recorded
+        drawn["communication.png"] = figures.communication_figure(begun)
+    pictures = {name: figures.png(figure) for name, figure in drawn.items()}
+    page, table = comparison_page(groups, pictures, title), comparison_markdown(groups)
+    return _write(folder, pictures | {"table.md": table.encode(), "report.html": page.encode()})
+
+
+def _files_of_one(run: Run) -> dict[str, bytes]:
+    figures = _figures()
+    drawn = {"accuracy.png": figures.accuracy_figure(run), "forgetting.png": figures.matrix_figure(run)}
+    pictures = {name: figures.png(figure) for name, figure in drawn.items()}
+    return pictures | {"report.html": single_page(run, pictures).encode()}
+
+
+def _figures() -> ModuleType:
     try:
         from server_app.report import figures
     except ImportError as error:
         raise PicturesUnavailable("the pictures need matplotlib: pip install 'matplotlib>=3.9'") from error
-    if len(runs) == 1:
-        drawn = {"accuracy.png": figures.accuracy_figure(runs[0]), "forgetting.png": figures.matrix_figure(runs[0])}
-        pictures = {name: figures.png(figure) for name, figure in drawn.items()}
-        return pictures | {"report.html": single_page(runs[0], pictures).encode()}
-    groups = group_runs(runs)
-    drawn = {"accuracy.png": figures.comparison_figure(groups)}
-    if any(group.megabytes[0] > 0 for group in groups):  # NaN where none was recorded
-        drawn["communication.png"] = figures.communication_figure(groups)
-    pictures = {name: figures.png(figure) for name, figure in drawn.items()}
-    page, table = comparison_page(groups, pictures), comparison_markdown(groups)
-    return pictures | {"report.md": table.encode(), "report.html": page.encode()}
+    return figures
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write_atomically(folder / name, content)  # the report of a running run may be open in a browser
+    return [folder / name for name in files]

@@ -130,11 +130,11 @@ def _draw_forgotten(axes: Axes, run: Run) -> None:
     axes.set_yticks([0], ["forgotten,\npoints"])
 
 
-def _heat(axes: Axes, percent: np.ndarray, colours: str, low: float, high: float) -> Any:
+def _heat(axes: Axes, percent: np.ndarray, colours: str, low: float, high: float, small: bool = False) -> Any:
     """Draw [rows, tasks] with its numbers; NaN stays empty. Beyond 25 tasks the numbers would not fit."""
     image = axes.imshow(percent, cmap=colours, vmin=low, vmax=high, aspect="auto")
     rows, tasks = percent.shape
-    size, digits = (9.5, 1) if tasks <= 12 else (8, 0)
+    size, digits = (9.5, 1) if tasks <= 12 and not small else (8, 0)
     for i, j in np.argwhere(np.isfinite(percent)) if tasks <= 25 else []:
         red, green, blue, _ = image.cmap(image.norm(percent[i, j]))
         ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
@@ -158,14 +158,14 @@ def _hatch_undone(axes: Axes, done: int, num_tasks: int) -> None:
 def comparison_figure(groups: Sequence[Group]) -> Figure:
     """Accuracy in % on all classes seen so far after each task: mean over seeds, band of one standard deviation.
 
-    One panel for each data set. A group without a finished run is dotted, since its average may rest on few tasks.
+    One panel for each setting. A group without a finished run is dotted, since its average may rest on few tasks.
     """
     subtitle = "mean and standard deviation over seeds"
     subtitle += "" if all(group.finished for group in groups) else "; dotted: unfinished"
     styles = _styles(groups)
     figure, panels = _panels(groups, styles, "Accuracy on all classes seen so far", subtitle)
-    for dataset, axes in panels.items():
-        members = [group for group in groups if group.dataset == dataset]
+    for setting, axes in panels.items():
+        members = [group for group in groups if group.setting == setting]
         for group in members:
             _draw_curve(axes, group, styles[group.label])
         seen = [run.seen for group in members for run in group.runs]
@@ -191,11 +191,39 @@ def communication_figure(groups: Sequence[Group]) -> Figure:
     for group in measured:
         (x, x_sd), (y, y_sd) = group.megabytes, group.mean_sd("final_average_accuracy")
         spread = {"xerr": np.nan_to_num(x_sd), "yerr": 100 * np.nan_to_num(y_sd)}
-        panels[group.dataset].errorbar(x, 100 * y, **spread, **styles[group.label], elinewidth=1.6)
+        panels[group.setting].errorbar(x, 100 * y, **spread, **styles[group.label], elinewidth=1.6)
     for axes in panels.values():
         _traffic_axes(axes)
     figure.axes[0].set_ylabel("Final average accuracy, %")
     return figure
+
+
+def matrices_figure(groups: Sequence[Group]) -> Figure:
+    """The accuracy matrix in % of each group with a finished run, averaged over its seeds, all in the same colours."""
+    done = [group for group in groups if group.finished]
+    several = len({group.setting for group in done}) > 1
+    side = min(5.0, max(2.4, 0.3 * max(len(group.matrix) for group in done)))
+    columns = min(len(done), int(12 / side))
+    rows = math.ceil(len(done) / columns)
+    width, height = max(5.6, side * columns), 0.9 + (side + (0.4 if several else 0.2)) * rows
+    subtitle = "row: after learning the task; column: tested on the task; mean over seeds, %"
+    figure = _figure(width, height, "Accuracy on each task after each task", subtitle)
+    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    limits = _limits(np.concatenate([group.matrix.ravel() for group in done]))
+    for axes, group in zip(panels, done, strict=False):
+        _draw_matrix(axes, group, limits)
+        names = [group.label, group.setting] if several else [group.label]
+        axes.set_title("\n".join(_plain(name, int(11 * side)) for name in names), fontsize=8.5, color=INK)
+    for axes in panels[len(done) :]:
+        axes.remove()
+    return figure
+
+
+def _draw_matrix(axes: Axes, group: Group, limits: tuple[float, float]) -> None:
+    _heat(axes, 100 * group.matrix, "cividis", *limits, small=True)
+    shown = _numbered(len(group.matrix))
+    axes.set_xticks(shown, [str(t + 1) for t in shown])
+    axes.set_yticks(shown, [str(t + 1) for t in shown])
 
 
 def _styles(groups: Sequence[Group], **common: Any) -> Styles:
@@ -203,19 +231,21 @@ def _styles(groups: Sequence[Group], **common: Any) -> Styles:
     styles = {}
     for i, label in enumerate(dict.fromkeys(group.label for group in groups)):
         again, n = divmod(i, len(COLOURS))
+        marker = MARKERS[(n + again) % len(MARKERS)]  # points, which have no line, must differ when a colour returns
         line = ("-", "--", "-.")[again % 3]
-        styles[label] = {"color": COLOURS[n], "marker": MARKERS[n], "linestyle": line, "lw": 2, "ms": 5.5} | common
+        styles[label] = {"color": COLOURS[n], "marker": marker, "linestyle": line, "lw": 2, "ms": 5.5} | common
     return styles
 
 
 def _panels(groups: Sequence[Group], styles: Styles, title: str, subtitle: str) -> tuple[Figure, dict[str, Axes]]:
-    """A figure with one panel for each data set and a legend, and the panels by data set."""
-    datasets = list(dict.fromkeys(group.dataset for group in groups))
-    figure = _figure(2.6 + (5.6 if len(datasets) == 1 else 4.4 * len(datasets)), 4.8, title, subtitle)
-    panels = dict(zip(datasets, figure.subplots(1, len(datasets), squeeze=False)[0], strict=True))
-    for dataset, axes in panels.items():
-        axes.set_title(_plain(dataset, 40), loc="left", fontsize=10.5, color=INK)
+    """A figure with one panel for each setting and a legend, and the panels by setting."""
+    settings = list(dict.fromkeys(group.setting for group in groups))
     labels = dict.fromkeys(group.label for group in groups)
+    width = 2.6 + (5.6 if len(settings) == 1 else 4.4 * len(settings))
+    figure = _figure(width, max(4.8, 0.9 + 0.21 * len(labels)), title, subtitle)
+    panels = dict(zip(settings, figure.subplots(1, len(settings), squeeze=False)[0], strict=True))
+    for setting, axes in panels.items():
+        axes.set_title(_plain(setting, 40), loc="left", fontsize=10.5, color=INK)
     handles = [Line2D([], [], label=_plain(label, 60), **styles[label]) for label in labels]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9.5)
     return figure, panels

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from server_app.report.runs import Run
+from server_app.report.runs import Run, is_number
 from task.config import known_keys
 
 # Run keys that change where and how fast a run happens, or its seed, and not the protocol that it measures.
@@ -18,17 +18,28 @@ COMPARED = {
     "last_accuracy": "Last accuracy, %",
     "forgetting": "Forgetting, points",
 }
+COSTS = {  # column of the table: where results.json has it, units in one of what is recorded
+    "kB up per client and round": ("communication", "bytes_up_per_client_round", 1e-3),
+    "kB down per client and round": ("communication", "bytes_down_per_client_round", 1e-3),
+    "Seconds": ("seconds", "total", 1.0),
+}
 NOTE = (
     "Mean ± sample standard deviation over seeds. Only finished runs enter: one that stopped early has had fewer tasks "
-    "to forget. Traffic is that of all clients in both directions over the whole run, 1 MB = 1,000,000 bytes."
+    "to forget. Traffic is that of all clients in both directions over the whole run, 1 MB = 1,000,000 bytes; "
+    "seconds are those of the whole run."
 )
 
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in nothing but the seed; ``label`` is the method, with the settings that tell it from others."""
+    """Runs that differ in nothing but the seed.
 
-    dataset: str
+    Attributes:
+        setting: what is compared with each other: the data set, and the partition where a suite names several.
+        label: the method, with the keys that tell it from others.
+    """
+
+    setting: str
     label: str
     runs: list[Run]
 
@@ -42,9 +53,20 @@ class Group:
         return mean_sd(run.metrics.get(metric, math.nan) for run in self.finished)
 
     @property
+    def matrix(self) -> np.ndarray:
+        """Accuracy after task i on task j, [T, T], averaged over the finished runs, of which there must be one."""
+        return np.mean([run.matrix for run in self.finished], axis=0)
+
+    @property
     def megabytes(self) -> tuple[float, float]:
         """Like ``mean_sd``, of the traffic of the whole run in units of 10^6 bytes."""
         return mean_sd(run.megabytes for run in self.finished)
+
+    def cost(self, column: str) -> tuple[float, float]:
+        """Like ``mean_sd``, of one of ``COSTS``; NaN where it was not recorded."""
+        part, name, unit = COSTS[column]
+        recorded = [run.results[part].get(name) for run in self.finished]
+        return mean_sd(unit * value for value in recorded if is_number(value))
 
 
 def mean_sd(values: Iterable[float]) -> tuple[float, float]:
@@ -71,13 +93,13 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             label = f"{method} ({settings})" if settings else method
             groups.setdefault((dataset, label), Group(dataset, label, [])).runs.append(run)
     average = "final_average_accuracy"
-    return sorted(groups.values(), key=lambda g: (g.dataset, -np.nan_to_num(g.mean_sd(average)[0], nan=-1), g.label))
+    return sorted(groups.values(), key=lambda g: (g.setting, -np.nan_to_num(g.mean_sd(average)[0], nan=-1), g.label))
 
 
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows, the first three columns text: method, data set, seeds, the metrics, traffic."""
-    head = ["Method", "Data set", "Seeds", *COMPARED.values(), "Traffic, MB"]
-    return head, [[group.label, group.dataset, _seeds(group), *_numbers(group)] for group in groups]
+    """Header and rows, the first three columns text: method, setting, seeds, the metrics, traffic and time."""
+    head = ["Method", "Setting", "Seeds", *COMPARED.values(), "Traffic, MB", *COSTS]
+    return head, [[group.label, group.setting, _seeds(group), *_numbers(group)] for group in groups]
 
 
 def _seeds(group: Group) -> str:
@@ -88,10 +110,14 @@ def _seeds(group: Group) -> str:
 
 def _numbers(group: Group) -> list[str]:
     percent = [(100 * mean, 100 * sd) for mean, sd in map(group.mean_sd, COMPARED)]
-    return [
-        "-" if math.isnan(mean) else f"{mean:.2f}" if math.isnan(sd) else f"{mean:.2f} ± {sd:.2f}"
-        for mean, sd in [*percent, group.megabytes]
-    ]
+    hundredths = [_number(*pair, digits=2) for pair in [*percent, group.megabytes]]
+    return hundredths + [_number(*group.cost(column), digits=1) for column in COSTS]
+
+
+def _number(mean: float, sd: float, digits: int) -> str:
+    if math.isnan(mean):
+        return "-"
+    return f"{mean:.{digits}f}" + ("" if math.isnan(sd) else f" ± {sd:.{digits}f}")
 
 
 def comparison_markdown(groups: Sequence[Group]) -> str:

@@ -40,6 +40,7 @@ td { white-space: nowrap; } th { position: sticky; top: 0; background: #fff; }
 PICTURES = {
     "accuracy.png": "Accuracy after each task",
     "forgetting.png": "What was forgotten",
+    "matrices.png": "Accuracy matrices",
     "communication.png": "Accuracy against traffic",
 }
 
@@ -76,14 +77,13 @@ def single_page(run: Run, pictures: Mapping[str, bytes]) -> str:
     return _page(run.title, _heading(run) + _notice(run) + _lead(run), _images(pictures) | tables)
 
 
-def comparison_page(groups: Sequence[Group], pictures: Mapping[str, bytes]) -> str:
+def comparison_page(groups: Sequence[Group], pictures: Mapping[str, bytes], title: str) -> str:
     """The comparison of several runs; ``pictures`` are PNGs by file name."""
     runs = [run for group in groups for run in group.runs]
-    title = f"Comparison of {len(runs)} runs"
     table = _table(*comparison_table(groups), text=3) + f'<p class="hint">{escape(NOTE)}</p>'
     listed = ((r.folder, r.results["method"], r.results["dataset"], r.results.get("seed"), r.status) for r in runs)
     run_table = _table(["Folder", "Method", "Data set", "Seed", "Status"], listed, text=5)
-    return _page(title, f"<h1>{title}</h1>", {"Results": table} | _images(pictures) | {"Runs": run_table})
+    return _page(title, f"<h1>{escape(title)}</h1>", {"Results": table} | _images(pictures) | {"Runs": run_table})
 
 
 def _page(title: str, top: str, sections: Mapping[str, str]) -> str:
