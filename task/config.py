@@ -12,8 +12,19 @@ from task.packet import Scalar
 
 __all__ = ["Config", "ConfigError", "defaults", "known_keys", "parse", "parse_text"]
 
-DATASETS: tuple[str, ...] = ("digits", "synthetic", "npz", "folder")
-DATASETS += ("cifar10", "cifar100", "tiny-imagenet", "mini-imagenet", "cub200", "imagenet-r", "domainnet")
+EMBEDDED = ("digits", "synthetic")
+FROM_PATH = (
+    "npz",
+    "folder",
+    "cifar10",
+    "cifar100",
+    "tiny-imagenet",
+    "mini-imagenet",
+    "cub200",
+    "imagenet-r",
+    "domainnet",
+)
+PROMPTED = tuple(name for name in PROMPTS if name != "none")
 PARTITIONS = ("dirichlet", "iid", "quantity", "class-share")
 
 
@@ -24,15 +35,29 @@ class Config:
     method: str = key("hgp", "method to run")
     prompt: str = key(AUTO, "prompt of the backbone", choices=tuple(PROMPTS), auto="")
     prompt_length: int = key(
-        AUTO, "L_p: prefix vectors per block, for keys and for values", minimum=1, maximum=10_000, auto=1
+        AUTO,
+        "L_p: prefix vectors per block, for keys and for values",
+        minimum=1,
+        maximum=10_000,
+        auto=1,
+        only=("prompt", *PROMPTED),
     )
-    prompt_pool: int = key(AUTO, "prompts in the pool of a prompt that has one", minimum=1, auto=1)
-    prompt_matching: float = key(0.1, "lambda of the loss that pulls keys of l2p and dualprompt to queries", minimum=0)
-    prompt_orthogonality: float = key(0.1, "weight of the orthogonality penalty of coda", minimum=0)
-    prompt_blocks: str = key("1-5", "prompted blocks, counted from 1: a range or a list such as 1,3")
+    prompt_pool: int = key(AUTO, "prompts in the pool", minimum=1, auto=1, only=("prompt", "l2p", "coda", "decomposed"))
+    prompt_matching: float = key(
+        0.1,
+        "lambda of the loss that pulls keys of l2p and dualprompt to queries",
+        minimum=0,
+        only=("prompt", "l2p", "dualprompt"),
+    )
+    prompt_orthogonality: float = key(
+        0.1, "weight of the orthogonality penalty of coda", minimum=0, only=("prompt", "coda")
+    )
+    prompt_blocks: str = key(
+        "1-5", "prompted blocks, counted from 1: a range or a list such as 1,3", only=("prompt", *PROMPTED)
+    )
 
-    dataset: str = key("digits", "data set", choices=DATASETS)
-    data_dir: str = key("", "folder (or .npz file) of the data set")
+    dataset: str = key("digits", "data set", choices=EMBEDDED + FROM_PATH)
+    data_dir: str = key("", "folder (or .npz file) of the data set", only=("dataset", *FROM_PATH))
     augmentation: str = key(
         AUTO, "of training images; auto is the data set's own choice", choices=(AUTO, "none", "crop", "crop-flip")
     )
@@ -90,7 +115,8 @@ class Config:
         """The resolved keys as users write them, the method's own included; parsing them gives this object again."""
         core = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
         own = {f"{self.method}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
-        return core | own
+        known, values = known_keys(), core | own
+        return {name: known[name].default if _reader(known[name], values) else v for name, v in values.items()}
 
     def with_clients(self, number: int) -> "Config":
         """The same run with the number of clients known.
@@ -161,8 +187,8 @@ def parse(values: Mapping[str, Scalar]) -> Config:
     method = METHODS.get(str(checked["method"]))
     if method is None:
         raise ConfigError(_unknown("method", str(checked["method"]), list(METHODS)))
-    _refuse_unread(checked, method, known)
     prompt = str(method.prompts[0] if checked["prompt"] == AUTO else checked["prompt"])
+    _refuse_unread(checked | {"prompt": prompt}, method, known)
     core = {n.replace("-", "_"): _resolve(k, checked[n], method, prompt) for n, k in keys_of(Config).items()}
     own = {name.removeprefix(f"{method.name}-").replace("-", "_"): checked[name] for name in method.own_keys()}
     config = Config(**core, options=method.options(**own))  # type: ignore[arg-type]  # each was checked above
@@ -197,15 +223,20 @@ def _unknown(what: str, name: str, names: list[str]) -> str:
 
 def _refuse_unread(checked: Mapping[str, Scalar], method: Method, known: Mapping[str, Key]) -> None:
     """A key that this run would ignore must not look as if it did something."""
-    own = method.own_keys()
-    core = keys_of(Config)
+    mine = {**keys_of(Config), **method.own_keys()}
     for name, value in checked.items():
-        only = known[name].rule.only
-        unread = (name not in core and name not in own) or (only is not None and checked[only[0]] != only[1])
-        if unread and value != known[name].default:
-            reader = next((m.name for m in METHODS.values() if name in m.own_keys()), "")
-            reason = f"{only[0]} = {only[1]!r}" if only else f"method {reader!r}"
-            raise ConfigError(f"{name} = {value!r} would be ignored: only {reason} reads it.")
+        if value != known[name].default:
+            owner = next((m.name for m in METHODS.values() if name in m.own_keys()), "")
+            reader = _reader(known[name], checked) if name in mine else f"method {owner!r}"
+            if reader:
+                raise ConfigError(f"{name} = {value!r} would be ignored: only {reader} reads it.")
+
+
+def _reader(key: Key, values: Mapping[str, Scalar]) -> str:
+    """The settings under which a key is read, in words, unless they are the run's."""
+    if not key.rule.only or values[key.rule.only[0]] in key.rule.only[1:]:
+        return ""
+    return f"{key.rule.only[0]} = {' or '.join(map(repr, key.rule.only[1:]))}"
 
 
 def _check_combination(config: Config) -> None:
@@ -214,7 +245,7 @@ def _check_combination(config: Config) -> None:
             f"prompt = {config.prompt!r} does not go with method {config.method!r}, "
             f"which takes {', '.join(config.row.prompts)}."
         )
-    if config.dataset not in ("digits", "synthetic") and not config.data_dir:
+    if config.dataset in FROM_PATH and not config.data_dir:
         raise ConfigError(
             f"data-dir = '' is not possible with dataset {config.dataset!r}: name the data's path "
             "(where published data are not there yet, the next error says what belongs there and where to get it)."

@@ -1,7 +1,7 @@
 """Declaring and checking run keys: a key is a dataclass field with a type, a default, a help and its limits."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, get_type_hints
 
 from task.packet import Scalar
@@ -15,7 +15,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """What is allowed for one key. ``only`` is the setting under which it is read, e.g. ("partition", "iid")."""
+    """What is allowed for one key. ``only`` is a key and the values of it under which this one is read at all."""
 
     help: str
     choices: tuple[str, ...] = ()
@@ -23,7 +23,7 @@ class Rule:
     above: float | None = None
     maximum: float | None = None
     auto: Scalar | None = None
-    only: tuple[str, str] | None = None
+    only: tuple[str, ...] = ()
 
     def allowed(self, kind: type) -> str:
         """The limits in words."""
@@ -109,4 +109,7 @@ def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
 def _key_of(declared: Field, kind: type, prefix: str) -> Key:
     if declared.default is MISSING:
         raise TypeError(f"run key {declared.name} has no default")
-    return Key(prefix + declared.name.replace("_", "-"), kind, declared.default, declared.metadata["rule"])
+    rule: Rule = declared.metadata["rule"]
+    if prefix and rule.only:
+        rule = replace(rule, only=(prefix + rule.only[0], *rule.only[1:]))
+    return Key(prefix + declared.name.replace("_", "-"), kind, declared.default, rule)

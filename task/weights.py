@@ -113,7 +113,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         ConfigError: the file is missing, cannot be read, or holds something else.
     """
     if not path.is_file():
-        raise ConfigError(f"backbone-weights = {str(path)!r}: there is no such file.")
+        raise ConfigError(f"backbone-weights = {str(path)!r}: there is no such file; auto, random, or a file's path.")
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)

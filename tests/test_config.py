@@ -41,6 +41,11 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"dataset": "npz"}, ["data-dir", "'npz'"]),
         ({"seed": -1}, ["seed", "-1", "at least 0"]),
         ({"device": 3}, ["device", "3", "text"]),
+        ({"prompt-pool": 5}, ["prompt-pool", "5", "'l2p' or 'coda' or 'decomposed'"]),
+        ({"prompt-matching": 0.2, "prompt": "coda", "method": "fedavg"}, ["prompt-matching", "0.2", "'dualprompt'"]),
+        ({"prompt-length": 3, "method": "ncm"}, ["prompt-length", "3", "'shared'"]),
+        ({"hgp-rank": 4}, ["hgp-rank", "4", "hgp-covariance = 'low-rank'"]),
+        ({"data-dir": "/somewhere"}, ["data-dir", "/somewhere", "'npz'"]),
     ],
 )
 def test_bad_values_are_named(values: dict, words: list[str]) -> None:

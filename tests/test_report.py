@@ -402,7 +402,11 @@ def test_pictures_take_any_name(make_run, name):
 def test_fifty_tasks_are_drawn(make_run):
     matrix = [[0.5 if j <= i else None for j in range(50)] for i in range(50)]
     changes = {"accuracy_matrix": matrix, "per_task_seen_accuracy": [0.5] * 50, "num_tasks": 50, "tasks": []}
-    write_report([make_run(**changes)])
+    folder = make_run(**changes)
+    write_report([folder])
+    page = (folder / "report.html").read_text()
+    assert all((folder / name).stat().st_size > 10_000 for name in ("accuracy.png", "forgetting.png"))
+    assert "50.0" in page
 
 
 def test_without_matplotlib_the_error_names_the_command(make_run, monkeypatch):
