@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import json
 import shutil
 import sys
@@ -14,7 +13,6 @@ from typing import Any
 
 from server_app.errors import LaunchError, RunError
 from server_app.launcher import (
-    DEFAULT_CLIENTS,
     POLL,
     FlowerRun,
     Interrupted,
@@ -22,15 +20,15 @@ from server_app.launcher import (
     interruptible,
     last_lines,
 )
-from server_app.places import project_folder, run_directory
-from task.config import Config, ConfigError, known_keys, parse, parse_text
+from server_app.places import mark_failed, project_folder, read_results, run_directory
+from server_app.settings import completed, read_words
+from task.config import Config, ConfigError, known_keys, parse
 from task.keys import Key
 from task.packet import Scalar
 
 OK, FAILED, MISTAKE = 0, 1, 2  # exit codes; 128 + the signal's number when one ended the run
 
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
-_PATHS = ("data-dir", "backbone-weights")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -104,7 +102,8 @@ def _report(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     try:
-        values, config = _read([*args.settings, *args.rest])
+        values = completed(read_words([*args.settings, *args.rest]))
+        config = parse(values)
         directory = run_directory(config)
     except ConfigError as error:
         return _complain(str(error), MISTAKE)
@@ -118,30 +117,6 @@ def _run(args: argparse.Namespace) -> int:
     if code == OK:
         print("\n".join(summary(directory)))
     return code
-
-
-def _read(settings: Sequence[str]) -> tuple[dict[str, Scalar], Config]:
-    """The run keys given on the command line, typed, and the configuration that they make.
-
-    Raises:
-        ConfigError: a word that is no setting, an unknown key, a bad value.
-    """
-    pairs: dict[str, str] = {}
-    for word in settings:
-        key, equals, text = word.partition("=")
-        if not equals:
-            near = difflib.get_close_matches(word.lstrip("-"), known_keys(), n=1)
-            raise ConfigError(f"{word!r} is not KEY=VALUE; write {near[0] if near else 'method'}=... instead.")
-        if key in pairs:
-            raise ConfigError(f"{key} is given twice: {pairs[key]!r} and {text!r}.")
-        pairs[key] = text
-    values = parse_text(pairs)
-    for key in _PATHS:  # the workers' folder is the project's, not the user's
-        if values.get(key) and Path(str(values[key])).exists():
-            values[key] = str(Path(str(values[key])).resolve())
-    if not parse(values).num_clients:
-        values["num-clients"] = DEFAULT_CLIENTS  # so that the server waits for all of them
-    return values, parse(values)
 
 
 def _run_here(values: dict[str, Scalar], progress: "Progress") -> int:
@@ -174,12 +149,12 @@ def _run_with_flower(values: dict[str, Scalar], config: Config, progress: "Progr
     except LaunchError as error:
         return _complain(str(error), FAILED)
     except Interrupted as stop:
-        _mark_failed(progress.directory, f"stopped by {stop}")
+        mark_failed(progress.directory, f"stopped by {stop}")
         return _complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
     if status == "finished:completed":
         return OK
     reason = _reason(progress.directory, status, details)
-    _mark_failed(progress.directory, reason)
+    mark_failed(progress.directory, reason)
     print(_end_of_log(progress.directory), file=sys.stderr)
     return _complain(f"the run failed: {reason}", FAILED)
 
@@ -206,15 +181,6 @@ def _end_of_log(directory: Path) -> str:
     log = directory / "flower.log"
     end = "" if "server_app.app.RunFailed" in last_lines(log, 1000) else last_lines(log) + "\n"
     return f"{end}the log is {log}"
-
-
-def _mark_failed(directory: Path, reason: str) -> None:
-    """A run whose process was killed could not note its own end."""
-    results = read_results(directory)
-    if results.get("status") == "running":
-        part = directory / "results.json.part"
-        part.write_text(json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n")
-        part.replace(directory / "results.json")
 
 
 def _complain(message: str, code: int) -> int:
@@ -289,14 +255,6 @@ def summary(directory: Path) -> list[str]:
     shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
     outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)
     return [*filter(None, [outcome]), *(str(directory / n) for n in _RESULTS if (directory / n).exists())]
-
-
-def read_results(directory: Path) -> dict[str, Any]:
-    """What results.json holds; nothing when there is none or it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        results = json.loads((directory / "results.json").read_text())
-        return results if isinstance(results, dict) else {}
-    return {}
 
 
 def _clock(seconds: float) -> str:

@@ -1,9 +1,12 @@
-"""Where the project and its runs are; imports nothing heavy, so that the command line answers at once."""
+"""Where the project and its runs are, and how they ended; imports nothing heavy: the command line answers at once."""
 
+import contextlib
+import json
 import os
 import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 from server_app.errors import LaunchError
 from task.config import Config, ConfigError
@@ -57,6 +60,23 @@ def claim(directory: Path) -> None:
         (directory / "results.json.part").unlink()
     except OSError as error:
         raise ConfigError(f"output-dir = {str(directory.parent)!r} cannot be written: {error}.") from error
+
+
+def read_results(directory: Path) -> dict[str, Any]:
+    """What results.json holds; nothing when there is none or it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        results = json.loads((directory / "results.json").read_text())
+        return results if isinstance(results, dict) else {}
+    return {}
+
+
+def mark_failed(directory: Path, reason: str) -> None:
+    """Note the end of a run whose process was killed before it could; another's end stays as it is."""
+    results = read_results(directory)
+    if results.get("status") == "running":
+        part = directory / "results.json.part"
+        part.write_text(json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n")
+        part.replace(directory / "results.json")
 
 
 def _base() -> Path:

@@ -700,12 +700,12 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
 
 def test_a_killed_run_is_marked_as_failed(tmp_path):
     (tmp_path / "results.json").write_text('{"status": "running", "rounds": []}')
-    cli._mark_failed(tmp_path, "out of memory")
-    assert cli.read_results(tmp_path) == {"status": "failed", "rounds": [], "error": "out of memory"}
-    cli._mark_failed(tmp_path, "another reason")
-    assert cli.read_results(tmp_path)["error"] == "out of memory"
+    places.mark_failed(tmp_path, "out of memory")
+    assert places.read_results(tmp_path) == {"status": "failed", "rounds": [], "error": "out of memory"}
+    places.mark_failed(tmp_path, "another reason")
+    assert places.read_results(tmp_path)["error"] == "out of memory"
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-    cli._mark_failed(tmp_path / "absent", "no matter")
+    places.mark_failed(tmp_path / "absent", "no matter")
 
 
 # processes of our own
@@ -886,4 +886,4 @@ def test_a_run_that_is_stopped(tmp_path, temporary):
     assert code == 128 + signal.SIGINT
     assert "stopped" in err
     assert run.left_behind() == []
-    assert cli.read_results(run.directory)["status"] == "failed"
+    assert places.read_results(run.directory)["status"] == "failed"
