@@ -14,12 +14,13 @@ from client_app.training import DivergedError, train_locally
 from task.config import Config, ConfigError, parse
 from task.data import default_augmentation
 from task.evaluation import count_correct, extract_features
+from task.lessons import ever_held, local_positions
 from task.methods import load_half
 from task.model import Model, build_model, to_arrays
 from task.packet import Arrays, Kind, Packet, Scalar
 from task.seeding import torch_rng
 from task.versions import package_version
-from task.world import World, build_world, code_sha256, local_positions
+from task.world import World, build_world, code_sha256
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +73,8 @@ def _hello(packet: Packet, config: Config, node: Node) -> Packet:
     place = _partition_id(node)
     if place >= config.num_clients:
         raise ConfigError(f"partition-id = {place} is not below num-clients = {config.num_clients}.")
-    mine = np.concatenate(local_positions(config)[place])
-    counts = np.bincount(world.dataset.train_labels[mine], minlength=len(world.dataset.class_names))
+    labels = world.dataset.train_labels[ever_held(config, place)]
+    counts = np.bincount(labels, minlength=len(world.dataset.class_names))
     return Packet(
         arrays={"class_counts": counts.astype(np.int64)},
         config={
@@ -90,7 +91,7 @@ def _hello(packet: Packet, config: Config, node: Node) -> Packet:
 
 def _train(packet: Packet, config: Config, node: Node) -> Packet:
     world, task = build_world(config), int(packet.config["task"]) - 1  # type: ignore[arg-type]
-    positions = local_positions(config)[_partition_id(node)][task]
+    positions = local_positions(config, task, int(packet.config["round"]) - 1)[_partition_id(node)]  # type: ignore[arg-type]
     answer = Packet(metrics={"num-examples": len(positions)}, config={"name": client_name(node)})
     if not len(positions):
         return answer

@@ -24,7 +24,7 @@ SETTLED = 2.0  # seconds without a new node after which the connected ones are t
 
 @dataclass(frozen=True)
 class Member:
-    """A client that answered hello; ``class_counts`` int64 [classes] are its training images."""
+    """A client that answered hello; ``class_counts`` int64 [classes]: its training images at most."""
 
     name: str
     node: int
@@ -81,7 +81,7 @@ def introduce(
         raise RunError(f"several nodes are called {twice}: give each its own name or partition-id.")
     members.sort(key=lambda m: m.name)
     for m in members:
-        log.info("%s: %d images, %s, %s", m.name, m.class_counts.sum(), m.device, ", ".join(m.versions))
+        log.info("%s: at most %d images, %s, %s", m.name, m.class_counts.sum(), m.device, ", ".join(m.versions))
     return members, absent
 
 

@@ -22,10 +22,11 @@ from server_app.transport import Reply, Transport
 from strategies.base import Moment, Strategy, Update
 from task.config import Config
 from task.evaluation import count_correct
+from task.lessons import local_positions
 from task.methods import load_half
 from task.model import build_model
 from task.packet import Arrays, Kind, Packet
-from task.world import build_world, code_sha256, local_positions
+from task.world import build_world, code_sha256
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class Run:
             self.model.load(initial)
         nodes = wait_for_nodes(transport, config.num_clients)
         self.config = config.with_clients(config.num_clients or len(nodes))
-        local_positions(self.config)  # a partition that cannot work ends the run here, before any training
+        # a partition that cannot work ends the run here, before any training
+        local_positions(self.config, task=0, round=0)
         self.transport, self.directory = transport, directory
         self.strategy: Strategy = load_half(self.config.row.server)(self.config)
         self.members, absent = introduce(transport, nodes, self.config, self.world.dataset.class_names)

@@ -25,7 +25,7 @@ FROM_PATH = (
     "domainnet",
 )
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
-PARTITIONS = ("dirichlet", "iid", "quantity", "class-share")
+PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio")
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,15 @@ class Config:
     classes_per_client: int = key(2, "classes per task and client", minimum=1, only=("partition", "quantity"))
     class_share: float = key(
         0.6, "share of a task's classes that a client holds", above=0, maximum=1, only=("partition", "class-share")
+    )
+    split_ratio: float = key(
+        0.1, "share of a class's images that a round draws", above=0, maximum=1, only=("partition", "split-ratio")
+    )
+    category_ratio: float = key(
+        0.6, "share of a task's classes that a round draws", above=0, maximum=1, only=("partition", "split-ratio")
+    )
+    imbalance_ratio: float = key(
+        1.0, "smallest over largest class of a client", above=0, maximum=1, only=("partition", "split-ratio")
     )
 
     seed: int = key(0, "seed of everything random", minimum=0, maximum=2**63 - 1)

@@ -1,4 +1,4 @@
-"""What a process needs of a run beside the model: data set, class stream and who holds what, each computed once."""
+"""What a process needs of a run beside the model: data set and class stream, computed once."""
 
 import hashlib
 from dataclasses import dataclass
@@ -12,7 +12,6 @@ from task.config import Config
 from task.data import Dataset, load_dataset
 from task.device import resolve_device
 from task.keys import ConfigError
-from task.partition import partition
 from task.stream import Schedule, class_order, split_tasks
 
 
@@ -56,28 +55,6 @@ def image_size(config: Config) -> int:
     """Side of the backbone's input in pixels."""
     device = str(resolve_device(config.device))
     return load_backbone(config.backbone, config.backbone_weights, config.image_size, device).image_size
-
-
-@lru_cache(maxsize=2)
-def local_positions(config: Config) -> list[list[np.ndarray]]:
-    """Positions of training images by client, then task; ``config.num_clients`` must be known, not 0.
-
-    Raises:
-        ConfigError: the partition's parameters cannot work with this data.
-    """
-    world = build_world(config)
-    tasks = [list(classes) for classes in world.schedule.tasks]
-    try:
-        return partition(
-            config.partition,
-            world.dataset.train_labels,
-            config.num_clients,
-            tasks,
-            config.seed,
-            **config.partition_parameters,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 @lru_cache(maxsize=1)
