@@ -48,6 +48,7 @@ class Model(nn.Module):
         self.task_sizes: list[int] = []
         self.precision = precision
         self.to(backbone.mean.device)
+        self.eval()  # the prompts of a model in training know the task, which nobody says of a test image
 
     @property
     def backbone(self) -> Backbone:

@@ -151,3 +151,14 @@ def test_earlier_experts_stay_on_the_server(tiny):
     model.load(answer.arrays)
     assert all(torch.equal(model.travelling()[name], value) for name, value in before.items())
     assert np.array_equal(model.travelling()["prompt.experts.1"], answer.arrays["prompt.experts.1"])
+
+
+def test_a_model_that_nobody_trains_chooses_experts_by_the_query(tiny):
+    """Its first key asked for, it takes the first expert, though the second task is the current one."""
+    model = build_model(parse(tiny | {"method": "fedavg", "prompt": "dualprompt"}), [6, 6])
+    prompt = model.prompt
+    *_, last = model.prompt(prompt.keys[0].detach()[None]).values()
+    assert torch.equal(last[0], prompt.experts[0][-1])
+    model.train()
+    *_, last = model.prompt(prompt.keys[0].detach()[None]).values()
+    assert torch.equal(last[0], prompt.experts[1][-1])
