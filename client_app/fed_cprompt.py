@@ -8,6 +8,7 @@ from task.config import Config
 from task.methods import FedCPromptOptions
 from task.model import Model
 from task.packet import Packet
+from task.queries import Inputs
 
 
 class FedCPrompt(Objective):
@@ -28,9 +29,9 @@ class FedCPrompt(Objective):
         if epoch == 0:
             self.received = task_prompts(model)[-1].detach().clone()
 
-    def loss(self, model: Model, images: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """As the base says, and the contrast."""
-        loss, logits = super().loss(model, images, rows)
+        loss, logits = super().loss(model, inputs, rows)
         *older, local = task_prompts(model)
         return loss + self.options.weight * contrast(local, self.received, older, self.options), logits
 

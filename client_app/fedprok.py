@@ -10,6 +10,7 @@ from task.evaluation import extract_features
 from task.model import Model
 from task.packet import Packet
 from task.prototypes import class_means
+from task.queries import Inputs
 
 
 class FedProKObjective(Objective):
@@ -32,16 +33,16 @@ class FedProKObjective(Objective):
         if epoch or not self.sent:
             return
         self.sent = {name: value.to(model.device) for name, value in self.sent.items()}
-        features = extract_features(model, data.images, data.positions).clone()  # clone: no inference tensor in a graph
+        features = extract_features(model, data.images, data.positions)
         present, _, means = class_means(features, torch.from_numpy(data.rows).to(model.device))
         place = nearest_class(self.sent["means"], means)
         self.nearest, self.shifts = present[place], self.sent["means"] - means[place]
 
-    def loss(self, model: Model, images: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy over the batch's real and pseudo features together."""
         if not self.sent:
-            return super().loss(model, images, rows)
-        features = model.features(images)
+            return super().loss(model, inputs, rows)
+        features = model.features(*inputs)
         image, old = (rows[:, None] == self.nearest).nonzero(as_tuple=True)
         pseudo = features.detach()[image] + self.shifts[old]  # eq. 8
         logits = model.head(torch.cat([features, pseudo]))

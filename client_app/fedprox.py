@@ -8,6 +8,7 @@ from task.config import Config
 from task.methods import FedProxOptions
 from task.model import Model
 from task.packet import Packet
+from task.queries import Inputs
 
 
 class FedProxObjective(Objective):
@@ -23,9 +24,9 @@ class FedProxObjective(Objective):
         if epoch == 0:
             self.start = [p.detach().clone() for p in model.parameters() if p.requires_grad]
 
-    def loss(self, model: Model, images: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy over the current task's classes and the proximal term."""
-        loss, logits = super().loss(model, images, rows)
+        loss, logits = super().loss(model, inputs, rows)
         trained = (p for p in model.parameters() if p.requires_grad)
         apart = sum((p - old).square().sum() for p, old in zip(trained, self.start, strict=True))
         return loss + 0.5 * self.options.mu * apart, logits

@@ -9,6 +9,7 @@ from task.config import Config
 from task.methods import FPPLOptions
 from task.model import Model
 from task.packet import Packet
+from task.queries import Inputs
 
 _NONE = -100  # place of a class without global prototype
 
@@ -33,10 +34,10 @@ class FPPLObjective(Objective):
             self.places = torch.full((len(model.head.bias),), _NONE, device=model.device)
             self.places[self.sent["rows"]] = torch.arange(len(self.sent["rows"]), device=model.device)
 
-    def loss(self, model: Model, images: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy over the current task's classes, and L_ur where prototypes have come."""
         current = model.current_rows()
-        features = model.features(images)
+        features = model.features(*inputs)
         logits = model.head(features)[:, current]
         loss = F.cross_entropy(logits, rows - current.start) + model.prompt.penalty
         if self.sent:

@@ -11,6 +11,7 @@ from task.config import Config
 from task.data import Images
 from task.model import Model
 from task.packet import Packet
+from task.queries import Inputs
 
 
 @dataclass(frozen=True)
@@ -36,17 +37,18 @@ class Objective:
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
         """Called before each local epoch, counted from 0; ``rng`` is the stream that orders the images."""
 
-    def loss(self, model: Model, images: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of one step.
 
         Args:
             model: the local model.
-            images: prepared images [B, 3, H, W].
+            inputs: prepared images [B, 3, H, W], their queries [B, D], or both; ``model`` and ``model.features`` take
+                them as ``*inputs``.
             rows: int64 [B], the head row of each image's class.
 
         Returns:
             scalar loss and logits [B, classes of the current task].
         """
         current = model.current_rows()
-        logits = model(images)[:, current]
+        logits = model(*inputs)[:, current]
         return F.cross_entropy(logits, rows - current.start) + model.prompt.penalty, logits

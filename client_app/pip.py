@@ -11,6 +11,7 @@ from task.evaluation import extract_features
 from task.methods import PIPOptions, load_half
 from task.model import Model
 from task.packet import Arrays, Packet
+from task.queries import Inputs
 
 
 class InjectedPrototypes(Objective):
@@ -48,10 +49,10 @@ class InjectedPrototypes(Objective):
         places = torch.from_numpy(data.rows - model.current_rows().start).to(model.device)
         return load_half(self.config.row.statistics)().compute(features, places, self.options)
 
-    def loss(self, model: Model, images: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean over images and injected prototypes alike; the logits are those of the images."""
         current = model.current_rows()
-        features, targets = model.features(images), rows - current.start
+        features, targets = model.features(*inputs), rows - current.start
         if self.injected:
             features, targets = torch.cat([features, self.injected[0]]), torch.cat([targets, self.injected[1]])
         logits = model.head(features)[:, current]

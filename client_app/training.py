@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from client_app.objective import LocalData, Objective
 from task.config import Config
 from task.model import Model
-from task.transforms import prepare
+from task.queries import inputs_at, known_query
 
 
 class DivergedError(RuntimeError):
@@ -38,14 +38,16 @@ def train_locally(
     optimiser = _optimiser(parameters, config)
     steps = config.local_epochs * math.ceil(len(data.rows) / config.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    query = known_query(model, data.images, data.positions) if data.augmentation == "none" else None
     for number in range(config.local_epochs):
         objective.begin_epoch(model, data, number, rng)
         epoch = torch.zeros(2, device=model.device)
         for batch in torch.randperm(len(data.rows), generator=rng).split(config.batch_size):
             some = batch.numpy()  # a tensor of one element would index NumPy as a scalar
-            images = prepare(data.images[data.positions[some]], model.backbone, data.augmentation, rng)
             rows = torch.from_numpy(data.rows[some]).to(model.device)
-            loss, logits = objective.loss(model, images, rows)
+            known = None if query is None else query[batch]
+            inputs = inputs_at(model, data.images, data.positions[some], known, data.augmentation, rng)
+            loss, logits = objective.loss(model, inputs, rows)
             _step(loss, parameters, optimiser, config.gradient_clip)
             schedule.step()
             right = logits.detach().argmax(dim=1) == rows - model.current_rows().start

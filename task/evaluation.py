@@ -8,26 +8,24 @@ from torch import Tensor
 
 from task.data import Dataset, Images
 from task.model import Model
-from task.transforms import prepare
-
-BATCH = 256
+from task.queries import BATCH, Inputs, inputs_at, known_query
 
 
-def in_batches(model: Model, images: Images, positions: np.ndarray) -> Iterator[tuple[np.ndarray, Tensor]]:
-    """Positions [B] and prepared images [B, 3, H, W] without augmentation, in order."""
+def in_batches(model: Model, images: Images, positions: np.ndarray) -> Iterator[tuple[np.ndarray, Inputs]]:
+    """Positions [B] and the inputs there without augmentation, in order."""
     for start in range(0, len(positions), BATCH):
         some = positions[start : start + BATCH]
-        yield some, prepare(images[some], model.backbone)
+        yield some, inputs_at(model, images, some, known_query(model, images, some))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def extract_features(model: Model, images: Images, positions: np.ndarray) -> Tensor:
     """f(x) of the images at ``positions`` [N] -> float32 [N, D] on the model's device, no augmentation."""
-    features = [model.features(batch) for _, batch in in_batches(model, images, positions)]
+    features = [model.features(*batch) for _, batch in in_batches(model, images, positions)]
     return torch.cat(features) if features else torch.empty(0, model.backbone.dim, device=model.device)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def count_correct(
     model: Model, dataset: Dataset, order: np.ndarray, positions: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -44,8 +42,12 @@ def count_correct(
     """
     labels, classes = dataset.test_labels, len(dataset.class_names)
     correct = np.zeros(classes, np.int64)
-    wanted = positions[np.isin(labels[positions], order)]
+    rows = np.full(classes, len(order))
+    rows[order] = np.arange(len(order))
+    # class after class, so that images of earlier tasks stay in the batches in which their queries are known
+    by_row = positions[np.argsort(rows[labels[positions]], kind="stable")]
+    wanted = by_row[rows[labels[by_row]] < len(order)]
     for some, batch in in_batches(model, dataset.test_images, wanted):
-        predicted = order[model(batch).argmax(dim=1).cpu().numpy()]
+        predicted = order[model(*batch).argmax(dim=1).cpu().numpy()]
         np.add.at(correct, labels[some[predicted == labels[some]]], 1)
     return correct, np.bincount(labels[wanted], minlength=classes)

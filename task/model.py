@@ -77,15 +77,32 @@ class Model(nn.Module):
         with torch.no_grad(), self._autocast():
             return self.backbone(images).float()
 
-    def features(self, images: Tensor) -> Tensor:
-        """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, D], float32."""
-        query = self.query(images) if self.prompt.needs_query else None
+    @property
+    def prompted(self) -> bool:
+        """Whether f(x) differs from q(x)."""
+        return type(self.prompt) is not Prompt
+
+    @property
+    def reuses_query(self) -> bool:
+        """Whether a known q(x) saves a pass: the prompt reads it, or it is f(x). Never for a backbone that trains."""
+        frozen = not any(p.requires_grad for p in self.backbone.parameters())
+        return frozen and (self.prompt.needs_query or not self.prompted)
+
+    def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
+        """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, D], float32.
+
+        ``query`` is their q(x) [B, D] if it is known already; without prompt it is f(x), whatever the images are.
+        """
+        if query is not None and not self.prompted:
+            return query
+        if query is None and self.prompt.needs_query:
+            query = self.query(images)
         with self._autocast():
             return self.backbone(images, self.prompt(query)).float()
 
-    def forward(self, images: Tensor) -> Tensor:
-        """Normalised images [B, 3, H, W] -> logits [B, seen classes]; each row depends on its own image only."""
-        return self.head(self.features(images))
+    def forward(self, images: Tensor, query: Tensor | None = None) -> Tensor:
+        """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only."""
+        return self.head(self.features(images, query))
 
     def travelling(self) -> dict[str, Tensor]:
         """Prompt and head by stable names: everything that travels to clients, nothing of the backbone."""

@@ -10,6 +10,7 @@ from client_app.objective import Objective
 from task.config import ConfigError, parse
 from task.packet import Packet
 from task.prompt_coda import CodaPrompt, orthogonality
+from task.queries import Inputs
 
 J, M, T, L, D, B = 2, 3, 4, 2, 16, 5  # blocks, components of a task, tasks, vectors, dimension, images
 BLOCKS = (0, 3)
@@ -151,7 +152,7 @@ class Tiny(nn.Module):
     def current_rows(self):
         return slice(2, 4)
 
-    def forward(self, images):
+    def forward(self, images, query=None):
         return torch.stack([p.mean((1, 2, 3)) for p in self.prompt(images).values()] * 2, dim=1)
 
 
@@ -164,8 +165,8 @@ def test_objective_adds_the_weighted_contrast_to_the_rounds_start():
     with torch.no_grad():
         model.prompt.prompts[1] += 0.3
     objective.begin_epoch(model, None, 1, torch.Generator())  # a later epoch keeps what the round began with
-    loss, logits = objective.loss(model, QUERY, rows)
-    base, expected = Objective(config, Packet()).loss(model, QUERY, rows)
+    loss, logits = objective.loss(model, Inputs(QUERY), rows)
+    base, expected = Objective(config, Packet()).loss(model, Inputs(QUERY), rows)
     old, now = model.prompt.prompts[0].detach().double(), model.prompt.prompts[1].detach().double()
     scale = (J * M) ** -0.5
     away = float((now - start.double()).square().sum().sqrt()) * scale

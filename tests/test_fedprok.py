@@ -12,6 +12,7 @@ from task.config import parse
 from task.evaluation import extract_features
 from task.model import build_model
 from task.packet import Packet
+from task.queries import Inputs
 from task.stream import Schedule
 from task.transforms import prepare
 from task.world import build_world
@@ -73,7 +74,7 @@ def test_the_loss_equals_float64_numpy_with_explicit_loops(local):
     w, b = model.head.weight.detach().double().numpy(), model.head.bias.detach().double().numpy()
     expected = -log_softmax(np.array(x) @ w.T + b)[np.arange(23), y].mean()
     images = prepare(data.images[data.positions], model.backbone)
-    loss, logits = objective.loss(model, images, torch.from_numpy(data.rows))
+    loss, logits = objective.loss(model, Inputs(images), torch.from_numpy(data.rows))
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
     assert np.allclose(logits.detach(), (features @ w.T + b)[:, 6:], atol=1e-3)
 
@@ -86,7 +87,7 @@ def test_each_old_class_gets_as_many_pseudo_features_per_epoch_as_its_nearest_ha
     monkeypatch.setattr("torch.nn.functional.cross_entropy", lambda z, t: targets.append(t) or real(z, t))
     for some in torch.randperm(10, generator=torch.Generator().manual_seed(1)).split(4):
         images = prepare(data.images[data.positions[some.numpy()]], model.backbone)
-        objective.loss(model, images, torch.from_numpy(data.rows)[some])
+        objective.loss(model, Inputs(images), torch.from_numpy(data.rows)[some])
     counts = torch.cat(targets).bincount(minlength=12).tolist()
     assert counts == [0, 3, 0, 0, 5, 5, 5, 2, 0, 3, 0, 0]
 
@@ -95,7 +96,7 @@ def test_pseudo_features_train_the_head_and_not_the_prompt(local):
     """The prompt's gradient is that of the 10 real features alone, in a mean over 23."""
     _, model, data, *_, objective = local
     images, rows = prepare(data.images[data.positions], model.backbone), torch.from_numpy(data.rows)
-    loss, _ = objective.loss(model, images, rows)
+    loss, _ = objective.loss(model, Inputs(images), rows)
     found = torch.autograd.grad(loss, [model.prompt.prefix, model.head.weight])
     real = torch.nn.functional.cross_entropy(model(images), rows, reduction="sum") / 23
     expected = torch.autograd.grad(real, [model.prompt.prefix, model.head.weight])
@@ -108,7 +109,9 @@ def test_without_prototypes_it_is_the_objective_of_the_base(local):
     images, rows = prepare(data.images[data.positions], model.backbone), torch.from_numpy(data.rows)
     objective = FedProKObjective(config, Packet())
     objective.begin_epoch(model, data, 0, torch.Generator())
-    assert torch.equal(objective.loss(model, images, rows)[0], Objective(config, Packet()).loss(model, images, rows)[0])
+    assert torch.equal(
+        objective.loss(model, Inputs(images), rows)[0], Objective(config, Packet()).loss(model, Inputs(images), rows)[0]
+    )
 
 
 def test_fusion_by_hand():

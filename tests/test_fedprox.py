@@ -9,6 +9,7 @@ from client_app.objective import LocalData, Objective
 from task.config import parse
 from task.model import build_model
 from task.packet import Packet
+from task.queries import Inputs
 
 
 def test_proximal_term_and_gradient_by_hand(tiny):
@@ -20,14 +21,14 @@ def test_proximal_term_and_gradient_by_hand(tiny):
     objective.begin_epoch(model, data, 0, torch.Generator())
     torch.manual_seed(0)
     images, rows = torch.randn(4, 3, 16, 16), torch.tensor([6, 7, 8, 11])
-    at_start, _ = objective.loss(model, images, rows)
-    assert torch.equal(at_start, Objective(config, packet).loss(model, images, rows)[0])
+    at_start, _ = objective.loss(model, Inputs(images), rows)
+    assert torch.equal(at_start, Objective(config, packet).loss(model, Inputs(images), rows)[0])
     trained = list(model.parameters())
     for p in trained:
         p.data += 0.5
     objective.begin_epoch(model, data, 1, torch.Generator())  # a later epoch does not move the anchor
-    loss, _ = objective.loss(model, images, rows)
-    plain, _ = Objective(config, packet).loss(model, images, rows)
+    loss, _ = objective.loss(model, Inputs(images), rows)
+    plain, _ = Objective(config, packet).loss(model, Inputs(images), rows)
     numbers = sum(p.numel() for p in trained)
     assert numbers == 12 * (model.backbone.dim + 1) + 5 * 2 * 8 * model.backbone.dim
     assert float((loss - plain).detach()) == pytest.approx(0.2 * numbers * 0.25, rel=1e-4)

@@ -13,6 +13,7 @@ from task.methods import FPPLOptions
 from task.model import Head, build_model
 from task.packet import Packet
 from task.prompt_fused import FusedPrompt
+from task.queries import Inputs
 from task.stream import Schedule
 
 D = 6
@@ -124,7 +125,7 @@ def test_the_local_loss_adds_both_terms(tiny):
     objective.begin_epoch(model, LocalData(np.empty(0), np.empty(0), targets.numpy(), "none"), 0, torch.Generator())
     torch.manual_seed(0)
     images = torch.randn(3, 3, 16, 16)
-    loss, logits = objective.loss(model, images, targets)
+    loss, logits = objective.loss(model, Inputs(images), targets)
     with torch.no_grad():
         f = model.features(images).double().numpy()
         z = model(images).double().numpy()[:, 6:]
@@ -132,8 +133,8 @@ def test_the_local_loss_adds_both_terms(tiny):
     p = softmax(unit(f) @ unit(sent["means"].astype(np.float64)).T / 0.2)
     assert float(loss.detach()) == pytest.approx(cross_entropy - (np.log(p[0, 1]) + np.log(p[2, 0])) / 3, rel=1e-4)
     assert logits.shape == (3, 6)
-    bare, _ = FPPLObjective(config, Packet()).loss(model, images, targets)
-    plain, _ = Objective(config, Packet()).loss(model, images, targets)
+    bare, _ = FPPLObjective(config, Packet()).loss(model, Inputs(images), targets)
+    plain, _ = Objective(config, Packet()).loss(model, Inputs(images), targets)
     assert torch.equal(bare, plain)
 
 

@@ -20,6 +20,7 @@ from task.model import Model, build_model
 from task.packet import Packet
 from task.prompts import Prompt
 from task.prototypes import merge_diagonal
+from task.queries import Inputs
 from task.statistics import Variances
 from task.stream import Schedule
 from task.world import build_world
@@ -261,7 +262,7 @@ def test_injected_features_go_through_the_head_with_their_own_classes():
     injected = np.concatenate([wide[0] + step * wide[1] for step in steps])
     images, rows = torch.randn(6, 3, 8, 8, generator=rng(6)), torch.full((6,), 3)
     model.prompt.penalty = -0.25
-    loss, logits = method.loss(model, images, rows)
+    loss, logits = method.loss(model, Inputs(images), rows)
     real = model.features(images).detach().double().numpy()
     expected = numpy_loss(model, np.concatenate([real, injected]), np.array([0] * 6 + [1, 0] * 6), slice(3, 5))
     assert float(loss.detach()) == pytest.approx(expected - 0.25, rel=1e-5)
@@ -291,7 +292,7 @@ def test_without_global_prototypes_its_own_after_the_first_epoch(monkeypatch):
     method.begin_epoch(model, data, 0, rng())
     assert (method.injected, calls) == (None, [])
     real = model.features(images).detach().double().numpy()
-    assert float(method.loss(model, images, rows)[0].detach()) == pytest.approx(
+    assert float(method.loss(model, Inputs(images), rows)[0].detach()) == pytest.approx(
         numpy_loss(model, real, np.array([0, 1]), slice(3, 5)), rel=1e-5
     )
     for epoch in (1, 2):

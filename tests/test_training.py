@@ -19,6 +19,7 @@ from task.evaluation import count_correct, extract_features
 from task.model import Model
 from task.packet import Packet
 from task.prompts import Prompt, SharedPrompt
+from task.queries import Inputs
 from task.transforms import prepare, random_crop, random_flip
 
 
@@ -72,7 +73,7 @@ def test_local_loss_by_hand():
     model.head.weight.data[:, 0] = torch.tensor([50.0, -50.0, 0.0, math.log(2), math.log(5)])
     model.head.weight.data[:, 1] = torch.tensor([-7.0, 90.0, math.log(3), 0.0, 0.0])
     images = torch.tensor([[1.0, 0, 0], [0, 1.0, 0]])[:, :, None, None]
-    loss, logits = Objective(parse({}), Packet()).loss(model, images, torch.tensor([3, 2]))
+    loss, logits = Objective(parse({}), Packet()).loss(model, Inputs(images), torch.tensor([3, 2]))
     assert loss.item() == pytest.approx((math.log(4) + math.log(5 / 3)) / 2, rel=1e-6)
     assert torch.allclose(logits, torch.tensor([[0, 2.0, 5.0], [3.0, 0, 0]]).clamp(min=1).log())
     loss.backward()
@@ -369,8 +370,10 @@ class Oracle:
     def __init__(self):
         self.backbone = Pixels(1, mean=0.0, std=1 / 255)
         self.sizes = []
+        self.reuses_query = False
+        self.prompted = True
 
-    def __call__(self, images):
+    def __call__(self, images, query=None):
         self.sizes.append(len(images))
         return nn.functional.one_hot(images[:, 0, 0, 0].round().long(), 3).float()
 

@@ -1,0 +1,196 @@
+"""Queries are computed once per image, always in the same batches, and change no result."""
+
+import gc
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+from timm.models import VisionTransformer
+
+from client_app.client import Node, handle
+from server_app.in_process import InProcessTransport
+from server_app.run import execute
+from task import queries
+from task.backbone import Backbone
+from task.config import parse
+from task.evaluation import count_correct, extract_features
+from task.methods import PROMPTS
+from task.model import Model, build_model
+from task.prompts import Prompt
+from task.queries import QueryCache, known_query
+from task.world import build_world
+from tests.test_invariants import run, train_message, without_times
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch):
+    """Every test begins with nothing known."""
+    fresh = QueryCache(2**20)
+    monkeypatch.setattr(queries, "CACHE", fresh)
+    return fresh
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Images of each pass through a backbone: without prompt under False, with one under True."""
+    seen = {False: [], True: []}
+    original = Backbone.forward
+
+    def counted(self, images, prompted=None):
+        seen[bool(prompted)].append(len(images))
+        return original(self, images, prompted)
+
+    monkeypatch.setattr(Backbone, "forward", counted)
+    return seen
+
+
+def built(tiny, prompt, **more):
+    config = parse(tiny | {"method": "fedavg", "prompt": prompt} | more)
+    world = build_world(config)
+    model, rng = build_model(config, [6, 6]), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, generator=rng)
+    return config, world, model
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_known_query_gives_the_features_that_the_images_give(tiny, prompt):
+    _, world, model = built(tiny, prompt)
+    images = world.dataset.train_images
+    positions = np.arange(9)
+    query = known_query(model, images, positions)
+    assert (query is None) == (prompt == "shared")  # the one prompt that neither reads q(x) nor leaves it as it is
+    prepared = queries.prepare(images[positions], model.backbone)
+    with torch.no_grad():
+        found, plain = model.features(prepared, query), model.features(prepared)
+        assert torch.allclose(found, plain, atol=1e-6)
+        if query is not None:
+            assert torch.allclose(query, model.backbone(prepared), atol=1e-6)
+            assert not torch.allclose(model.features(prepared, -query), plain, atol=1e-2)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_images_are_passed_as_often_as_needed(tiny, prompt, passes):
+    """f(x) twice where a prompt changes it, q(x) once where it is read at all."""
+    _, world, model = built(tiny, prompt)
+    for _ in range(2):
+        extract_features(model, world.dataset.train_images, np.arange(30))
+    assert sum(passes[True]) == (0 if prompt == "none" else 60)
+    assert sum(passes[False]) == (0 if prompt == "shared" else 30)
+
+
+def test_an_evaluation_passes_old_images_no_second_time(tiny, passes):
+    """Task by task, with batches of 4: what fills the last batch of task 1 is asked for again, at most 3 images."""
+    queries_per_task = []
+    config, world, _ = built(tiny, "none")
+    model = build_model(config, [6])
+    order, labels = np.array([c for task in world.schedule.tasks for c in task]), world.dataset.test_labels
+    every = np.arange(len(labels))
+    for seen in (6, 12):
+        if seen == 12:
+            model.begin_task(6)
+        before = sum(passes[False])
+        correct, total = count_correct(model, world.dataset, order[:seen], every)
+        queries_per_task.append(sum(passes[False]) - before)
+        assert total.sum() == np.isin(labels, order[:seen]).sum()
+        assert 0 < correct.sum() <= total.sum()
+    first = np.isin(labels, order[:6]).sum()
+    assert queries_per_task[0] == first
+    assert queries_per_task[1] <= len(labels) - first + first % queries.BATCH
+
+
+def test_training_without_augmentation_reuses_the_queries(tiny, passes):
+    """Two epochs, then statistics: q(x) once per image, f(x) three times."""
+    config = parse(tiny | {"method": "fppl", "augmentation": "none", "local-epochs": 2})
+    answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    number = answer.metrics["num-examples"]
+    assert (sum(passes[False]), sum(passes[True])) == (number, 3 * number)
+    handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    assert sum(passes[False]) == number
+
+
+def test_training_with_augmentation_computes_a_query_in_every_step(tiny, passes):
+    config = parse(tiny | {"method": "fppl", "augmentation": "crop", "local-epochs": 2})
+    answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    number = answer.metrics["num-examples"]
+    assert (sum(passes[False]), sum(passes[True])) == (3 * number, 3 * number)
+
+
+@pytest.mark.parametrize("prompt", ["none", "fused"])
+def test_what_is_known_changes_no_bit(tiny, tmp_path, monkeypatch, prompt):
+    """A cache that keeps all, one that keeps little and one that keeps nothing."""
+    results, models = [], []
+    for limit in (2**30, 20_000, 0):
+        monkeypatch.setattr(queries, "CACHE", QueryCache(limit))
+        values = {"method": "fedavg", "prompt": prompt, "augmentation": "none", "run-name": str(limit)}
+        results.append(without_times(run(tiny | values | {"rounds-per-task": 2})))
+        models.append(safetensors.numpy.load_file(tmp_path / "runs" / str(limit) / "model.safetensors"))
+    assert results[0] == results[1] == results[2]
+    assert all((models[0][n] == m[n]).all() for m in models[1:] for n in models[0])
+
+
+def test_no_more_than_the_limit_is_kept_and_the_last_used_stay(tiny, monkeypatch, passes):
+    """Room for three batches of 5 images: of five, the last three are kept, and a used one outlives newer ones."""
+    monkeypatch.setattr(queries, "BATCH", 5)
+    _, world, model = built(tiny, "none")
+    images, width = world.dataset.train_images, 4 * 5 * model.backbone.dim
+    cache = QueryCache(3 * width + width // 2)
+    monkeypatch.setattr(queries, "CACHE", cache)
+
+    def computed(start, stop):
+        before = sum(passes[False])
+        known_query(model, images, np.arange(start, stop))
+        return sum(passes[False]) - before
+
+    assert computed(0, 25) == 25
+    assert cache.size == 3 * width
+    assert computed(10, 25) == 0
+    assert computed(0, 5) == 5  # in place of 10 to 15
+    assert computed(15, 20) == 0
+    assert computed(30, 35) == 5  # in place of 20 to 25, the one unused for longest
+    assert (computed(15, 20), computed(0, 5), computed(20, 25)) == (0, 0, 5)
+    assert cache.size == 3 * width
+
+
+def test_queries_belong_to_their_images_backbone_and_precision(tiny):
+    """Equal positions elsewhere are other images; a dead source whose id comes back is not taken for it."""
+    _, world, model = built(tiny, "none")
+    train, test, some = world.dataset.train_images, world.dataset.test_images, np.arange(6)
+    first = known_query(model, train, some)
+    assert not torch.equal(known_query(model, test, some), first)
+    assert not torch.equal(known_query(built(tiny, "none", precision="bf16")[2], train, some), first)
+    other = {"backbone-weights": "random"}
+    assert not torch.allclose(known_query(built(tiny, "none", **other)[2], train, some), first, atol=1e-3)
+    for shift in range(4):
+        copy = np.roll(train[some], shift, axis=0)
+        assert torch.allclose(known_query(model, copy, some), first.roll(shift, 0), atol=1e-5)
+        del copy
+        gc.collect()
+    assert torch.equal(known_query(model, train, some), first)
+
+
+def test_a_backbone_that_trains_has_no_known_query():
+    vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=3, num_classes=0)
+    model = Model(Backbone(vit, (0.5,) * 3, (0.25,) * 3), Prompt(), 0, "fp32")
+    images = np.zeros((4, 8, 8, 3), np.uint8)
+    assert known_query(model, images, np.arange(4)) is not None
+    vit.requires_grad_(True)
+    assert known_query(model, images, np.arange(4)) is None
+    assert model.features(queries.prepare(images, model.backbone)).requires_grad
+
+
+def test_a_hundred_clients_keep_no_more_queries_than_ten(tiny, cache):
+    """All training and test images once, in however many parts."""
+    sizes = []
+    for clients in (10, 100):
+        cache.__init__(2**30)
+        config = parse(tiny | {"method": "ncm", "num-clients": clients, "run-name": str(clients)})
+        directory = execute(config, InProcessTransport(config.flat(), clients))
+        assert json.loads((directory / "results.json").read_text())["status"] == "finished"
+        sizes.append(cache.size)
+    dim = build_model(config, []).backbone.dim
+    world = build_world(config)
+    images = len(world.dataset.train_labels) + len(world.dataset.test_labels)
+    assert all(4 * dim * images <= size <= 4 * dim * (images + queries.BATCH) for size in sizes)
