@@ -14,7 +14,7 @@ from client_app.training import DivergedError, train_locally
 from task.config import Config, ConfigError, parse
 from task.data import default_augmentation
 from task.evaluation import count_correct, extract_features
-from task.lessons import ever_held, local_positions
+from task.lessons import ever_held, lesson_of
 from task.methods import load_half
 from task.model import Model, build_model, to_arrays
 from task.packet import Arrays, Kind, Packet, Scalar
@@ -91,18 +91,20 @@ def _hello(packet: Packet, config: Config, node: Node) -> Packet:
 
 def _train(packet: Packet, config: Config, node: Node) -> Packet:
     world, task = build_world(config), int(packet.config["task"]) - 1  # type: ignore[arg-type]
-    positions = local_positions(config, task, int(packet.config["round"]) - 1)[_partition_id(node)]  # type: ignore[arg-type]
-    answer = Packet(metrics={"num-examples": len(positions)}, config={"name": client_name(node)})
-    if not len(positions):
+    name, round = client_name(node), int(packet.config["round"]) - 1  # type: ignore[arg-type]
+    lesson = lesson_of(config, _partition_id(node), task, round, holds_pool=packet.config.get("pool") == name)
+    answer = Packet(metrics={"num-examples": len(lesson.positions)}, config={"name": name})
+    if not len(lesson.positions):
         return answer
     model = build_model(config, world.task_sizes(task))
     model.load(packet.arrays)
+    model.learn(world.rows[lesson.classes])
     if config.row.client:
         rng = torch_rng(config.seed, "local", _partition_id(node), int(packet.config["server-round"]))  # type: ignore[arg-type]
-        answer.metrics |= _fit(model, packet, config, _local_data(world, positions, config), rng)
+        answer.metrics |= _fit(model, packet, config, _local_data(world, lesson.positions, config), rng)
         answer.arrays = to_arrays(model.trained())
     started = time.perf_counter()
-    answer.prototypes = _statistics(model, world, positions, config)
+    answer.prototypes = _statistics(model, world, lesson.positions, config)
     answer.metrics["seconds-statistics"] = time.perf_counter() - started
     return answer
 

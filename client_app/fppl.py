@@ -36,10 +36,9 @@ class FPPLObjective(Objective):
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy over the current task's classes, and L_ur where prototypes have come."""
-        current = model.current_rows()
         features = model.features(*inputs)
-        logits = model.head(features)[:, current]
-        loss = F.cross_entropy(logits, rows - current.start) + model.prompt.penalty
+        logits = model.head(features)[:, model.current_rows()]
+        loss = F.cross_entropy(logits, model.places(rows)) + model.prompt.penalty
         if self.sent:
             loss = loss + unified_loss(features, self.sent["means"], self.places[rows], self.options.tau)
         return loss, logits

@@ -1,4 +1,4 @@
-"""The local objective; the base of all is cross-entropy over the classes of the current task."""
+"""The local objective; the base of all is cross-entropy over the client's current classes."""
 
 from dataclasses import dataclass
 
@@ -25,9 +25,9 @@ class LocalData:
 
 
 class Objective:
-    """Softmax cross-entropy over the logits of the current task's classes only (methods.md section 0).
+    """Softmax cross-entropy over the logits of the client's current classes only (methods.md section 0).
 
-    Rows of earlier classes get no gradient. A method overrides the hooks it needs, and takes from the server's packet
+    Rows of other classes get no gradient. A method overrides the hooks it needs, and takes from the server's packet
     in ``__init__`` what it needs.
     """
 
@@ -47,8 +47,7 @@ class Objective:
             rows: int64 [B], the head row of each image's class.
 
         Returns:
-            scalar loss and logits [B, classes of the current task].
+            scalar loss and logits [B, current classes].
         """
-        current = model.current_rows()
-        logits = model(*inputs)[:, current]
-        return F.cross_entropy(logits, rows - current.start) + model.prompt.penalty, logits
+        logits = model(*inputs)[:, model.current_rows()]
+        return F.cross_entropy(logits, model.places(rows)) + model.prompt.penalty, logits

@@ -46,16 +46,15 @@ class InjectedPrototypes(Objective):
     def _own(self, model: Model, data: LocalData) -> Arrays:
         """Statistics of the local images, with places in the current task for class ids."""
         features = extract_features(model, data.images, data.positions)
-        places = torch.from_numpy(data.rows - model.current_rows().start).to(model.device)
+        places = model.places(torch.from_numpy(data.rows).to(model.device))
         return load_half(self.config.row.statistics)().compute(features, places, self.options)
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean over images and injected prototypes alike; the logits are those of the images."""
-        current = model.current_rows()
-        features, targets = model.features(*inputs), rows - current.start
+        features, targets = model.features(*inputs), model.places(rows)
         if self.injected:
             features, targets = torch.cat([features, self.injected[0]]), torch.cat([targets, self.injected[1]])
-        logits = model.head(features)[:, current]
+        logits = model.head(features)[:, model.current_rows()]
         return F.cross_entropy(logits, targets) + model.prompt.penalty, logits[: len(rows)]
 
 

@@ -50,7 +50,7 @@ def train_locally(
             loss, logits = objective.loss(model, inputs, rows)
             _step(loss, parameters, optimiser, config.gradient_clip)
             schedule.step()
-            right = logits.detach().argmax(dim=1) == rows - model.current_rows().start
+            right = logits.detach().argmax(dim=1) == model.places(rows)
             epoch += torch.stack([loss.detach() * len(rows), right.sum()])
         _require_finite(epoch[0], config)
     model.eval()

@@ -30,7 +30,7 @@ def check_reply(reply: Reply, member: Member, arrays: Spec, classes: Sequence[in
         reply: what the transport brought.
         member: who was asked; it cannot have more images than it said at hello that it may.
         arrays: names and shapes of the trained arrays that must come.
-        classes: class ids of the current task.
+        classes: class ids that it may learn in the task.
         config: the run keys.
 
     Raises:

@@ -22,7 +22,7 @@ from server_app.transport import Reply, Transport
 from strategies.base import Moment, Strategy, Update
 from task.config import Config
 from task.evaluation import count_correct
-from task.lessons import local_positions
+from task.lessons import learnable, lesson_of
 from task.methods import load_half
 from task.model import build_model
 from task.packet import Arrays, Kind, Packet
@@ -69,7 +69,7 @@ class Run:
         nodes = wait_for_nodes(transport, config.num_clients)
         self.config = config.with_clients(config.num_clients or len(nodes))
         # a partition that cannot work ends the run here, before any training
-        local_positions(self.config, task=0, round=0)
+        lesson_of(self.config, client=0, task=0, round=0)
         self.transport, self.directory = transport, directory
         self.strategy: Strategy = load_half(self.config.row.server)(self.config)
         self.members, absent = introduce(transport, nodes, self.config, self.world.dataset.class_names)
@@ -143,6 +143,8 @@ class Run:
                 "server-round": moment.server_round,
                 "classes": moment.schedule.current_classes(moment.task),
                 "run-config": json.dumps(self.config.for_clients()),
+                # of clients that pool their data, the first one drawn has all of it
+                **({"pool": members[0].name} if self.config.row.pooled else {}),
             },
         )
         return self.transport.exchange(kind, {m.node: packet for m in members}, self.config.round_timeout)
@@ -151,7 +153,7 @@ class Run:
         self, drawn: Sequence[Member], replies: Sequence[Reply], moment: Moment, report: RoundReport
     ) -> list[Update]:
         spec = {name: tuple(value.shape) for name, value in self.model.trained().items()}
-        classes = moment.schedule.current_classes(moment.task)
+        classes = learnable(self.config, moment.task)
         updates = []
         for member, reply in zip(drawn, replies, strict=True):
             try:

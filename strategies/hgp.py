@@ -42,7 +42,7 @@ class HGP(Strategy):
         """Classes whose head rows are retrained: the paper's method, or an ablation of its table 3."""
         current = moment.schedule.current_classes(moment.task)
         seen = moment.schedule.seen_classes(moment.task)
-        old = seen[: -len(current)]
+        old = seen[: len(seen) - len(current)]
         return {"all": seen, "current": current, "old": old, "off": []}[self.options.rebalance]
 
 

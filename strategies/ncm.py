@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from strategies.base import Moment, Strategy, Update
 from task.config import Config
@@ -37,13 +38,13 @@ class NearestMean(Strategy):
         return {}
 
 
-def _silence(model: Model, rows: slice) -> None:
+def _silence(model: Model, rows: Tensor) -> None:
     """A class that nobody has reported must never win."""
     model.head.weight.data[rows] = 0
     model.head.bias.data[rows] = -1e30
 
 
-def _joined(statistics: Sequence[Arrays]) -> list[torch.Tensor]:
+def _joined(statistics: Sequence[Arrays]) -> list[Tensor]:
     return [
         torch.from_numpy(np.concatenate([s[name] for s in statistics])) for name in ("class_ids", "counts", "means")
     ]

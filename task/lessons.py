@@ -1,5 +1,6 @@
-"""Who learns from which training images in which round."""
+"""Who learns what when: the training images and the classes of every client in every round."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -10,20 +11,46 @@ from task.partition import REDRAWN, Partition, partition
 from task.world import build_world
 
 
-def local_positions(config: Config, task: int, round: int) -> list[np.ndarray]:
-    """Sorted positions of the training images of every client in one round; an empty array is legal.
+@dataclass(frozen=True)
+class Lesson:
+    """What one client learns in one round.
+
+    Attributes:
+        positions: int64 [N], sorted positions of its training images; none is legal.
+        classes: class ids among which its loss chooses.
+    """
+
+    positions: np.ndarray
+    classes: list[int]
+
+
+def lesson_of(config: Config, client: int, task: int, round: int, holds_pool: bool = False) -> Lesson:
+    """What a client learns in a round.
 
     Args:
         config: the run keys; ``num_clients`` must be known, not 0.
+        client: its place, 0 to num-clients - 1.
         task: counted from 0.
         round: within the task, counted from 0.
+        holds_pool: whether it is the round's one client with data, if the method pools all clients' data.
 
     Raises:
         ConfigError: the partition's parameters cannot work with this data.
     """
+    world = build_world(config)
+    classes = learnable(config, task)
+    if config.row.pooled:
+        pool = np.flatnonzero(np.isin(world.dataset.train_labels, classes))
+        return Lesson(pool if holds_pool else pool[:0], classes)
     if config.partition in REDRAWN:
-        return _redrawn(config, task, round)
-    return [own[task] for own in _dealt(config)]
+        return Lesson(_redrawn(config, task, round)[client], classes)
+    return Lesson(_dealt(config)[client][task], classes)
+
+
+def learnable(config: Config, task: int) -> list[int]:
+    """Classes that some client may learn in a task, in stream order: the current ones, and all so far in a pool."""
+    schedule = build_world(config).schedule
+    return schedule.seen_classes(task) if config.row.pooled else schedule.current_classes(task)
 
 
 def ever_held(config: Config, client: int) -> np.ndarray:
@@ -32,7 +59,7 @@ def ever_held(config: Config, client: int) -> np.ndarray:
     Raises:
         ConfigError: the partition's parameters cannot work with this data.
     """
-    if config.partition in REDRAWN:
+    if config.row.pooled or config.partition in REDRAWN:
         return np.arange(len(build_world(config).dataset.train_labels))
     return np.concatenate(_dealt(config)[client])
 

@@ -142,7 +142,8 @@ class Method:
     """One row of the table.
 
     ``prompts`` lists what the run key ``prompt`` may be, the default first. ``client`` is empty for a method that
-    trains nothing. ``statistics`` is what clients send beside arrays. ``defaults`` fills keys left at "auto".
+    trains nothing. ``statistics`` is what clients send beside arrays. ``defaults`` fills keys left at "auto". With
+    ``pooled`` one client of each round, the first of those drawn, has all images of all tasks so far, the others none.
     """
 
     name: str
@@ -152,6 +153,7 @@ class Method:
     server: str
     options: type[Options] = Options
     defaults: dict[str, Scalar] = field(default_factory=dict)
+    pooled: bool = False
 
     def own_keys(self) -> dict[str, Key]:
         """The method's own run keys."""
@@ -189,6 +191,7 @@ METHODS: dict[str, Method] = {
         #       name         prompts             client half     statistics   server half                    own keys
         Method("hgp", ("shared",), _CROSS_ENTROPY, "task.statistics:Gaussians", "strategies.hgp:HGP", HGPOptions),
         Method("fedavg", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN),
+        Method("joint", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN, pooled=True),
         Method("head-only", ("none",), _CROSS_ENTROPY, _NOTHING, _MEAN, defaults={"learning-rate": 0.01}),
         Method("ncm", ("none",), "", "task.statistics:Means", "strategies.ncm:NearestMean"),
         Method(

@@ -46,6 +46,8 @@ class Model(nn.Module):
         self._backbone = [backbone]  # in a list: shared by all models of the process, so no sub-module of this one
         self.prompt, self.head = prompt, Head(backbone.dim, seed)
         self.task_sizes: list[int] = []
+        self._rows: Tensor
+        self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
         self.precision = precision
         self.to(backbone.mean.device)
         self.eval()  # the prompts of a model in training know the task, which nobody says of a test image
@@ -65,12 +67,21 @@ class Model(nn.Module):
         self.prompt.begin_task(len(self.task_sizes))
         self.head.grow(classes)
         self.task_sizes.append(classes)
+        seen = sum(self.task_sizes)
+        self._rows = torch.arange(seen - classes, seen)
         self.to(self.device)
 
-    def current_rows(self) -> slice:
-        """Rows of the head that belong to the current task."""
-        seen = sum(self.task_sizes)
-        return slice(seen - self.task_sizes[-1], seen)
+    def learn(self, rows: np.ndarray) -> None:
+        """Let the local loss choose among other classes than the current task's: their head rows, int64 [C]."""
+        self._rows = torch.from_numpy(np.sort(rows)).to(self.device)
+
+    def current_rows(self) -> Tensor:
+        """int64 [C] ascending: head rows among which the local loss chooses, at first those of the current task."""
+        return self._rows
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Place of each head row among the current ones, int64 like ``rows``, which must be of them."""
+        return torch.searchsorted(self._rows, rows)
 
     def query(self, images: Tensor) -> Tensor:
         """q(x): normalised images [B, 3, H, W] -> features without prompt [B, D]; no gradient."""

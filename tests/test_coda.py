@@ -150,7 +150,10 @@ class Tiny(nn.Module):
         self.prompt = coda(tasks=2)
 
     def current_rows(self):
-        return slice(2, 4)
+        return torch.tensor([2, 3])
+
+    def places(self, rows):
+        return rows - 2
 
     def forward(self, images, query=None):
         return torch.stack([p.mean((1, 2, 3)) for p in self.prompt(images).values()] * 2, dim=1)

@@ -1,17 +1,22 @@
 """Who learns from what in which round, and that nobody can report more than the server was told at hello."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from client_app.client import Node, handle
+from client_app.objective import LocalData, Objective
+from client_app.training import train_locally
 from task import lessons
 from task.config import Config, parse
-from task.lessons import ever_held, local_positions
+from task.lessons import ever_held, learnable, lesson_of
 from task.model import build_model
 from task.packet import Packet
 from task.partition import partition
+from task.seeding import torch_rng
 from task.world import build_world
 from tests.test_invariants import run
 
@@ -22,6 +27,7 @@ EACH = {
     "quantity": {"partition": "quantity", "classes-per-client": 2},
     "class-share": {"partition": "class-share"},
     "split-ratio": STATELESS,
+    "joint": {"method": "joint", "rounds-per-task": 2},
 }
 
 
@@ -40,21 +46,23 @@ def ask(config: Config, client: int, task: int = 0, round: int = 0) -> Packet:
 @pytest.mark.parametrize("name", EACH)
 def test_nobody_ever_holds_more_than_hello_said(name: str, tiny: dict) -> None:
     config = parse(tiny | EACH[name])
-    classes = build_world(config).schedule.tasks
     for client in range(config.num_clients):
         said = handle("hello", Packet(), Node(config.flat(), {"partition-id": client})).arrays["class_counts"].tolist()
         assert said == counts(config, ever_held(config, client))
         for task in range(2):
             for round in range(config.rounds_per_task):
-                mine = local_positions(config, task, round)[client]
-                assert all(n <= most for n, most in zip(counts(config, mine), said, strict=True))
-                assert {c for c, n in enumerate(counts(config, mine)) if n} <= set(classes[task])
+                lesson = lesson_of(config, client, task, round, holds_pool=True)
+                held = counts(config, lesson.positions)
+                assert all(n <= most for n, most in zip(held, said, strict=True))
+                assert {c for c, n in enumerate(held) if n} <= set(lesson.classes) <= set(learnable(config, task))
 
 
 def test_split_ratio_draws_anew_in_every_round(tiny: dict) -> None:
     """Of 6 classes 4 (0.6 x 6 = 3.6), of 32 images 3.2, 2.5, 2.0 and 1.6 (0.1 x 32 x 0.5^(i/3))."""
     config = parse(tiny | STATELESS)
-    rounds = [[local_positions(config, task, round) for round in range(3)] for task in range(2)]
+    rounds = [
+        [[lesson_of(config, m, task, round).positions for m in range(4)] for round in range(3)] for task in range(2)
+    ]
     sizes = [
         sorted(filter(None, counts(config, mine)), reverse=True) for task in rounds for round in task for mine in round
     ]
@@ -81,14 +89,15 @@ def test_a_round_draws_for_its_own_task_only(tiny: dict, monkeypatch: pytest.Mon
         round=2,
         **config.partition_parameters,
     )
-    assert all((own[1] == mine).all() for own, mine in zip(whole, local_positions(config, 1, 2), strict=True))
+    for client, own in enumerate(whole):
+        assert (own[1] == lesson_of(config, client, 1, 2).positions).all()
 
 
 def test_clients_train_on_the_draw_of_the_messages_round(tiny: dict) -> None:
     config = parse(tiny | STATELESS | {"method": "ncm"})
     for task, round in ((0, 0), (0, 2), (1, 0)):
         answer = ask(config, 3, task, round)
-        expected = counts(config, local_positions(config, task, round)[3])
+        expected = counts(config, lesson_of(config, 3, task, round).positions)
         assert answer.metrics["num-examples"] == sum(expected) == 10
         found = dict(zip(answer.prototypes["class_ids"].tolist(), answer.prototypes["counts"].tolist(), strict=True))
         assert found == {c: n for c, n in enumerate(expected) if n}
@@ -100,3 +109,54 @@ def test_stateless_clients_take_part_without_failures(method: str, tiny: dict) -
     assert results["status"] == "finished"
     assert not any(r["failures"] or r["idle"] for r in results["rounds"])
     assert len({tuple(r["participants"]) for r in results["rounds"]}) > 1
+
+
+# joint
+
+
+def test_the_pool_holds_all_images_so_far_and_nobody_else_any(tiny: dict) -> None:
+    config = parse(tiny | {"method": "joint"})
+    world = build_world(config)
+    for task in range(2):
+        seen = world.schedule.seen_classes(task)
+        pool, other = (lesson_of(config, client, task, 0, holds_pool=client == 1) for client in (1, 2))
+        assert counts(config, pool.positions) == [32 if c in seen else 0 for c in range(12)]
+        assert pool.classes == seen
+        assert not len(other.positions)
+
+
+@pytest.mark.parametrize("prompt", ["shared", "dualprompt"])
+def test_joint_equals_training_one_client_on_everything(prompt: str, tiny: dict) -> None:
+    """The same model as two trainings by hand, on six classes and then on all twelve; others have nothing to do."""
+    config = parse(tiny | {"method": "joint", "prompt": prompt, "partition": "dirichlet"})
+    results = run(config.flat())
+    assert [r["idle"] for r in results["rounds"]] == [["client-0001", "client-0002"]] * 2
+    world, model = build_world(config), build_model(config, [])
+    data, order = world.dataset, world.schedule.seen_classes(1)
+    for task in range(2):
+        model.begin_task(6)
+        model.learn(np.arange(6 * (task + 1)))
+        place = [order.index(label) for label in data.train_labels]
+        chosen = np.flatnonzero(np.array(place) < 6 * (task + 1))
+        local = LocalData(data.train_images, chosen, np.array(place)[chosen], "none")
+        train_locally(model, Objective(config, Packet()), local, config, torch_rng(0, "local", 0, task + 1))
+    saved = safetensors.numpy.load_file(Path(str(tiny["output-dir"])) / "run" / "model.safetensors")
+    assert all((saved[name] == array).all() for name, array in model.export().items())
+
+
+def test_one_task_of_joint_is_one_client_that_has_everything(tiny: dict) -> None:
+    pooled = run(tiny | {"method": "joint", "num-tasks": 1, "num-clients": 3})
+    alone = run(tiny | {"method": "fedavg", "num-tasks": 1, "num-clients": 1, "run-name": "alone"})
+    assert pooled["per_class_accuracy"] == alone["per_class_accuracy"]
+    assert pooled["rounds"][0]["train_loss"] == alone["rounds"][0]["train_loss"]
+
+
+def test_joint_is_a_ceiling_of_fedavg_whoever_takes_part(tiny: dict) -> None:
+    values = tiny | {"num-clients": 6, "clients-per-round": 2, "rounds-per-task": 2, "local-epochs": 3}
+    joint, fedavg = (run(values | {"method": method, "run-name": method}) for method in ("joint", "fedavg"))
+    drawn = [r["participants"] for r in joint["rounds"]]
+    assert drawn == [r["participants"] for r in fedavg["rounds"]]
+    assert any("client-0000" not in names for names in drawn)
+    assert [r["idle"] for r in joint["rounds"]] == [names[1:] for names in drawn]
+    assert joint["metrics"]["final_average_accuracy"] > fedavg["metrics"]["final_average_accuracy"] + 0.2
+    assert joint["metrics"]["forgetting"] < fedavg["metrics"]["forgetting"]
