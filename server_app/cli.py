@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     # argparse takes no second group of settings once an option has come between
-    if any(word.startswith("-") for word in rest) or (rest and args.command is not _run):
+    if any(word.startswith("-") for word in rest) or (rest and args.command is _report):
         parser.error(f"unrecognised: {' '.join(rest)}")
     args.rest = rest
     return int(args.command(args))
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _describe_run(commands.add_parser("run", help="run an experiment in simulation, on this machine"))
     _describe_report(commands.add_parser("report", help="tables and pictures of one run, or of several compared"))
+    _describe_bench(commands.add_parser("bench", help="a suite of runs, those left to do, and their table"))
     return parser
 
 
@@ -82,6 +84,20 @@ def _describe_report(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_report)
 
 
+def _describe_bench(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Run the variants, partitions and seeds of a suite, each without Flower in a process of its own, and write "
+        "table.md, report.html and pictures after each. Finished runs are skipped, so that a suite that was ended is "
+        "continued by the same command; others begin anew. Exit code 0 if all finished, 1 if one failed, 2 if "
+        "something in the suite cannot be."
+    )
+    parser.add_argument("suite", type=Path, metavar="SUITE.yaml", help="such as suites/digits.yaml")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="run keys for all runs, such as data-dir=...")
+    parser.add_argument("--jobs", type=_positive, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument("--flower", action="store_true", help="every run through Flower's simulation")
+    parser.set_defaults(command=_bench)
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -97,6 +113,26 @@ def _report(args: argparse.Namespace) -> int:
     except (ReportError, PicturesUnavailable, OSError) as error:
         return _complain(str(error), FAILED)
     print("\n".join(str(path) for path in written))
+    return OK
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from server_app.bench import Bench
+    from server_app.report import PicturesUnavailable
+    from server_app.suite import read_suite
+
+    try:
+        suite = read_suite(args.suite, read_words([*args.settings, *args.rest]))
+        failed = Bench(suite, args.jobs, args.flower, partial(print, flush=True)).go()
+    except ConfigError as error:
+        return _complain(str(error), MISTAKE)
+    except (LaunchError, PicturesUnavailable, OSError) as error:
+        return _complain(str(error), FAILED)
+    except Interrupted as stop:
+        return _complain("stopped; the same command continues the suite", 128 + stop.number)
+    print("\n".join(str(suite.folder / name) for name in ("table.md", "report.html")))
+    if failed:
+        return _complain(f"failed: {', '.join(run.name for run in failed)}", FAILED)
     return OK
 
 

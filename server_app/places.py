@@ -29,7 +29,6 @@ def project_folder() -> Path:
 def run_directory(config: Config) -> Path:
     """Absolute folder of a run that does not exist yet.
 
-    A relative ``output-dir`` is resolved against FCIL_HOME, else the project's folder, else the working directory.
     A run without a name is called after method, data set, seed and local time.
 
     Raises:
@@ -38,7 +37,7 @@ def run_directory(config: Config) -> Path:
     # two runs may start in the same second
     unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     name = config.run_name or f"{config.method}-{config.dataset}-seed{config.seed}-{unique}"
-    directory = _base() / config.output_dir / name
+    directory = placed(Path(config.output_dir)) / name
     try:
         taken = (directory / "results.json").exists()
     except OSError as error:
@@ -79,10 +78,11 @@ def mark_failed(directory: Path, reason: str) -> None:
         part.replace(directory / "results.json")
 
 
-def _base() -> Path:
+def placed(output: Path) -> Path:
+    """An ``output-dir`` made absolute: a relative one counts from FCIL_HOME, the project, or the working directory."""
     if "FCIL_HOME" in os.environ:
-        return Path(os.environ["FCIL_HOME"]).resolve()
+        return Path(os.environ["FCIL_HOME"]).resolve() / output
     try:
-        return project_folder()
+        return project_folder() / output
     except LaunchError:
-        return Path.cwd()
+        return Path.cwd() / output

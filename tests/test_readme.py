@@ -13,6 +13,8 @@ from flwr.common.config import parse_config_args
 from PIL import Image
 
 from server_app import cli
+from server_app.settings import read_words
+from server_app.suite import read_suite
 from task.config import parse
 from task.methods import METHODS
 
@@ -67,6 +69,13 @@ def test_reports_and_help_work_as_written(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(SystemExit) as ended:
         cli.main(["run", "--help"])
     assert ended.value.code == 0
+
+
+def test_suites_are_valid() -> None:
+    suites = [words for words in FCIL if words[0] == "bench"]
+    assert suites
+    for _, path, *words in suites:
+        assert read_suite(ROOT / path, read_words([word for word in words if "=" in word])).runs
 
 
 def test_flower_commands_give_valid_run_keys() -> None:
