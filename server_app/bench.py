@@ -34,6 +34,7 @@ class Bench:
         self._way = [] if through_flower else ["--in-process"]
         self._mark = f"FCIL_BENCH={secrets.token_hex(8)}"  # in the environment of our runs only
         self._running: dict[subprocess.Popen[bytes], Planned] = {}
+        self._begun: dict[str, float] = {}  # by name of the run
         self._waiting: list[Planned] = []
         self._failed: list[Planned] = []
         self._seconds: dict[str, list[float]] = {}  # of finished runs, by variant
@@ -98,7 +99,7 @@ class Bench:
                 start_new_session=True,  # Ctrl-C is for us alone, who then end everything in order
                 pass_fds=[lock],  # a run that outlives us keeps the folder locked
             )
-        self._running[process] = run
+        self._running[process], self._begun[run.name] = run, time.monotonic()
         self._say(f"started   {run.name}")
 
     def _command(self, run: Planned) -> list[str]:
@@ -108,7 +109,7 @@ class Bench:
     def _note(self, run: Planned, code: int) -> None:
         results = read_results(run.directory)
         if code == 0 and results.get("status") == "finished":
-            seconds, accuracy = results["seconds"]["total"], results["metrics"]["final_average_accuracy"]
+            seconds, accuracy = time.monotonic() - self._begun[run.name], results["metrics"]["final_average_accuracy"]
             self._seconds.setdefault(run.variant, []).append(seconds)
             outcome = f"final average accuracy {accuracy:.1%}, {_minutes(seconds)}"
             self._say(f"finished  {run.name}: {outcome}; {self._remaining()}")
@@ -132,8 +133,9 @@ class Bench:
         groups: dict[tuple[str, str], Group] = {}
         for run in self._suite.runs:
             group = groups.setdefault((run.partition, run.variant), Group(run.setting, run.variant, []))
-            # not begun, or left unreadable by a crash: it has its turn
-            with contextlib.suppress(ReportError):
+            if run in self._waiting:
+                continue  # what lies there will go: half a run, perhaps of other keys
+            with contextlib.suppress(ReportError):  # it has written nothing yet
                 group.runs.append(load_run(run.directory))
         write_comparison(list(groups.values()), self._suite.folder, self._suite.title)
 
