@@ -13,12 +13,13 @@ from client_app.objective import LocalData
 from client_app.training import DivergedError, train_locally
 from task.config import Config, ConfigError, parse
 from task.data import default_augmentation
-from task.evaluation import count_correct, extract_features
+from task.evaluation import count_correct
 from task.lessons import ever_held, lesson_of
 from task.methods import load_half
 from task.model import Model, build_model, to_arrays
 from task.packet import Arrays, Kind, Packet, Scalar
 from task.seeding import torch_rng
+from task.statistics import Sample
 from task.versions import package_version
 from task.world import World, build_world, code_sha256
 
@@ -99,12 +100,13 @@ def _train(packet: Packet, config: Config, node: Node) -> Packet:
     model = build_model(config, world.task_sizes(task))
     model.load(packet.arrays)
     model.learn(world.rows[lesson.classes])
+    data = _local_data(world, lesson.positions, config)
     if config.row.client:
         rng = torch_rng(config.seed, "local", _partition_id(node), int(packet.config["server-round"]))  # type: ignore[arg-type]
-        answer.metrics |= _fit(model, packet, config, _local_data(world, lesson.positions, config), rng)
+        answer.metrics |= _fit(model, packet, config, data, rng)
         answer.arrays = to_arrays(model.trained())
     started = time.perf_counter()
-    answer.prototypes = _statistics(model, world, lesson.positions, config)
+    answer.prototypes = _statistics(model, data, world.dataset.train_labels[lesson.positions], packet, config)
     answer.metrics["seconds-statistics"] = time.perf_counter() - started
     return answer
 
@@ -122,16 +124,14 @@ def _fit(model: Model, packet: Packet, config: Config, data: LocalData, rng: tor
     return {"loss": loss, "accuracy": accuracy, "seconds-train": time.perf_counter() - started}
 
 
-def _statistics(model: Model, world: World, positions: np.ndarray, config: Config) -> Arrays:
+def _statistics(model: Model, data: LocalData, labels: np.ndarray, packet: Packet, config: Config) -> Arrays:
     kind = load_half(config.row.statistics)()
-    if not kind.carries:
+    if not kind.carries or (kind.at_task_end and not packet.config["ends-task"]):
         return {}
-    labels = torch.from_numpy(world.dataset.train_labels[positions]).to(model.device)
-    features = torch.empty(len(labels), 0, device=model.device)
-    if kind.needs_features:
-        model.train()  # the task is known here: the prompt acts as in training, the backbone never changes its mode
-        features = extract_features(model, world.dataset.train_images, positions)
-    return kind.compute(features, labels, config.options)
+    model.eval()
+    model.prompt.train()  # the task is known here: the prompt acts as in training
+    on_device = (torch.from_numpy(values).to(model.device) for values in (labels, data.rows))
+    return kind.collect(model, Sample(data.images, data.positions, *on_device), config.options)
 
 
 def _evaluate(packet: Packet, config: Config, node: Node) -> Packet:

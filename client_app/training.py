@@ -1,6 +1,7 @@
 """The local training loop that every method shares."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ def train_locally(
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.train()
-    optimiser = _optimiser(parameters, config)
+    optimiser = _optimiser(model, config)
     steps = config.local_epochs * math.ceil(len(data.rows) / config.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     query = known_query(model, data.images, data.positions) if data.augmentation == "none" else None
@@ -58,10 +59,14 @@ def train_locally(
     return mean_loss, accuracy
 
 
-def _optimiser(parameters: list[nn.Parameter], config: Config) -> torch.optim.Optimizer:
+def _optimiser(model: Model, config: Config) -> torch.optim.Optimizer:
+    slow = [] if model.own is None else list(model.own.parameters())
+    known = {id(p) for p in slow}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
+    groups: list[dict[str, Any]] = [{"params": others}, {"params": slow, "lr": config.backbone_learning_rate}]
     if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, config.learning_rate, momentum=0.9)
-    return torch.optim.Adam(parameters, config.learning_rate)
+        return torch.optim.SGD(groups, config.learning_rate, momentum=0.9)
+    return torch.optim.Adam(groups, config.learning_rate)
 
 
 def _step(loss: Tensor, parameters: list[nn.Parameter], optimiser: torch.optim.Optimizer, clip: float) -> None:

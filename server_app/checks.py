@@ -14,7 +14,7 @@ from task.packet import Arrays, Packet
 from task.prototypes import cholesky_fails
 from task.statistics import Nothing
 
-LARGEST = 1e6  # no sane prompt, head row or feature statistic comes near; more would drown every other client
+LARGEST = Nothing.largest  # of trained arrays
 MOST_IMAGES = 10**9
 Spec = Mapping[str, tuple[int, ...]]  # array name -> shape
 
@@ -23,7 +23,9 @@ class Refused(ValueError):
     """An answer is not used; the message is the reason that the results name."""
 
 
-def check_reply(reply: Reply, member: Member, arrays: Spec, classes: Sequence[int], config: Config) -> Update:
+def check_reply(
+    reply: Reply, member: Member, arrays: Spec, classes: Sequence[int], ends_task: bool, config: Config
+) -> Update:
     """The update in a reply, or the reason why there is none.
 
     Args:
@@ -31,6 +33,7 @@ def check_reply(reply: Reply, member: Member, arrays: Spec, classes: Sequence[in
         member: who was asked; it cannot have more images than it said at hello that it may.
         arrays: names and shapes of the trained arrays that must come.
         classes: class ids that it may learn in the task.
+        ends_task: whether this is the task's last round, in which some statistics travel.
         config: the run keys.
 
     Raises:
@@ -50,7 +53,7 @@ def check_reply(reply: Reply, member: Member, arrays: Spec, classes: Sequence[in
         return Update(member.name, 0, {}, {})
     _check_arrays(packet.arrays, arrays if config.row.client else {})
     kind = load_half(config.row.statistics)()
-    if kind.carries:
+    if kind.carries and (ends_task or not kind.at_task_end):
         _check_statistics(kind, packet.prototypes, member.class_counts, classes, arrays, config)
     return Update(member.name, examples, packet.arrays, packet.prototypes)
 
@@ -59,16 +62,18 @@ def _check_arrays(arrays: Arrays, spec: Spec) -> None:
     if set(arrays) != set(spec):
         raise Refused(f"arrays {sorted(arrays)} came; {sorted(spec)} were expected")
     for name, shape in spec.items():
-        _check_floats(name, arrays[name], shape)
+        _check_numbers(name, arrays[name], shape)
 
 
-def _check_floats(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
-    if array.dtype != np.float32 or array.shape != shape:
-        raise Refused(f"{name} is {array.dtype} {list(array.shape)}; float32 {list(shape)} was expected")
+def _check_numbers(
+    name: str, array: np.ndarray, shape: tuple[int, ...], dtype: type = np.float32, largest: float = LARGEST
+) -> None:
+    if array.dtype != dtype or array.shape != shape:
+        raise Refused(f"{name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} was expected")
     if not np.isfinite(array).all():
         raise Refused(f"{name} holds NaN or infinite values")
-    if np.abs(array).max(initial=0) > LARGEST:
-        raise Refused(f"{name} holds values above {LARGEST:g}")
+    if np.abs(array).max(initial=0) > largest:
+        raise Refused(f"{name} holds values above {largest:g}")
 
 
 def _check_statistics(
@@ -82,15 +87,17 @@ def _check_statistics(
         raise Refused(f"class_ids {class_ids.tolist()} are not distinct classes of the task {sorted(classes)}")
     if (counts < 1).any() or (counts > owned[class_ids]).any():
         raise Refused(f"counts {counts.tolist()} are below 1 or above what the client said to hold")
-    shapes = kind.shapes(len(class_ids), arrays["head.weight"][1], config.options)
+    shapes = kind.expected(len(class_ids), arrays, config.options)
     if set(found) != {"class_ids", "counts", *shapes}:
         raise Refused(f"statistics {sorted(found)} came; class_ids, counts and {sorted(shapes)} were expected")
     for name, shape in shapes.items():
-        _check_floats(name, found[name], shape)
-    if (found.get("variances", np.zeros(1)) < 0).any():
-        raise Refused("variances are negative")
-    if "covariances" in found and cholesky_fails(found["covariances"], arrays["head.weight"][1]):
-        raise Refused("a covariance is not positive semi-definite")
+        _check_numbers(name, found[name], shape, kind.dtype, kind.largest)
+    for name in kind.not_negative & found.keys():
+        if (found[name] < 0).any():
+            raise Refused(f"{name} are negative")
+    for name in kind.semi_definite & found.keys():
+        if cholesky_fails(found[name], arrays["head.weight"][1]):
+            raise Refused(f"{name} are not positive semi-definite")
 
 
 def check_counts(reply: Reply, classes: int) -> tuple[np.ndarray, np.ndarray]:

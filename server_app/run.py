@@ -141,6 +141,7 @@ class Run:
                 "task": moment.task + 1,
                 "round": moment.round + 1,
                 "server-round": moment.server_round,
+                "ends-task": moment.ends_task,
                 "classes": moment.schedule.current_classes(moment.task),
                 "run-config": json.dumps(self.config.for_clients()),
                 # of clients that pool their data, the first one drawn has all of it
@@ -157,7 +158,7 @@ class Run:
         updates = []
         for member, reply in zip(drawn, replies, strict=True):
             try:
-                update = check_reply(reply, member, spec, classes, self.config)
+                update = check_reply(reply, member, spec, classes, moment.ends_task, self.config)
             except Refused as error:
                 log.warning("%s is left out of this round: %s", member.name, error)
                 report.failures.append({"name": member.name, "reason": str(error)})

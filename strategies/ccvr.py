@@ -32,6 +32,7 @@ class CCVR(Strategy):
             learning_rate=own.learning_rate,
             scale=1.0,
             draw="once",
+            logit_temperature=own.logit_temperature,
         )
         self.latest: dict[str, Arrays] = {}  # the current task's, by client
         self.bank: Gaussians | None = None

@@ -12,6 +12,8 @@ from task.model import Model
 from task.packet import Arrays
 from task.prototypes import merge_means
 
+NEVER = -1e30  # bias of a class that nobody has reported
+
 
 class NearestMean(Strategy):
     """Means merged by counts, written into the head: w_c = mu_c, b_c = -|mu_c|^2 / 2.
@@ -41,7 +43,7 @@ class NearestMean(Strategy):
 def _silence(model: Model, rows: Tensor) -> None:
     """A class that nobody has reported must never win."""
     model.head.weight.data[rows] = 0
-    model.head.bias.data[rows] = -1e30
+    model.head.bias.data[rows] = NEVER
 
 
 def _joined(statistics: Sequence[Arrays]) -> list[Tensor]:

@@ -1,9 +1,8 @@
-"""A frozen plain Vision Transformer of timm with room for prefixes in its attention, one instance per process."""
+"""The backbone: a frozen plain Vision Transformer of timm with room for prefixes in its attention."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -62,11 +61,11 @@ class PromptedBlock(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Images to features through a frozen ViT in evaluation mode.
+    """Images to features; frozen, unless a model holds a copy of its own to train.
 
     Attributes:
         dim: D, length of a feature.
-        depth: number of blocks.
+        depth: number of blocks that can be prompted.
         image_size: side of the square input in pixels.
         mean, std: per-channel normalisation, [1, 3, 1, 1], that the weights were trained with.
         sha256: digest of all weights, to compare server and clients.
@@ -76,21 +75,34 @@ class Backbone(nn.Module):
     std: Tensor
 
     def __init__(
-        self, vit: VisionTransformer, mean: tuple[float, ...], std: tuple[float, ...], sha256: str = ""
+        self, dim: int, depth: int, image_size: int, mean: tuple[float, ...], std: tuple[float, ...], sha256: str
     ) -> None:
         super().__init__()
+        self.dim, self.depth, self.image_size, self.sha256 = dim, depth, image_size, sha256
+        self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor, prompted: Prompted | None = None) -> Tensor:
+        """Normalised images [B, 3, H, W] -> features [B, D]."""
+        raise NotImplementedError
+
+
+class ViT(Backbone):
+    """A plain Vision Transformer of timm, always in evaluation mode."""
+
+    def __init__(
+        self, vit: VisionTransformer, mean: tuple[float, ...], std: tuple[float, ...], sha256: str = ""
+    ) -> None:
+        size = vit.patch_embed.img_size[0]
+        super().__init__(vit.embed_dim, len(vit.blocks), size, mean, std, sha256 or digest(vit))
         for i, block in enumerate(vit.blocks):
             block.attn = PrefixAttention(block.attn)
             vit.blocks[i] = PromptedBlock(block)
-        self.vit = vit.eval().requires_grad_(False)
-        self.dim, self.depth, self.image_size = vit.embed_dim, len(vit.blocks), vit.patch_embed.img_size[0]
-        self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
-        self.sha256 = sha256 or digest(vit)
+        self.vit = vit.requires_grad_(False)
         self.train()
 
-    def train(self, mode: bool = True) -> "Backbone":
-        """Stay in evaluation mode: a frozen backbone has no training behaviour."""
+    def train(self, mode: bool = True) -> "ViT":
+        """Stay in evaluation mode: drop-out and drop-path belong to pre-training."""
         return super().train(False)
 
     def forward(self, images: Tensor, prompted: Prompted | None = None) -> Tensor:
@@ -127,9 +139,8 @@ def digest(module: nn.Module) -> str:
     return total.hexdigest()
 
 
-@lru_cache(maxsize=2)
-def load_backbone(name: str, weights: str, image_size: int, device: str) -> Backbone:
-    """The one instance of a backbone in this process; arguments are the run keys of the same names.
+def load_vit(name: str, weights: str, image_size: int) -> ViT:
+    """A ViT with its weights, made for ``image_size`` (0 = its own).
 
     Raises:
         ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
@@ -141,4 +152,4 @@ def load_backbone(name: str, weights: str, image_size: int, device: str) -> Back
     sha256 = digest(vit)  # before resizing, whose rounding differs between processors
     if image_size and image_size != own:
         vit.set_input_size(img_size=(image_size, image_size))
-    return Backbone(vit, mean, std, sha256).to(device)
+    return ViT(vit, mean, std, sha256)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from task.keys import AUTO, ConfigError, Key, key, keys_of
-from task.methods import METHODS, PROMPTS, Method, Options
+from task.methods import FROM_SCRATCH, METHODS, PROMPTS, Method, Options
 from task.packet import Scalar
 
 __all__ = ["Config", "ConfigError", "defaults", "known_keys", "parse", "parse_text"]
@@ -67,15 +67,16 @@ class Config:
         0.0, "share of training images kept back and evaluated instead of the test set", minimum=0, maximum=0.5
     )
 
-    backbone: str = key("vit_glyphs", "bundled vit_glyphs, or any plain ViT of timm")
+    backbone: str = key("vit_glyphs", "bundled vit_glyphs, any plain ViT of timm, or resnet18_cifar")
     backbone_weights: str = key(AUTO, "auto: bundled, or timm's pre-trained; a file; or random")
     image_size: int = key(0, "side of the input in pixels; 0 = the backbone's own", minimum=0)
 
-    rounds_per_task: int = key(5, "R: rounds of each task", minimum=1)
+    rounds_per_task: int = key(AUTO, "R: rounds of each task", minimum=1, auto=5)
     local_epochs: int = key(5, "E: epochs of a local training", minimum=1)
     batch_size: int = key(AUTO, "images per local step", minimum=1, auto=64)
     optimizer: str = key(AUTO, "local optimiser", choices=("adam", "sgd"), auto="adam")
     learning_rate: float = key(AUTO, "local step size, cosine within each local training", above=0, auto=1e-3)
+    backbone_learning_rate: float = key(AUTO, "local step size of a trained backbone", above=0, auto=1e-4)
     gradient_clip: float = key(1.0, "largest norm of a local gradient; 0 = no limit", minimum=0)
 
     num_clients: int = key(0, "clients; 0 = as many nodes as are connected", minimum=0)
@@ -113,6 +114,11 @@ class Config:
     def row(self) -> Method:
         """The method's row in the table."""
         return METHODS[self.method]
+
+    @property
+    def trains_backbone(self) -> bool:
+        """Whether clients train the backbone too, which then travels."""
+        return self.row.backbone == "trained" or self.backbone in FROM_SCRATCH
 
     @property
     def partition_parameters(self) -> dict[str, Any]:
@@ -266,4 +272,10 @@ def _check_combination(config: Config) -> None:
         raise ConfigError(f"clients-per-round = {drawn} is more than num-clients = {config.num_clients}.")
     if drawn and config.quorum > drawn:
         raise ConfigError(f"quorum = {config.quorum} can never be met: only {drawn} clients take part in a round.")
+    if config.backbone in FROM_SCRATCH and (config.row.backbone == "frozen" or config.prompt != "none"):
+        fitting = [m.name for m in METHODS.values() if m.backbone != "frozen" and "none" in m.prompts]
+        raise ConfigError(
+            f"backbone = {config.backbone!r} is trained from scratch and has no blocks to prompt, which does not go "
+            f"with method {config.method!r} and prompt {config.prompt!r}: use prompt none and {' or '.join(fitting)}."
+        )
     config.blocks()

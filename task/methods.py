@@ -28,6 +28,11 @@ class Options:
         """Rank of the low-rank packing."""
         return 1
 
+    @property
+    def projection(self) -> int:
+        """Random features under the head; 0 = it stands on the backbone's own."""
+        return 0
+
 
 @dataclass(frozen=True)
 class HGPOptions(Options):
@@ -130,11 +135,39 @@ class CCVROptions(Options):
     samples_per_class: int = key(256, "virtual features drawn per class, on average", minimum=1)
     epochs: int = key(5, "epochs of calibration after each task", minimum=1)
     learning_rate: float = key(0.01, "SGD step size of calibration", above=0)
+    logit_temperature: float = key(0.0, "divide L2-normalised logits by this; 0 = plain logits", minimum=0)
 
     @property
     def packing(self) -> Packing:
         """As the run key ccvr-covariance says."""
         return self.covariance  # type: ignore[return-value]  # its choices are checked when the key is read
+
+
+@dataclass(frozen=True)
+class FedSLCAOptions(CCVROptions):
+    """Keys of SLCA's classifier alignment (Zhang et al. 2023); its slow learner is backbone-learning-rate."""
+
+    logit_temperature: float = key(0.1, "divide L2-normalised logits by this; 0 = plain logits", minimum=0)
+
+
+@dataclass(frozen=True)
+class FedEWCOptions(Options):
+    """Keys of EWC (Kirkpatrick et al. 2017), federated."""
+
+    strength: float = key(1000.0, "lambda: weight of lambda / 2 sum_i F_i (theta_i - theta*_i)^2", minimum=0)
+
+
+@dataclass(frozen=True)
+class AFCLOptions(Options):
+    """Keys of analytic federated continual learning (Tang et al. 2025), with RanPAC's random features."""
+
+    ridge: float = key(1.0, "lambda of the ridge regression", above=0)
+    random_features: int = key(0, "random ReLU features under the regression; 0 = none", minimum=0, maximum=20_000)
+
+    @property
+    def projection(self) -> int:
+        """As the run key afcl-random-features says."""
+        return self.random_features
 
 
 @dataclass(frozen=True)
@@ -144,6 +177,7 @@ class Method:
     ``prompts`` lists what the run key ``prompt`` may be, the default first. ``client`` is empty for a method that
     trains nothing. ``statistics`` is what clients send beside arrays. ``defaults`` fills keys left at "auto". With
     ``pooled`` one client of each round, the first of those drawn, has all images of all tasks so far, the others none.
+    ``backbone`` is frozen, trained, or either: trained where it is one of FROM_SCRATCH.
     """
 
     name: str
@@ -154,6 +188,7 @@ class Method:
     options: type[Options] = Options
     defaults: dict[str, Scalar] = field(default_factory=dict)
     pooled: bool = False
+    backbone: Literal["frozen", "trained", "either"] = "frozen"
 
     def own_keys(self) -> dict[str, Key]:
         """The method's own run keys."""
@@ -180,20 +215,24 @@ PROMPTS: dict[str, PromptKind] = {
     "fused": PromptKind("task.prompt_fused:FusedPrompt", length=20),
 }
 
+FROM_SCRATCH = ("resnet18_cifar",)  # backbones without pre-trained weights
+
 _ANY = ("shared", *(name for name in PROMPTS if name != "shared"))
 _CROSS_ENTROPY = "client_app.objective:Objective"
 _NOTHING = "task.statistics:Nothing"
 _MEAN = "strategies.base:Strategy"
+_ONE_ROUND: dict[str, Scalar] = {"rounds-per-task": 1}
 
 METHODS: dict[str, Method] = {
     row.name: row
     for row in (
         #       name         prompts             client half     statistics   server half                    own keys
         Method("hgp", ("shared",), _CROSS_ENTROPY, "task.statistics:Gaussians", "strategies.hgp:HGP", HGPOptions),
-        Method("fedavg", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN),
-        Method("joint", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN, pooled=True),
+        Method("fedavg", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN, backbone="either"),
+        Method("joint", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN, pooled=True, backbone="either"),
         Method("head-only", ("none",), _CROSS_ENTROPY, _NOTHING, _MEAN, defaults={"learning-rate": 0.01}),
-        Method("ncm", ("none",), "", "task.statistics:Means", "strategies.ncm:NearestMean"),
+        Method("ncm", ("none",), "", "task.statistics:Means", "strategies.ncm:NearestMean", defaults=_ONE_ROUND),
+        Method("afcl", ("none",), "", "task.statistics:Gram", "strategies.afcl:AFCL", AFCLOptions, _ONE_ROUND),
         Method(
             "pip",
             ("dualprompt", "l2p"),
@@ -219,8 +258,11 @@ METHODS: dict[str, Method] = {
             "strategies.fedprok:FedProK",
             FedProKOptions,
             defaults={"learning-rate": 0.01},
+            backbone="either",
         ),
-        Method("fedprox", _ANY, "client_app.fedprox:FedProxObjective", _NOTHING, _MEAN, FedProxOptions),
+        Method(
+            "fedprox", _ANY, "client_app.fedprox:FedProxObjective", _NOTHING, _MEAN, FedProxOptions, backbone="either"
+        ),
         Method("ccvr", _ANY, _CROSS_ENTROPY, "task.statistics:Gaussians", "strategies.ccvr:CCVR", CCVROptions),
         Method(
             "hepco",
@@ -229,6 +271,34 @@ METHODS: dict[str, Method] = {
             "task.statistics:Counts",
             "strategies.hepco:HePCo",
             HePCoOptions,
+        ),
+        Method("fedavg-ft", ("none",), _CROSS_ENTROPY, _NOTHING, _MEAN, backbone="trained"),
+        Method(
+            "fedewc",
+            ("none",),
+            "client_app.fedewc:FedEWCObjective",
+            "task.statistics:Fisher",
+            "strategies.fedewc:FedEWC",
+            FedEWCOptions,
+            backbone="trained",
+        ),
+        Method(
+            "fedlwf",
+            ("none",),
+            "client_app.fedlwf:FedLwFObjective",
+            _NOTHING,
+            "strategies.fedlwf:FedLwF",
+            backbone="trained",
+        ),
+        Method(
+            "fedslca",
+            ("none",),
+            _CROSS_ENTROPY,
+            "task.statistics:Gaussians",
+            "strategies.ccvr:CCVR",
+            FedSLCAOptions,
+            defaults={"optimizer": "sgd", "learning-rate": 0.01},
+            backbone="trained",
         ),
         Method("fed-cprompt", ("coda",), "client_app.fed_cprompt:FedCPrompt", _NOTHING, _MEAN, FedCPromptOptions),
     )

@@ -1,13 +1,16 @@
-"""The model that clients train: a frozen backbone, a prompt and a linear head with one row per seen class."""
+"""The model that clients train: a backbone, a prompt and a linear head with one row per seen class."""
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from task.backbone import Backbone, load_backbone
+from task.backbone import Backbone
+from task.backbones import load_backbone
 from task.config import Config
 from task.device import resolve_device
 from task.keys import ConfigError
@@ -18,11 +21,20 @@ from task.seeding import torch_rng
 
 
 class Head(nn.Module):
-    """Linear classifier that grows: weight [seen, D], bias [seen]."""
+    """Linear classifier that grows: weight [seen, D], bias [seen].
 
-    def __init__(self, dim: int, seed: int) -> None:
+    With ``projection`` > 0 it stands on that many random features max(0, x W), W ~ N(0, 1) fixed by the seed, and D is
+    their number (RanPAC, McDonnell et al. 2023).
+    """
+
+    projection: Tensor | None
+
+    def __init__(self, dim: int, seed: int, projection: int = 0) -> None:
         super().__init__()
         self.seed = seed
+        drawn = torch.randn(dim, projection, generator=torch_rng(seed, "projection")) if projection else None
+        self.register_buffer("projection", drawn, persistent=False)
+        dim = projection or dim
         self.weight = nn.Parameter(torch.empty(0, dim))
         self.bias = nn.Parameter(torch.empty(0))
 
@@ -33,18 +45,40 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.cat([self.weight.data, fresh.to(self.weight.device)]))
         self.bias = nn.Parameter(torch.cat([self.bias.data, self.bias.new_zeros(classes)]))
 
+    def lift(self, features: Tensor) -> Tensor:
+        """What the linear layer stands on: features [B, backbone's D] themselves, or their random projection [B, D]."""
+        return features if self.projection is None else (features @ self.projection).relu()
+
     def forward(self, features: Tensor) -> Tensor:
-        """Features [B, D] -> logits [B, seen]."""
-        return F.linear(features, self.weight, self.bias)
+        """Features of the backbone -> logits [B, seen]."""
+        return F.linear(self.lift(features), self.weight, self.bias)
 
 
 class Model(nn.Module):
-    """Class-incremental model. Rows of the head follow the class order of the run, task by task."""
+    """Class-incremental model. Rows of the head follow the class order of the run, task by task.
 
-    def __init__(self, backbone: Backbone, prompt: Prompt, seed: int, precision: str) -> None:
+    Args:
+        backbone: the process's one; frozen.
+        prompt: turns queries into what the backbone's blocks take.
+        seed: of the head's start and projection.
+        precision: fp32 or bf16, of the backbone's arithmetic.
+        projection: random features under the head; 0 = none.
+        trains_backbone: train, and send, a copy of the backbone.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prompt: Prompt,
+        seed: int,
+        precision: str,
+        projection: int = 0,
+        trains_backbone: bool = False,
+    ) -> None:
         super().__init__()
-        self._backbone = [backbone]  # in a list: shared by all models of the process, so no sub-module of this one
-        self.prompt, self.head = prompt, Head(backbone.dim, seed)
+        self._shared = [backbone]  # in a list: shared by all models of the process, so no sub-module of this one
+        self.own = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
+        self.prompt, self.head = prompt, Head(backbone.dim, seed, projection)
         self.task_sizes: list[int] = []
         self._rows: Tensor
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
@@ -54,8 +88,8 @@ class Model(nn.Module):
 
     @property
     def backbone(self) -> Backbone:
-        """The process's one frozen backbone."""
-        return self._backbone[0]
+        """The process's one frozen backbone, or the model's own that it trains."""
+        return self._shared[0] if self.own is None else self.own
 
     @property
     def device(self) -> torch.device:
@@ -96,8 +130,7 @@ class Model(nn.Module):
     @property
     def reuses_query(self) -> bool:
         """Whether a known q(x) saves a pass: the prompt reads it, or it is f(x). Never for a backbone that trains."""
-        frozen = not any(p.requires_grad for p in self.backbone.parameters())
-        return frozen and (self.prompt.needs_query or not self.prompted)
+        return self.own is None and (self.prompt.needs_query or not self.prompted)
 
     def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, D], float32.
@@ -116,12 +149,15 @@ class Model(nn.Module):
         return self.head(self.features(images, query))
 
     def travelling(self) -> dict[str, Tensor]:
-        """Prompt and head by stable names: everything that travels to clients, nothing of the backbone."""
-        return {name: p.detach() for name, p in self.named_parameters()}
+        """Prompt and head by stable names: everything that travels to clients.
+
+        A trained backbone is one array more, ``backbone`` [P]: hundreds of small ones would travel slowly.
+        """
+        return {name: p.detach() for name, p in self._small_parameters()} | self._packed()
 
     def trained(self) -> dict[str, Tensor]:
         """Those of the travelling arrays that the current task trains: what clients send back."""
-        return {name: p.detach() for name, p in self.named_parameters() if p.requires_grad}
+        return {name: p.detach() for name, p in self._small_parameters() if p.requires_grad} | self._packed()
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Overwrite all travelling arrays, or all trained ones, in place.
@@ -135,10 +171,37 @@ class Model(nn.Module):
             raise ValueError(f"arrays {got} do not fit { ({n: tuple(a.shape) for n, a in own.items()}) }")
         for name, target in own.items():
             target.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])))
+        if self.own is not None:
+            places = self._backbone_state()
+            for place, part in zip(places, own["backbone"].split([p.numel() for p in places]), strict=True):
+                place.detach().copy_(part.view_as(place))
 
     def export(self) -> Arrays:
         """Copies of the travelling arrays as float32 NumPy arrays."""
         return to_arrays(self.travelling())
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """A trained backbone in evaluation mode, so that features depend on no batch and change no running mean."""
+        training = self.backbone.training
+        self.backbone.eval()
+        yield
+        self.backbone.train(training)
+
+    def _small_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.named_parameters() if not name.startswith("own.")]
+
+    def packed_backbone(self) -> Tensor:
+        """Weights and running statistics of the trained backbone in a fixed order, [P]; differentiable."""
+        return torch.cat([value.flatten() for value in self._backbone_state()])
+
+    def _packed(self) -> dict[str, Tensor]:
+        return {} if self.own is None else {"backbone": self.packed_backbone().detach()}
+
+    def _backbone_state(self) -> list[Tensor]:
+        """What :meth:`packed_backbone` packs; counters stay behind."""
+        state = self.own.state_dict(keep_vars=True) if self.own is not None else {}
+        return [value for value in state.values() if value.is_floating_point()]
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
@@ -167,7 +230,8 @@ def build_model(config: Config, task_sizes: Sequence[int]) -> Model:
             f"prompt-blocks = {config.prompt_blocks!r} is not possible: {config.backbone} has {backbone.depth} blocks."
         )
     prompt = load_half(PROMPTS[config.prompt].path).build(config, backbone.dim)
-    model = Model(backbone, prompt, config.seed, config.precision)
+    projection = config.options.projection
+    model = Model(backbone, prompt, config.seed, config.precision, projection, config.trains_backbone)
     for classes in task_sizes:
         model.begin_task(classes)
     return model

@@ -1,31 +1,74 @@
 """What clients send beside trained arrays, one small class per kind; both sides load it by the name in the table.
 
-``compute`` runs on the client, ``shapes`` tells the server what to expect. Every kind but the first carries class_ids
-and counts, int64 [K]; ``shapes`` lists the float32 arrays beside them.
+``collect`` runs on the client, ``shapes`` tells the server what to expect. Every kind but the first carries class_ids
+and counts, int64 [K]; ``shapes`` lists the arrays of numbers beside them.
 """
 
-import numpy as np
-from torch import Tensor
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from task.evaluation import extract_features
+from task.images import Images
 from task.methods import Options
+from task.model import Model
 from task.packet import Arrays
-from task.prototypes import gaussian_statistics, mean_statistics
+from task.prototypes import gaussian_statistics, mean_statistics, pack_symmetric
+from task.transforms import prepare
 
 Shapes = dict[str, tuple[int, ...]]
+_MOST_GRADIENTS = 2**25  # numbers of single images' gradients held at once: 128 MiB
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Training images of one client and task: N positions in ``images``, class ids and head rows, int64 [N]."""
+
+    images: Images
+    positions: np.ndarray
+    labels: Tensor
+    rows: Tensor
 
 
 class Nothing:
-    """No statistics: the base of all. ``carries`` says whether anything travels, ``needs_features`` what it takes."""
+    """No statistics: the base of all.
+
+    ``carries`` says whether anything travels, ``at_task_end`` that it does in a task's last round only,
+    ``needs_features`` what it takes. The server refuses numbers that are not of ``dtype`` or above ``largest``, and
+    arrays that are not what ``not_negative`` and ``semi_definite`` (packed symmetric matrices) promise.
+    """
 
     carries = False
+    at_task_end = False
     needs_features = False
+    dtype: type = np.float32
+    not_negative = frozenset({"variances", "fisher"})
+    semi_definite = frozenset({"covariances", "gram"})
+    largest = 1e6  # no sane prompt, head row or feature statistic comes near; more would drown every other client
+
+    def collect(self, model: Model, sample: Sample, options: Options) -> Arrays:
+        """The arrays for a client's images, which are seen without augmentation."""
+        features = torch.empty(len(sample.labels), 0, device=model.device)
+        if self.needs_features:
+            features = model.head.lift(extract_features(model, sample.images, sample.positions))
+        return self.compute(features, sample.labels, options)
+
+    def expected(self, classes: int, arrays: Mapping[str, tuple[int, ...]], options: Options) -> Shapes:
+        """Arrays of numbers by name for K = ``classes`` local classes, given the shapes of the trained ``arrays``."""
+        return self.shapes(classes, arrays["head.weight"][1], options)
 
     def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
-        """Features float32 [N, D] of the local training images without augmentation, labels int64 [N] -> arrays."""
+        """Features float32 [N, D] of the local images, labels int64 [N] -> arrays."""
         return {}
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
-        """Float arrays by name for K = ``classes`` local classes and D = ``dim``."""
+        """As ``expected`` says, with D = ``dim``."""
         return {}
 
 
@@ -85,3 +128,67 @@ class Counts(Nothing):
         """Counts of the classes present; features are not looked at."""
         class_ids, counts = labels.unique(return_counts=True)
         return {"class_ids": class_ids.cpu().numpy(), "counts": counts.cpu().numpy()}
+
+
+class Gram(Nothing):
+    """What a ridge regression needs: sum of f f^T, [D (D + 1) / 2], and class sums of f, [K, D] (AFCL).
+
+    In float64: the regression magnifies what rounding takes away.
+    """
+
+    carries = needs_features = True
+    dtype = np.float64
+    largest = 1e15
+
+    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+        """Counts, sums and the upper triangle of the Gram matrix, row by row."""
+        wide = features.double()
+        class_ids, place, counts = labels.unique(return_inverse=True, return_counts=True)
+        sums = wide.new_zeros(len(class_ids), wide.shape[1]).index_add_(0, place, wide)
+        return {
+            "class_ids": class_ids.cpu().numpy(),
+            "counts": counts.cpu().numpy(),
+            "sums": sums.cpu().numpy(),
+            "gram": pack_symmetric((wide.T @ wide)[None].cpu().numpy()),
+        }
+
+    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
+        """Class sums, and one Gram matrix for all classes."""
+        return {"sums": (classes, dim), "gram": (1, dim * (dim + 1) // 2)}
+
+
+class Fisher(Nothing):
+    """Diagonal of the empirical Fisher information of a trained backbone, in a task's last round (Kirkpatrick 2017)."""
+
+    carries = at_task_end = True
+
+    def collect(self, model: Model, sample: Sample, options: Options) -> Arrays:
+        """F_i = mean over images of (d log p(y | x) / d theta_i)^2, p over the current task's classes."""
+        class_ids, counts = sample.labels.unique(return_counts=True)
+        fisher = empirical_fisher(model, sample)
+        return {"class_ids": class_ids.cpu().numpy(), "counts": counts.cpu().numpy(), "fisher": fisher.cpu().numpy()}
+
+    def expected(self, classes: int, arrays: Mapping[str, tuple[int, ...]], options: Options) -> Shapes:
+        """One number for every entry of the travelling backbone; 0 for running statistics, which nothing trains."""
+        return {"fisher": arrays["backbone"]}
+
+
+@torch.no_grad()
+def empirical_fisher(model: Model, sample: Sample) -> Tensor:
+    """Mean of squared gradients, image by image, of the cross-entropy over the current task's classes; [P]."""
+    network, current = model.backbone, model.current_rows()
+    weights = {name: p.detach() for name, p in network.named_parameters()}
+    total = {name: torch.zeros_like(value) for name, value in network.state_dict().items() if value.is_floating_point()}
+
+    def loss(weights: dict[str, Tensor], image: Tensor, target: Tensor) -> Tensor:
+        features = functional_call(network, weights, (image[None],))
+        return F.cross_entropy(model.head(features)[:, current], target[None])
+
+    gradients = vmap(grad(loss), in_dims=(None, 0, 0))
+    few = max(1, _MOST_GRADIENTS // sum(value.numel() for value in weights.values()))
+    with sdpa_kernel(SDPBackend.MATH):  # the one kernel that vmap need not call image by image
+        for start in range(0, len(sample.rows), few):
+            images = prepare(sample.images[sample.positions[start : start + few]], network)
+            for name, found in gradients(weights, images, model.places(sample.rows[start : start + few])).items():
+                total[name] += found.square().sum(dim=0)
+    return torch.cat([value.flatten() for value in total.values()]) / len(sample.rows)

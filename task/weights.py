@@ -52,9 +52,9 @@ def _bundled(name: str, weights: str) -> tuple[VisionTransformer, Normalisation,
         raise ConfigError(f"the bundled weights {BUNDLED[name]} are damaged: install the project again.")
     vit = VisionTransformer(num_classes=0, **card["architecture"])
     if weights == AUTO:
-        _load_strictly(vit, safetensors.torch.load(raw), f"bundled {name}")
+        load_strictly(vit, safetensors.torch.load(raw), f"bundled {name}")
     elif weights != "random":
-        _load_strictly(vit, read_weights(Path(weights)), weights)
+        load_strictly(vit, read_weights(Path(weights)), weights)
     return vit, card["mean"], card["std"]
 
 
@@ -67,7 +67,7 @@ def _from_timm(name: str, weights: str) -> tuple[nn.Module, Normalisation, Norma
         _go_offline_if_unreachable()
         vit = _create(name, pretrained=True)
     elif weights != "random":
-        _load_strictly(vit, read_weights(Path(weights)), weights)
+        load_strictly(vit, read_weights(Path(weights)), weights)
     return vit, vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"]
 
 
@@ -125,10 +125,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return dict(state)
 
 
-def _load_strictly(vit: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """Everything but a classifier must fit by name and shape: a partly loaded backbone would be silently random."""
-    wanted = vit.state_dict()
-    state = {name: value.float() for name, value in state.items() if not name.startswith("head.")}
+def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """Everything but a classifier must fit by name and shape: a partly loaded backbone would be silently random.
+
+    Raises:
+        ConfigError: an array is missing, too many, of another shape or not finite; ``source`` is named.
+    """
+    wanted = network.state_dict()
+    state = {name: value.float() for name, value in state.items() if not name.startswith(("head.", "fc."))}
     misfits = sorted(set(wanted) ^ set(state)) or [n for n in wanted if wanted[n].shape != state[n].shape]
     if misfits:
         raise ConfigError(
@@ -137,4 +141,4 @@ def _load_strictly(vit: nn.Module, state: Mapping[str, Tensor], source: str) -> 
         )
     if not all(bool(value.isfinite().all()) for value in state.values()):
         raise ConfigError(f"backbone-weights = {source!r} hold NaN or infinite values.")
-    vit.load_state_dict(state)
+    network.load_state_dict(state)

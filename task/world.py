@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from task.backbone import load_backbone
+from task.backbones import load_backbone
 from task.config import Config
 from task.data import Dataset, load_dataset
 from task.device import resolve_device

@@ -17,7 +17,8 @@ from timm.models import VisionTransformer
 from torch import nn
 
 from task import weights as module
-from task.backbone import Backbone, digest, load_backbone
+from task.backbone import ViT, digest
+from task.backbones import load_backbone
 from task.keys import ConfigError
 from task.prompts import SharedPrompt
 
@@ -139,7 +140,7 @@ class NumpyViT:
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_without_prefix_it_is_timm_bit_for_bit(changes):
     """The number to compare with is an untouched twin of the same timm model."""
-    twin, backbone = tiny_vit(2, **changes), Backbone(tiny_vit(2, **changes), *HALVES)
+    twin, backbone = tiny_vit(2, **changes), ViT(tiny_vit(2, **changes), *HALVES)
     with torch.no_grad():
         expected = twin.forward_head(twin.forward_features(images()), pre_logits=True)
     assert torch.equal(backbone(images()), expected)
@@ -175,7 +176,7 @@ def test_prefix_equals_float64_numpy(changes, batch):
     vit, found = tiny_vit(**changes), prefix(batch)
     expected = NumpyViT(vit).features(images(), {0: found})
     unprefixed = NumpyViT(vit).features(images())
-    backbone = Backbone(vit, *HALVES)
+    backbone = ViT(vit, *HALVES)
     assert np.abs(backbone(images(), {0: found}).numpy() - expected).max() < 2e-5
     assert np.abs(backbone(images()).numpy() - unprefixed).max() < 2e-5
     assert np.abs(expected - unprefixed).max() > 0.05  # so the prefix is really seen
@@ -185,7 +186,7 @@ def test_prefixes_of_several_blocks_reach_their_own_block():
     vit, found = tiny_vit(3), {0: prefix(seed=4), 2: prefix(3, seed=5)}
     expected = NumpyViT(vit).features(images(), found)
     swapped = NumpyViT(vit).features(images(), {0: found[2], 2: found[0]})
-    ours = Backbone(vit, *HALVES)(images(), found).numpy()
+    ours = ViT(vit, *HALVES)(images(), found).numpy()
     assert np.abs(ours - expected).max() < 5e-5
     assert np.abs(ours - swapped).max() > 0.05
 
@@ -198,7 +199,7 @@ def test_prompt_tokens_equal_float64_numpy(changes, batch):
     prompts = {0: prefix(batch, seed=8)[:, 0], 2: prefix(batch, length=2, seed=9)[:, 1]}
     expected = NumpyViT(vit).features(images(), {1: found}, prompts)
     without_tokens = NumpyViT(vit).features(images(), {1: found})
-    backbone = Backbone(vit, *HALVES)
+    backbone = ViT(vit, *HALVES)
     ours = backbone(images(), {1: found, **prompts})
     assert np.abs(ours.numpy() - expected).max() < 5e-5
     assert np.abs(expected - without_tokens).max() > 0.05
@@ -211,12 +212,12 @@ def test_shared_prompt_goes_to_the_named_blocks():
     torch.nn.init.normal_(prompt.prefix, generator=torch.Generator().manual_seed(6))
     raw = prompt.prefix.detach()
     expected = NumpyViT(vit).features(images(), {0: raw[:1], 2: raw[1:]})
-    ours = Backbone(vit, *HALVES)(images(), prompt(None)).detach().numpy()
+    ours = ViT(vit, *HALVES)(images(), prompt(None)).detach().numpy()
     assert np.abs(ours - expected).max() < 5e-5
 
 
 def test_each_image_keeps_its_own_prefix():
-    backbone, found = Backbone(tiny_vit(2), *HALVES), prefix(3)
+    backbone, found = ViT(tiny_vit(2), *HALVES), prefix(3)
     together = backbone(images(), {0: found, 1: found})
     for i in range(3):
         one = found[i : i + 1]
@@ -224,7 +225,7 @@ def test_each_image_keeps_its_own_prefix():
 
 
 def test_parameters_are_frozen_and_keep_no_gradient():
-    backbone = Backbone(tiny_vit(2), *HALVES)
+    backbone = ViT(tiny_vit(2), *HALVES)
     found = prefix().requires_grad_()
     backbone(images(), {0: found}).square().sum().backward()
     assert float(found.grad.abs().min()) > 0
@@ -233,13 +234,13 @@ def test_parameters_are_frozen_and_keep_no_gradient():
 
 
 def test_it_is_in_evaluation_mode_from_the_start():
-    assert [name for name, part in Backbone(tiny_vit(), *HALVES).named_modules() if part.training] == []
+    assert [name for name, part in ViT(tiny_vit(), *HALVES).named_modules() if part.training] == []
 
 
 def test_train_stays_in_evaluation_mode():
     """With dropout of a half everywhere, two passes in training mode would differ."""
     dropping = {"drop_rate": 0.5, "proj_drop_rate": 0.5, "attn_drop_rate": 0.5, "drop_path_rate": 0.5}
-    backbone, clean = Backbone(tiny_vit(2, **dropping), *HALVES), Backbone(tiny_vit(2), *HALVES)
+    backbone, clean = ViT(tiny_vit(2, **dropping), *HALVES), ViT(tiny_vit(2), *HALVES)
     nn.Sequential(backbone).train()
     assert not any(part.training for part in backbone.modules())
     assert torch.equal(backbone(images()), clean(images()))
@@ -258,7 +259,7 @@ def test_train_stays_in_evaluation_mode():
     ids=["wrong image size", "wrong width", "wrong batch", "no such block", "tokens of wrong width"],
 )
 def test_an_exception_leaves_no_prefix_behind(batch, found):
-    backbone = Backbone(tiny_vit(2), *HALVES)
+    backbone = ViT(tiny_vit(2), *HALVES)
     before = backbone(images())
     with pytest.raises((RuntimeError, AssertionError, IndexError, ValueError)):
         backbone(batch, found)

@@ -9,7 +9,7 @@ from timm.models import VisionTransformer
 
 from strategies.base import Moment, Strategy, Update, weighted_mean
 from strategies.hgp import HGP, mixture_weights, rebalance, remember, temper
-from task.backbone import Backbone
+from task.backbone import ViT
 from task.config import parse
 from task.methods import HGPOptions
 from task.model import Head, Model
@@ -44,7 +44,7 @@ def update(client, class_ids, counts, seed, arrays=None):
 def model_after(tasks):
     """A model whose head has the rows of ``tasks`` tasks."""
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=D, depth=1, num_heads=2, num_classes=0)
-    model = Model(Backbone(vit, (0.5,) * 3, (0.5,) * 3), Prompt(), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(), 0, "fp32")
     for classes in SCHEDULE.tasks[:tasks]:
         model.begin_task(len(classes))
     return model

@@ -9,7 +9,7 @@ from timm.models import VisionTransformer
 
 from strategies.base import Moment, Update
 from strategies.ncm import NearestMean
-from task.backbone import Backbone
+from task.backbone import ViT
 from task.config import parse
 from task.model import Model
 from task.prompts import Prompt
@@ -22,7 +22,7 @@ ORDER = np.array([7, 2, 5, 0, 3])
 
 def model_of(classes):
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=D, depth=1, num_heads=2, num_classes=0)
-    model = Model(Backbone(vit, (0.5,) * 3, (0.5,) * 3), Prompt(), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(), 0, "fp32")
     for number in classes:
         model.begin_task(number)
     return model

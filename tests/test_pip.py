@@ -13,7 +13,7 @@ from client_app.objective import LocalData
 from client_app.pip import InjectedPrototypes, choose_copies, inject
 from strategies.base import Moment, Update
 from strategies.pip import PIP, merge_by_class
-from task.backbone import Backbone
+from task.backbone import ViT
 from task.config import parse
 from task.methods import Options
 from task.model import Model, build_model
@@ -45,7 +45,7 @@ def update(client, n, class_ids, counts, means, variances, arrays=None):
 
 def small_model(tasks):
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=D, depth=1, num_heads=2, num_classes=0)
-    model = Model(Backbone(vit, (0.5,) * 3, (0.5,) * 3), Prompt(), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(), 0, "fp32")
     for classes in SCHEDULE.tasks[:tasks]:
         model.begin_task(len(classes))
     return model

@@ -9,7 +9,7 @@ import torch
 from benchmarks.probe import probe
 from server_app.in_process import InProcessTransport
 from server_app.run import execute
-from task.backbone import Backbone
+from task.backbone import ViT
 from task.config import parse
 from task.images import Dataset
 from task.model import build_model
@@ -20,8 +20,8 @@ def test_one_backbone_and_one_copy_of_the_data_serve_all_clients(tiny: dict) -> 
     gc.collect()
 
     def count() -> tuple[int, int]:
-        alive = [o for o in gc.get_objects() if type(o) in (Backbone, Dataset)]
-        return sum(type(o) is Backbone for o in alive), sum(type(o) is Dataset for o in alive)
+        alive = [o for o in gc.get_objects() if type(o) in (ViT, Dataset)]
+        return sum(type(o) is ViT for o in alive), sum(type(o) is Dataset for o in alive)
 
     config = parse(tiny | {"num-clients": 3})
     build_model(config, [])

@@ -12,7 +12,7 @@ from torch import nn
 from client_app.objective import LocalData, Objective
 from client_app.training import DivergedError, train_locally
 from task import evaluation
-from task.backbone import Backbone
+from task.backbone import ViT
 from task.config import parse
 from task.data import Dataset
 from task.evaluation import count_correct, extract_features
@@ -47,7 +47,7 @@ def prompted(classes):
     """A real ViT of two blocks with a prompt on both."""
     torch.manual_seed(0)
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=3, num_classes=0)
-    model = Model(Backbone(vit, (0.5,) * 3, (0.25,) * 3), SharedPrompt([0, 1], 4, 12, seed=0), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), SharedPrompt([0, 1], 4, 12, seed=0), 0, "fp32")
     for number in classes:
         model.begin_task(number)
     return model

@@ -1,0 +1,36 @@
+"""Federated EWC, server half: Fisher information of finished tasks (Kirkpatrick et al. 2017)."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from strategies.base import Moment, Strategy, Update, weighted_mean
+from task.config import Config
+from task.model import Model
+from task.packet import Arrays
+
+
+class FedEWC(Strategy):
+    """FedAvg; when a task ends, the clients' Fisher information is averaged by images and added to that of older tasks.
+
+    It goes to the clients with the backbone that the last task ended with, one anchor for all tasks (the online form
+    of Schwarz et al. 2018, without decay).
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.known: Arrays = {}
+
+    def broadcast(self, moment: Moment) -> Arrays:
+        """Fisher and anchor, float32 [P] each; nothing in the first task."""
+        return self.known
+
+    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+        """Renew both when a task ends; the model stays as it is."""
+        found = [u for u in updates if u.prototypes]
+        if moment.ends_task and found:
+            sizes = np.array([u.num_examples for u in found], np.float64)
+            fisher = weighted_mean([{"fisher": u.prototypes["fisher"]} for u in found], sizes)["fisher"]
+            anchor = model.export()["backbone"]
+            self.known = {"fisher": fisher + self.known.get("fisher", np.float32(0)), "anchor": anchor}
+        return {}

@@ -1,0 +1,18 @@
+"""Every backbone by name, one instance of each per process."""
+
+from functools import lru_cache
+
+from task.backbone import Backbone, load_vit
+from task.methods import FROM_SCRATCH
+from task.resnet import load_resnet18
+
+
+@lru_cache(maxsize=2)
+def load_backbone(name: str, weights: str, image_size: int, device: str) -> Backbone:
+    """The one instance of a backbone in this process; arguments are the run keys of the same names.
+
+    Raises:
+        ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
+    """
+    made = load_resnet18(weights, image_size) if name in FROM_SCRATCH else load_vit(name, weights, image_size)
+    return made.to(device)
