@@ -288,6 +288,7 @@ METHODS: dict[str, Method] = {
             "client_app.fedlwf:FedLwFObjective",
             _NOTHING,
             "strategies.fedlwf:FedLwF",
+            defaults={"learning-rate": 0.01},
             backbone="trained",
         ),
         Method(

@@ -13,6 +13,7 @@ from client_app.client import Node, handle
 from server_app.in_process import InProcessTransport
 from server_app.run import execute
 from task.backbone import digest
+from task.backbones import load_backbone
 from task.config import Config, parse
 from task.evaluation import extract_features
 from task.methods import METHODS
@@ -53,7 +54,7 @@ def without_times(results: dict[str, Any]) -> dict[str, Any]:
 def train_message(config: Config, task: int = 0) -> Packet:
     """The server's message of the first round of a task."""
     model = build_model(config, build_world(config).task_sizes(task))
-    place = {"task": task + 1, "round": 1, "server-round": task + 1, "pool": "client-0000"}
+    place = {"task": task + 1, "round": 1, "server-round": task + 1, "ends-task": True, "pool": "client-0000"}
     return Packet(arrays=model.export(), config=place)
 
 
@@ -71,7 +72,7 @@ def test_same_seed_same_results_and_another_seed_others(method: str, prompt: str
 @EVERY
 def test_backbone_is_unchanged_bit_for_bit(method: str, prompt: str, tiny: dict) -> None:
     config = parse(tiny | {"method": method, "prompt": prompt})
-    backbone = build_model(config, []).backbone
+    backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, "cpu")
     before = digest(backbone.vit)
     run(tiny | {"method": method, "prompt": prompt})
     assert digest(backbone.vit) == before
@@ -83,11 +84,13 @@ def test_exactly_the_expected_arrays_travel(method: str, prompt: str, tiny: dict
     config = parse(tiny | {"method": method, "prompt": prompt})
     answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
     trained = {"head.weight", "head.bias"} | PROMPT_ARRAYS[prompt]
+    trained |= {"backbone"} if METHODS[method].backbone == "trained" else set()
     assert set(answer.arrays) == (trained if METHODS[method].client else set())
     means = {"class_ids", "counts", "means"}
     statistics = {"hgp": means | {"variances"}, "ncm": means, "pip": means | {"variances"}}
     statistics |= {"fppl": means, "fedprok": means, "ccvr": means | {"covariances"}}
-    statistics |= {"hepco": {"class_ids", "counts"}}
+    statistics |= {"hepco": {"class_ids", "counts"}, "fedslca": means | {"covariances"}}
+    statistics |= {"fedewc": {"class_ids", "counts", "fisher"}, "afcl": {"class_ids", "counts", "sums", "gram"}}
     assert set(answer.prototypes) == statistics.get(method, set())
     assert all(a.dtype == np.float32 for a in answer.arrays.values())
 

@@ -316,7 +316,13 @@ def test_local_statistics_are_of_the_current_tasks_expert(tiny):
     world = build_world(config)
     model = build_model(config, world.task_sizes(1))
     node = Node(config.flat(), {"partition-id": 0})
-    message = {"task": 2, "round": 1, "server-round": 2, "classes": world.schedule.current_classes(1)}
+    message = {
+        "task": 2,
+        "round": 1,
+        "server-round": 2,
+        "ends-task": False,
+        "classes": world.schedule.current_classes(1),
+    }
     answers = []
     for sign in (1.0, -1.0):  # with the keys at q(x) or at its opposite
         query = model.query(torch.zeros(1, 3, 16, 16))[0]

@@ -13,7 +13,7 @@ from client_app.client import Node, handle
 from server_app.in_process import InProcessTransport
 from server_app.run import execute
 from task import queries
-from task.backbone import Backbone
+from task.backbone import ViT
 from task.config import parse
 from task.evaluation import count_correct, extract_features
 from task.methods import PROMPTS
@@ -36,13 +36,13 @@ def cache(monkeypatch):
 def passes(monkeypatch):
     """Images of each pass through a backbone: without prompt under False, with one under True."""
     seen = {False: [], True: []}
-    original = Backbone.forward
+    original = ViT.forward
 
     def counted(self, images, prompted=None):
         seen[bool(prompted)].append(len(images))
         return original(self, images, prompted)
 
-    monkeypatch.setattr(Backbone, "forward", counted)
+    monkeypatch.setattr(ViT, "forward", counted)
     return seen
 
 
@@ -173,10 +173,10 @@ def test_queries_belong_to_their_images_backbone_and_precision(tiny):
 
 def test_a_backbone_that_trains_has_no_known_query():
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=3, num_classes=0)
-    model = Model(Backbone(vit, (0.5,) * 3, (0.25,) * 3), Prompt(), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), Prompt(), 0, "fp32")
     images = np.zeros((4, 8, 8, 3), np.uint8)
     assert known_query(model, images, np.arange(4)) is not None
-    vit.requires_grad_(True)
+    model = Model(model.backbone, Prompt(), 0, "fp32", trains_backbone=True)
     assert known_query(model, images, np.arange(4)) is None
     assert model.features(queries.prepare(images, model.backbone)).requires_grad
 
