@@ -166,20 +166,21 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
     figure, panels = _panels(groups, styles, "Accuracy on all classes seen so far", subtitle)
     for setting, axes in panels.items():
         members = [group for group in groups if group.setting == setting]
+        band = min(0.16, 1.2 / len(members))  # else the bands of many groups hide each other and the lines
         for group in members:
-            _draw_curve(axes, group, styles[group.label])
+            _draw_curve(axes, group, styles[group.label], band)
         seen = [run.seen for group in members for run in group.runs]
         _task_axes(axes, max(map(len, seen)), np.concatenate(seen))
     figure.axes[0].set_ylabel("Test accuracy, %")
     return figure
 
 
-def _draw_curve(axes: Axes, group: Group, style: dict[str, Any]) -> None:
+def _draw_curve(axes: Axes, group: Group, style: dict[str, Any], band: float) -> None:
     curves = 100 * np.stack([run.seen for run in group.finished or group.runs])
     done = np.flatnonzero(np.isfinite(curves).any(axis=0))
     mean, sd = np.array([mean_sd(curves[:, t]) for t in done]).reshape(-1, 2).T
     axes.plot(done + 1, mean, **style if group.finished else style | {"linestyle": ":"})
-    axes.fill_between(done + 1, mean - sd, mean + sd, color=style["color"], alpha=0.16, lw=0)
+    axes.fill_between(done + 1, mean - sd, mean + sd, color=style["color"], alpha=band, lw=0)
 
 
 def communication_figure(groups: Sequence[Group]) -> Figure:
