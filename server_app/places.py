@@ -36,7 +36,7 @@ def run_directory(config: Config) -> Path:
     """
     # two runs may start in the same second
     unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    name = config.run_name or f"{config.method}-{config.dataset}-seed{config.seed}-{unique}"
+    name = config.run_name or f"{config.row.name}-{config.dataset}-seed{config.seed}-{unique}"
     directory = placed(Path(config.output_dir)) / name
     try:
         taken = (directory / "results.json").exists()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from task.keys import AUTO, ConfigError, Key, key, keys_of
-from task.methods import FROM_SCRATCH, METHODS, PROMPTS, Method, Options
+from task.methods import FROM_SCRATCH, METHODS, PROMPTS, Method, Options, adopt
 from task.packet import Scalar
 
 __all__ = ["Config", "ConfigError", "defaults", "known_keys", "parse", "parse_text"]
@@ -32,7 +32,7 @@ PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio")
 class Config:
     """Every run key, resolved. Users write the names with hyphens; ``options`` holds the method's own keys."""
 
-    method: str = key("hgp", "method to run")
+    method: str = key("hgp", "method to run, or module:object of one from outside")
     prompt: str = key(AUTO, "prompt of the backbone", choices=tuple(PROMPTS), auto="")
     prompt_length: int = key(
         AUTO,
@@ -129,7 +129,7 @@ class Config:
     def flat(self) -> dict[str, Scalar]:
         """The resolved keys as users write them, the method's own included; parsing them gives this object again."""
         core = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
-        own = {f"{self.method}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
+        own = {f"{self.row.name}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
         known, values = known_keys(), core | own
         return {name: known[name].default if _reader(known[name], values) else v for name, v in values.items()}
 
@@ -182,6 +182,7 @@ def parse_text(pairs: Mapping[str, str]) -> dict[str, Scalar]:
     Raises:
         ConfigError: an unknown key or a text that the key's type cannot be.
     """
+    adopt(pairs.get("method", ""))
     known = known_keys()
     _refuse_unknown(pairs, known)
     return {name: known[name].from_text(text) for name, text in pairs.items()}
@@ -196,6 +197,7 @@ def parse(values: Mapping[str, Scalar]) -> Config:
     Raises:
         ConfigError: names the key, the value given and what is allowed.
     """
+    adopt(str(values.get("method", "")))
     known = known_keys()
     _refuse_unknown(values, known)
     checked = {name: known[name].check(values.get(name, k.default)) for name, k in known.items()}

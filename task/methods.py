@@ -1,14 +1,14 @@
 """The table of methods: each is a composition of a prompt, a client half, statistics and a server half.
 
 The halves are named as ``module:class`` and loaded where they are needed, so that this module, which both sides read,
-depends on neither. A method from outside the project is added with :func:`register`.
+depends on neither. A method from outside the project is a row in any module that can be imported: :func:`adopt`.
 """
 
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, Literal
 
-from task.keys import Key, key, keys_of
+from task.keys import ConfigError, Key, key, keys_of
 from task.packet import Scalar
 
 Packing = Literal["diagonal", "full", "low-rank"]
@@ -306,15 +306,25 @@ METHODS: dict[str, Method] = {
 }
 
 
-def register(method: Method) -> None:
-    """Add a method from outside the project, in every process that runs it.
+def adopt(name: str) -> None:
+    """Add a method from outside the project: ``name`` is ``module:object`` of its row, importable wherever it runs.
+
+    Its own keys start with the row's own name.
 
     Raises:
-        ValueError: the name is taken.
+        ConfigError: there is no such module, or the object is no row.
     """
-    if method.name in METHODS:
-        raise ValueError(f"method {method.name!r} exists already")
-    METHODS[method.name] = method
+    if ":" not in name or name in METHODS:
+        return
+    try:
+        row = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"method = {name!r} cannot be imported ({error}): write module:object, both there."
+        ) from error
+    if not isinstance(row, Method) or row.name in METHODS:
+        raise ConfigError(f"method = {name!r} must be a Method of task.methods with a name that is not taken.")
+    METHODS[name] = row
 
 
 def load_half(path: str) -> Any:
