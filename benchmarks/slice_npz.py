@@ -6,6 +6,7 @@ Which classes and images is drawn from the seed; the file's own split (0 = train
 """
 
 import argparse
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +14,16 @@ import numpy as np
 from task.seeding import numpy_rng
 
 
-def cut(arrays: dict[str, np.ndarray], classes: int, train: int, seed: int) -> dict[str, np.ndarray]:
-    """``classes`` classes with at most ``train`` training images each and all their test images."""
+def cut(arrays: dict[str, np.ndarray], classes: int, train: int, test: int, seed: int) -> dict[str, np.ndarray]:
+    """``classes`` classes with at most ``train`` training images and ``test`` test images each."""
     rng = numpy_rng(seed, "slice")
     chosen = np.sort(rng.choice(len(arrays["class_names"]), classes, replace=False))
     shuffled = rng.permutation(len(arrays["labels"]))
-    rank = np.empty(len(shuffled), np.int64)
-    for c in chosen:
-        mine = shuffled[(arrays["labels"][shuffled] == c) & (arrays["split"][shuffled] == 0)]
+    rank = np.zeros(len(shuffled), np.int64)
+    for c, part in product(chosen, (0, 1)):
+        mine = shuffled[(arrays["labels"][shuffled] == c) & (arrays["split"][shuffled] == part)]
         rank[mine] = np.arange(len(mine))
-    keep = np.isin(arrays["labels"], chosen) & ((arrays["split"] == 1) | (rank < train))
+    keep = np.isin(arrays["labels"], chosen) & (rank < np.where(arrays["split"] == 1, test, train))
     return {
         "images": arrays["images"][keep],
         "labels": np.searchsorted(chosen, arrays["labels"][keep]),
@@ -37,10 +38,11 @@ def _main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("--classes", type=int, default=20)
     parser.add_argument("--train", type=int, default=200)
+    parser.add_argument("--test", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with np.load(args.source) as file:
-        arrays = cut({name: file[name] for name in file.files}, args.classes, args.train, args.seed)
+        arrays = cut({name: file[name] for name in file.files}, args.classes, args.train, args.test, args.seed)
     np.savez(args.target, allow_pickle=False, **arrays)
 
 

@@ -27,6 +27,13 @@ QUICK: dict[str, dict[str, Scalar]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs in this process draw no pictures, which take longer than all else, unless the test is about them."""
+    if not request.node.get_closest_marker("pictures"):
+        monkeypatch.setattr("server_app.run.write_report", lambda folders: [])
+
+
 @pytest.fixture
 def tiny(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Scalar]:
     """Run keys of a run of seconds, of the ``method`` that a test is given if any; results go to its own folder."""

@@ -112,6 +112,7 @@ def test_a_client_that_never_answers_is_named(tiny: dict) -> None:
     assert results["rounds"][0]["failures"] == [{"name": "client-0002", "reason": "no answer within 3600 s"}]
 
 
+@pytest.mark.pictures
 def test_without_a_quorum_the_run_stops_and_keeps_what_it_has(tiny: dict) -> None:
     """Two of three vanish in the second task; two are needed."""
     rounds = []
