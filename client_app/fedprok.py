@@ -21,18 +21,26 @@ class FedProKObjective(Objective):
     class gets as many as that class has local images, and no further pass through the backbone is needed. They are
     constants, which train the head and not the prompt (as in FeTrIL; the paper leaves it open). Without
     prototypes nothing is replayed, and the objective is that of the base.
+
+    In an asynchronous run a class that is old to the server may be current here, where it has real images and is not
+    translated; one that comes with this task to other clients only has not been seen here, and its row takes no part.
     """
 
     def __init__(self, config: Config, packet: Packet) -> None:
         super().__init__(config, packet)
         self.sent = {name: torch.from_numpy(array) for name, array in packet.prototypes.items()}
-        self.nearest = self.shifts = torch.empty(0)
+        self.nearest = self.shifts = self.seen = torch.empty(0)
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
         """Once a round: the local class means, the nearest of each old class and the way to it."""
         if epoch or not self.sent:
             return
-        self.sent = {name: value.to(model.device) for name, value in self.sent.items()}
+        current, earlier = model.current_rows(), torch.arange(sum(model.task_sizes[:-1]), device=model.device)
+        self.seen = torch.cat([earlier, current]).unique()
+        old = ~torch.isin(self.sent["rows"], current.cpu())
+        self.sent = {name: value[old].to(model.device) for name, value in self.sent.items()} if old.any() else {}
+        if not self.sent:
+            return
         features = extract_features(model, data.images, data.positions)
         present, _, means = class_means(features, torch.from_numpy(data.rows).to(model.device))
         place = nearest_class(self.sent["means"], means)
@@ -46,7 +54,8 @@ class FedProKObjective(Objective):
         image, old = (rows[:, None] == self.nearest).nonzero(as_tuple=True)
         pseudo = features.detach()[image] + self.shifts[old]  # eq. 8
         logits = model.head(torch.cat([features, pseudo]))
-        loss = F.cross_entropy(logits, torch.cat([rows, self.sent["rows"][old]])) + model.prompt.penalty
+        targets = torch.searchsorted(self.seen, torch.cat([rows, self.sent["rows"][old]]))
+        loss = F.cross_entropy(logits[:, self.seen], targets) + model.prompt.penalty
         return loss, logits[: len(rows), model.current_rows()]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from server_app.files import append_line, write_json
 from task.config import Config
 from task.metrics import per_class_accuracy, summarize
+from task.partition import consensus_sizes
 from task.versions import versions
 from task.world import World
 
@@ -44,7 +45,7 @@ class Results:
     def __init__(self, directory: Path, config: Config, world: World) -> None:
         tasks = [list(classes) for classes in world.schedule.tasks]
         self.directory, self.config, self.tasks = directory, config, tasks
-        self.class_names = world.dataset.class_names
+        self.class_names, self.sharing = world.dataset.class_names, sharing(config, world)
         self.matrix: list[list[float | None]] = [[None] * len(tasks) for _ in tasks]
         self.seen: list[float | None] = [None] * len(tasks)
         self.per_class: dict[str, float | None] = {}
@@ -62,9 +63,9 @@ class Results:
     def add_evaluation(self, task: int, correct: np.ndarray, total: np.ndarray) -> None:
         """Note the accuracy after ``task`` (from 0); counts int64 [classes]."""
         for j, classes in enumerate(self.tasks[: task + 1]):
-            self.matrix[task][j] = float(correct[classes].sum() / total[classes].sum())
+            self.matrix[task][j] = _share(correct[classes].sum(), total[classes].sum())
         self.samples = [int(total[classes].sum()) for classes in self.tasks[: task + 1]]
-        self.seen[task] = float(correct.sum() / total.sum())
+        self.seen[task] = _share(correct.sum(), total.sum())
         known = per_class_accuracy(correct, total)
         self.per_class = {
             n: None if math.isnan(a) else a for n, a in zip(self.class_names, known.tolist(), strict=True)
@@ -97,6 +98,8 @@ class Results:
             "class_order": [c for classes in self.tasks for c in classes],
             "class_names": list(self.class_names),
             "tasks": self.tasks,
+            **({"stream": self.sharing} if self.sharing else {}),
+            "samples_per_task": self.samples,
             "accuracy_matrix": self.matrix,
             "per_task_seen_accuracy": self.seen,
             "per_class_accuracy": self.per_class,
@@ -110,7 +113,7 @@ class Results:
 
     def _metrics(self) -> dict[str, float]:
         done = len(self.samples)
-        return summarize([row[:done] for row in self.matrix[:done]], self.samples) if done else {}
+        return summarize([row[:done] for row in self.matrix[:done]], self.samples) if any(self.samples) else {}
 
     def _communication(self) -> dict[str, float]:
         up, down = sum(r.bytes_up for r in self.rounds), sum(r.bytes_down for r in self.rounds)
@@ -121,6 +124,18 @@ class Results:
             "bytes_up_per_client_round": up / exchanges,
             "bytes_down_per_client_round": down / exchanges,
         }
+
+
+def sharing(config: Config, world: World) -> dict[str, int]:
+    """Common and private classes of each client and repeated private ones, where clients have streams of their own."""
+    if not world.streams:
+        return {}
+    return consensus_sizes(len(world.dataset.class_names), config.num_clients, config.consensus_rate)._asdict()
+
+
+def _share(correct: int, total: int) -> float | None:
+    """Accuracy; None without a test image, as of a task that brings no class."""
+    return float(correct / total) if total else None
 
 
 def mean_or_none(values: Sequence[float], weights: Sequence[float]) -> float | None:

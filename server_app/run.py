@@ -77,6 +77,9 @@ class Run:
         claim(directory)
         self.results = Results(directory, self.config, self.world)
         self.results.absent = absent
+        if self.results.sharing:
+            log.info("each client has %(common)d common classes and %(private)d private ones", self.results.sharing)
+            log.info("%(overlap)d of the private places repeat a class of another client", self.results.sharing)
         write_config(directory, self.config, self.model)
         self.results.write()
 

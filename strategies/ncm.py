@@ -26,13 +26,12 @@ class NearestMean(Strategy):
         self.reported: dict[tuple[int, str], Arrays] = {}  # (task, client): a client counts once, whatever the rounds
 
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
-        """Merge the means of the current task's classes and overwrite their rows."""
+        """Merge the means of all classes reported so far and overwrite their rows; old ones may have grown."""
         if moment.round == 0:
             _silence(model, model.current_rows())
         self.reported |= {(moment.task, u.client): u.prototypes for u in updates}
-        current = [arrays for (task, _), arrays in self.reported.items() if task == moment.task]
-        if current:
-            classes, _, means = merge_means(*_joined(current))
+        if self.reported:
+            classes, _, means = merge_means(*_joined(list(self.reported.values())))
             order = moment.schedule.seen_classes(moment.task)
             rows = torch.tensor([order.index(c) for c in classes.tolist()], device=model.device)
             model.head.weight.data[rows] = means.to(model.device)

@@ -25,7 +25,8 @@ FROM_PATH = (
     "domainnet",
 )
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
-PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio")
+ASYNCHRONOUS = ("consensus",)  # partitions whose clients have class sequences of their own
+PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASYNCHRONOUS)
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,9 @@ class Config:
     imbalance_ratio: float = key(
         1.0, "smallest over largest class of a client", above=0, maximum=1, only=("partition", "split-ratio")
     )
+    consensus_rate: float = key(
+        0.5, "share of a client's classes that all clients have", minimum=0, maximum=1, only=("partition", "consensus")
+    )
 
     seed: int = key(0, "seed of everything random", minimum=0, maximum=2**63 - 1)
     device: str = key(AUTO, "auto, cpu, cuda or cuda:N")
@@ -119,6 +123,11 @@ class Config:
     def trains_backbone(self) -> bool:
         """Whether clients train the backbone too, which then travels."""
         return self.row.backbone == "trained" or self.backbone in FROM_SCRATCH
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether each client has a class sequence of its own."""
+        return self.partition in ASYNCHRONOUS
 
     @property
     def partition_parameters(self) -> dict[str, Any]:
@@ -261,6 +270,12 @@ def _check_combination(config: Config) -> None:
         raise ConfigError(
             f"prompt = {config.prompt!r} does not go with method {config.method!r}, "
             f"which takes {', '.join(config.row.prompts)}."
+        )
+    if config.asynchronous and not config.row.asynchronous:
+        able = ", ".join(row.name for row in METHODS.values() if row.asynchronous)
+        raise ConfigError(
+            f"partition = {config.partition!r} does not go with method = {config.method!r}: "
+            f"of clients that have class sequences of their own only {able} can learn."
         )
     if config.dataset in FROM_PATH and not config.data_dir:
         raise ConfigError(

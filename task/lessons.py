@@ -44,13 +44,17 @@ def lesson_of(config: Config, client: int, task: int, round: int, holds_pool: bo
         return Lesson(pool if holds_pool else pool[:0], classes)
     if config.partition in REDRAWN:
         return Lesson(_redrawn(config, task, round)[client], classes)
-    return Lesson(_dealt(config)[client][task], classes)
+    return Lesson(_dealt(config)[client][task], world.streams[client][task] if world.streams else classes)
 
 
 def learnable(config: Config, task: int) -> list[int]:
-    """Classes that some client may learn in a task, in stream order: the current ones, and all so far in a pool."""
+    """Classes that some client may learn in a task, in stream order.
+
+    They are the current ones; all seen so far where data are pooled, or where a client may come late to a class.
+    """
     schedule = build_world(config).schedule
-    return schedule.seen_classes(task) if config.row.pooled else schedule.current_classes(task)
+    old_too = config.row.pooled or config.asynchronous
+    return schedule.seen_classes(task) if old_too else schedule.current_classes(task)
 
 
 def ever_held(config: Config, client: int) -> np.ndarray:

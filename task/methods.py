@@ -178,6 +178,7 @@ class Method:
     trains nothing. ``statistics`` is what clients send beside arrays. ``defaults`` fills keys left at "auto". With
     ``pooled`` one client of each round, the first of those drawn, has all images of all tasks so far, the others none.
     ``backbone`` is frozen, trained, or either: trained where it is one of FROM_SCRATCH.
+    ``asynchronous`` says whether clients may have class sequences of their own.
     """
 
     name: str
@@ -189,6 +190,7 @@ class Method:
     defaults: dict[str, Scalar] = field(default_factory=dict)
     pooled: bool = False
     backbone: Literal["frozen", "trained", "either"] = "frozen"
+    asynchronous: bool = False
 
     def own_keys(self) -> dict[str, Key]:
         """The method's own run keys."""
@@ -228,11 +230,36 @@ METHODS: dict[str, Method] = {
     for row in (
         #       name         prompts             client half     statistics   server half                    own keys
         Method("hgp", ("shared",), _CROSS_ENTROPY, "task.statistics:Gaussians", "strategies.hgp:HGP", HGPOptions),
-        Method("fedavg", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN, backbone="either"),
-        Method("joint", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN, pooled=True, backbone="either"),
-        Method("head-only", ("none",), _CROSS_ENTROPY, _NOTHING, _MEAN, defaults={"learning-rate": 0.01}),
-        Method("ncm", ("none",), "", "task.statistics:Means", "strategies.ncm:NearestMean", defaults=_ONE_ROUND),
-        Method("afcl", ("none",), "", "task.statistics:Gram", "strategies.afcl:AFCL", AFCLOptions, _ONE_ROUND),
+        Method("fedavg", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN, backbone="either", asynchronous=True),
+        Method("joint", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN, pooled=True, backbone="either", asynchronous=True),
+        Method(
+            "head-only",
+            ("none",),
+            _CROSS_ENTROPY,
+            _NOTHING,
+            _MEAN,
+            defaults={"learning-rate": 0.01},
+            asynchronous=True,
+        ),
+        Method(
+            "ncm",
+            ("none",),
+            "",
+            "task.statistics:Means",
+            "strategies.ncm:NearestMean",
+            defaults=_ONE_ROUND,
+            asynchronous=True,
+        ),
+        Method(
+            "afcl",
+            ("none",),
+            "",
+            "task.statistics:Gram",
+            "strategies.afcl:AFCL",
+            AFCLOptions,
+            _ONE_ROUND,
+            asynchronous=True,
+        ),
         Method(
             "pip",
             ("dualprompt", "l2p"),
@@ -259,9 +286,17 @@ METHODS: dict[str, Method] = {
             FedProKOptions,
             defaults={"learning-rate": 0.01},
             backbone="either",
+            asynchronous=True,
         ),
         Method(
-            "fedprox", _ANY, "client_app.fedprox:FedProxObjective", _NOTHING, _MEAN, FedProxOptions, backbone="either"
+            "fedprox",
+            _ANY,
+            "client_app.fedprox:FedProxObjective",
+            _NOTHING,
+            _MEAN,
+            FedProxOptions,
+            backbone="either",
+            asynchronous=True,
         ),
         Method("ccvr", _ANY, _CROSS_ENTROPY, "task.statistics:Gaussians", "strategies.ccvr:CCVR", CCVROptions),
         Method(
@@ -272,7 +307,7 @@ METHODS: dict[str, Method] = {
             "strategies.hepco:HePCo",
             HePCoOptions,
         ),
-        Method("fedavg-ft", ("none",), _CROSS_ENTROPY, _NOTHING, _MEAN, backbone="trained"),
+        Method("fedavg-ft", ("none",), _CROSS_ENTROPY, _NOTHING, _MEAN, backbone="trained", asynchronous=True),
         Method(
             "fedewc",
             ("none",),

@@ -21,6 +21,9 @@ formulas "forgetting"; here each has a name of its own, and one matrix tells the
     plasticity                    (0.80 + 0.70 + 0.45) / 3                                           =  0.65
     stability                     (0.60 + 0.75) / 2                                                  =  0.675
     continual_utility             0.5 * 0.65 + 0.5 * 0.675                                           =  0.6625
+
+A task without test samples has no accuracy: its column is null all the way down. Such is a stage of an asynchronous run
+that brings no new class; ``fold`` takes it for a continuation of the task before.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +40,7 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
         accuracy_matrix: [T, T], T >= 1; cut the matrix of an unfinished run with ``completed`` first.
         samples_per_task: number of test samples of each task, [T]. Accuracy over samples (``last_accuracy``) cannot be
             known from the matrix alone; without these counts it is the plain mean of the last row, which is exact
-            when all tasks have equally many test samples.
+            when all tasks have equally many test samples. A task with 0 of them is folded, see ``fold``.
 
     Returns:
         Fractions; the forgettings, ``performance_drop`` and ``backward_transfer`` are differences in -1..1.
@@ -45,9 +48,42 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
     Raises:
         ValueError: the matrix or the counts are malformed; the message says where.
     """
-    matrix = checked(accuracy_matrix)
+    matrix, samples = accuracy_matrix, samples_per_task
+    if samples is not None:
+        matrix, kept = fold(matrix, samples)
+        samples = np.asarray(samples)[kept]
     values = {name: metric(matrix) for name, metric in METRICS.items()}
-    return values | {"last_accuracy": float(seen_accuracy(matrix, samples_per_task)[-1])}
+    return values | {"last_accuracy": float(seen_accuracy(matrix, samples)[-1])}
+
+
+def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Leave out tasks without test samples, each taken for a continuation of the task before.
+
+    Their columns go, and their rows replace the row before, as what has been learned by the end of that task.
+
+    >>> fold([[0.9, None, None], [0.8, None, None], [0.7, None, 0.6]], [10, 0, 10])
+    (array([[0.8, nan],
+           [0.7, 0.6]]), array([0, 2]))
+
+    Args:
+        accuracy_matrix: [T, T].
+        samples_per_task: [T].
+
+    Returns:
+        float64 [K, K] for the K tasks with samples, and which these are, int64 [K].
+
+    Raises:
+        ValueError: not T counts, or an accuracy where there is no sample.
+    """
+    matrix, counts = _square(accuracy_matrix), np.asarray(samples_per_task, dtype=np.float64)
+    if counts.shape != (len(matrix),) or not np.isnan(matrix[:, counts == 0]).all():
+        raise ValueError(
+            f"samples_per_task must be {len(matrix)} positive numbers, or 0 for a task of which no accuracy is known, "
+            f"not {samples_per_task}"
+        )
+    kept = np.flatnonzero(counts)
+    ends = np.append(kept[1:], len(counts))[: len(kept)] - 1
+    return matrix[np.ix_(ends, kept)], kept
 
 
 def checked(accuracy_matrix: Matrix) -> np.ndarray:
@@ -64,8 +100,10 @@ def checked(accuracy_matrix: Matrix) -> np.ndarray:
     return matrix
 
 
-def completed(accuracy_matrix: Matrix) -> np.ndarray:
+def completed(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None) -> np.ndarray:
     """Cut the [T, T] matrix of a run that stopped after k tasks to its finished block, float64 [k, k], 0 <= k <= T.
+
+    Columns of tasks with 0 of the ``samples_per_task`` [k] are null.
 
     Raises:
         ValueError: not square, a value that is not in 0..1, or a gap: a missing value in a row that was begun, or an
@@ -74,7 +112,10 @@ def completed(accuracy_matrix: Matrix) -> np.ndarray:
     matrix = _square(accuracy_matrix)
     begun = np.flatnonzero(~np.isnan(matrix).all(axis=1))
     k = int(begun[-1]) + 1 if begun.size else 0
-    return checked(matrix[:k, :k]) if k else np.empty((0, 0))
+    block = matrix[:k, :k]
+    if k:
+        checked(block if samples_per_task is None else fold(block, samples_per_task)[0])
+    return block
 
 
 def _square(accuracy_matrix: Matrix) -> np.ndarray:

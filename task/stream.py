@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from task.seeding import numpy_rng
 
@@ -43,15 +43,35 @@ def split_tasks(order: Sequence[int], num_tasks: int) -> list[list[int]]:
     return [list(order[a:b]) for a, b in pairwise(starts)]
 
 
+def stages(streams: Sequence[Sequence[Sequence[int]]], order: Sequence[int]) -> list[list[int]]:
+    """What is new to the server at each stage of an asynchronous run: classes that no client has had before.
+
+    >>> stages([[[0, 1], [2], [3]], [[1], [3, 0], [2]]], [3, 2, 1, 0])
+    [[1, 0], [3, 2], []]
+
+    Args:
+        streams: by client T lists of class ids, its own tasks.
+        order: of all classes; that of the classes of one stage follows it.
+
+    Returns:
+        T lists, the first not empty; a later one may be.
+    """
+    first: dict[int, int] = {}
+    for stage, together in enumerate(zip(*streams, strict=True)):
+        for c in chain.from_iterable(together):
+            first.setdefault(c, stage)
+    return [[c for c in order if first.get(c) == stage] for stage in range(len(streams[0]))]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Which round belongs to which task, and which classes are known when.
 
     ``server_round`` counts from 1 over the whole run, as Flower does; ``task`` and the round within a task count from
-    0. In an asynchronous run every client has a Schedule of its own class sequence (``partition.consensus_tasks``).
+    0. In an asynchronous run a task is what is new to the server at that stage, see ``stages``.
 
     Args:
-        tasks: class ids of each task; no class twice.
+        tasks: class ids of each task; no class twice, a task may be empty.
         rounds_per_task: at least 1, the same for every task.
 
     Raises:

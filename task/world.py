@@ -12,7 +12,10 @@ from task.config import Config
 from task.data import Dataset, load_dataset
 from task.device import resolve_device
 from task.keys import ConfigError
-from task.stream import Schedule, class_order, split_tasks
+from task.partition import consensus_tasks
+from task.stream import Schedule, class_order, split_tasks, stages
+
+Streams = list[list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,14 @@ class World:
     Attributes:
         dataset: images and labels.
         schedule: tasks and rounds.
-        rows: int64 [classes]; head row of each class id, that is its place in the class order.
+        rows: int64 [classes]; head row of each class id, that is its place among the classes as they come.
+        streams: in an asynchronous run each client's own tasks, class ids; else empty.
     """
 
     dataset: Dataset
     schedule: Schedule
     rows: np.ndarray
+    streams: Streams
 
     def task_sizes(self, task: int) -> list[int]:
         """Number of classes of each task up to ``task``, counted from 0."""
@@ -41,14 +46,26 @@ def build_world(config: Config) -> World:
     Raises:
         ConfigError: data missing or unusable, or more tasks than classes.
     """
+    if config.asynchronous and not config.num_clients:
+        raise ConfigError(
+            f"num-clients = 0 is not possible with partition {config.partition!r}: "
+            "which classes a client has depends on the number of clients, so it must be given."
+        )
     side = image_size(config)
     dataset = load_dataset(config.dataset, config.data_dir, side, config.validation_share, config.seed)
     order = class_order(len(dataset.class_names), config.seed, config.class_order)
     try:
-        schedule = Schedule(split_tasks(order, config.num_tasks), config.rounds_per_task)
+        tasks = split_tasks(order, config.num_tasks)
+        streams = _streams(config, tasks) if config.asynchronous else []
     except ValueError as error:
         raise ConfigError(f"{error} of {config.dataset!r}.") from error
-    return World(dataset, schedule, np.argsort(np.array(order)))
+    schedule = Schedule(stages(streams, order) if streams else tasks, config.rounds_per_task)
+    coming = [c for classes in schedule.tasks for c in classes]
+    return World(dataset, schedule, np.argsort(np.array(coming)), streams)
+
+
+def _streams(config: Config, tasks: list[list[int]]) -> Streams:
+    return consensus_tasks(tasks, config.num_clients, config.seed, **config.partition_parameters)
 
 
 def image_size(config: Config) -> int:

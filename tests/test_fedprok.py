@@ -79,6 +79,50 @@ def test_the_loss_equals_float64_numpy_with_explicit_loops(local):
     assert np.allclose(logits.detach(), (features @ w.T + b)[:, 6:], atol=1e-3)
 
 
+def test_what_is_current_here_is_not_translated_and_what_others_begin_is_unknown(tiny):
+    """Rows 4, 6 and 9 are this client's: old row 4 is not translated, rows 7, 8, 10 and 11 take no part.
+
+    Old row 1 lies nearest to row 9 and old row 5 to row 4: pseudo features as many as these have images, 3 and 4.
+    """
+    config = parse(tiny | {"method": "fedprok", "prompt": "shared"})
+    world, model = build_world(config), build_model(config, [6, 6])
+    model.learn(np.array([9, 4, 6]))
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+    sizes = {4: 4, 6: 5, 9: 3}
+    order = world.schedule.seen_classes(1)
+    found = [np.flatnonzero(world.dataset.train_labels == order[row])[:n] for row, n in sizes.items()]
+    data = LocalData(world.dataset.train_images, np.concatenate(found), np.repeat([4, 6, 9], [4, 5, 3]), "none")
+    features = extract_features(model, data.images, data.positions).double().numpy()
+    means = {row: features[data.rows == row].mean(axis=0) for row in sizes}
+    sent = {"rows": np.array([4, 1, 5]), "means": np.array([means[6], 2 * means[9], 3 * means[4]], np.float32)}
+    objective = FedProKObjective(config, Packet(prototypes=sent))
+    objective.begin_epoch(model, data, 0, torch.Generator())
+    x, y = [*features], [*data.rows]
+    for old, near in ((1, 9), (5, 4)):
+        mu = sent["means"][list(sent["rows"]).index(old)].astype(np.float64)
+        x += [f + mu - means[near] for f in features[data.rows == near]]
+        y += [old] * sizes[near]
+    known = [0, 1, 2, 3, 4, 5, 6, 9]
+    w, b = (p.detach().double().numpy()[known] for p in (model.head.weight, model.head.bias))
+    picked = log_softmax(np.array(x) @ w.T + b)[np.arange(len(y)), [known.index(row) for row in y]]
+    images = prepare(data.images[data.positions], model.backbone)
+    loss, logits = objective.loss(model, Inputs(images), torch.from_numpy(data.rows))
+    assert len(y) == 12 + 3 + 4
+    assert float(loss.detach()) == pytest.approx(-picked.mean(), rel=1e-4)
+    assert logits.shape == (12, 3)
+    assert torch.allclose(logits, model(images)[:, [4, 6, 9]])
+
+
+def test_with_prototypes_of_its_own_classes_only_it_is_the_objective_of_the_base(local):
+    config, model, data, *_, sent, _ = local
+    model.learn(np.array([1, 4, 5, 6, 7, 9]))
+    objective = FedProKObjective(config, Packet(prototypes=sent))
+    objective.begin_epoch(model, data, 0, torch.Generator())
+    inputs, rows = Inputs(prepare(data.images[data.positions], model.backbone)), torch.from_numpy(data.rows)
+    assert torch.equal(objective.loss(model, inputs, rows)[0], Objective(config, Packet()).loss(model, inputs, rows)[0])
+
+
 def test_each_old_class_gets_as_many_pseudo_features_per_epoch_as_its_nearest_has_images(local, monkeypatch):
     """Batches of 4, 4 and 2 images: the counts add up to 5, 5 and 3 whatever the batches."""
     _, model, data, *_, objective = local

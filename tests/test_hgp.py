@@ -234,6 +234,12 @@ def test_ablations_change_exactly_their_rows(kind, in_first_task, in_second_task
     assert sorted(set(strategy.bank.class_ids.tolist())) == [0, 2, 5, 7]  # remembered even where nothing is retrained
 
 
+@pytest.mark.parametrize(("kind", "retrained"), [("all", True), ("current", False), ("old", True)])
+def test_where_a_task_brings_no_class_all_are_old(kind, retrained):
+    moment = Moment(Schedule([[7, 2], []], 1), 2)
+    assert bool(hgp(rebalance=kind).refine(model_after(1), FIRST, moment)) == retrained
+
+
 def test_refining_keeps_the_gaussians_of_earlier_tasks():
     """Rounds 1 and 2 are task 1, rounds 3 and 4 task 2: what task 1's last round left stays to the last bit."""
     strategy = hgp()

@@ -1,5 +1,6 @@
 """Who learns from what in which round, and that nobody can report more than the server was told at hello."""
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +11,14 @@ import safetensors.numpy
 from client_app.client import Node, handle
 from client_app.objective import LocalData, Objective
 from client_app.training import train_locally
+from server_app.report import load_run, write_report
 from task import lessons
-from task.config import Config, parse
+from task.config import Config, ConfigError, parse
+from task.evaluation import extract_features
 from task.lessons import ever_held, learnable, lesson_of
+from task.methods import METHODS
 from task.model import build_model
-from task.packet import Packet
+from task.packet import Kind, Packet
 from task.partition import partition
 from task.seeding import torch_rng
 from task.world import build_world
@@ -28,7 +32,11 @@ EACH = {
     "class-share": {"partition": "class-share"},
     "split-ratio": STATELESS,
     "joint": {"method": "joint", "rounds-per-task": 2},
+    "consensus": {"method": "fedavg", "partition": "consensus"},
+    "joint, consensus": {"method": "joint", "partition": "consensus"},
 }
+OWN = {"partition": "consensus", "consensus-rate": 0.4, "num-tasks": 3}
+ABLE = [row for row in METHODS.values() if row.asynchronous]
 
 
 def counts(config: Config, positions: np.ndarray) -> list[int]:
@@ -160,3 +168,118 @@ def test_joint_is_a_ceiling_of_fedavg_whoever_takes_part(tiny: dict) -> None:
     assert [r["idle"] for r in joint["rounds"]] == [names[1:] for names in drawn]
     assert joint["metrics"]["final_average_accuracy"] > fedavg["metrics"]["final_average_accuracy"] + 0.2
     assert joint["metrics"]["forgetting"] < fedavg["metrics"]["forgetting"]
+
+
+# consensus
+
+
+def test_every_client_learns_its_own_sequence_and_every_image_is_learned_once(tiny: dict) -> None:
+    config = parse(tiny | OWN | {"method": "fedavg"})
+    world = build_world(config)
+    everything = [[lesson_of(config, client, task, 1) for task in range(3)] for client in range(3)]
+    assert [[lesson.classes for lesson in own] for own in everything] == world.streams
+    for lesson in (lesson for own in everything for lesson in own):
+        assert set(np.unique(world.dataset.train_labels[lesson.positions]).tolist()) == set(lesson.classes)
+    dealt = np.concatenate([lesson.positions for own in everything for lesson in own])
+    assert sorted(dealt.tolist()) == list(range(len(world.dataset.train_labels)))
+    assert sorted(world.rows[world.schedule.seen_classes(2)].tolist()) == list(range(12))
+    assert len({tuple(own[0].classes) for own in everything}) > 1
+
+
+def test_asynchronous_methods_draw_alike_and_evaluate_alike_in_both_ways(tiny: dict) -> None:
+    drawn = []
+    for method in ABLE:
+        values = tiny | OWN | {"method": method.name, "num-tasks": 2, "num-clients": 4, "clients-per-round": 3}
+        own = run(values | {"run-name": method.name})
+        theirs = run(values | {"run-name": f"{method.name}-clients", "evaluate": "clients"})
+        assert own["status"] == theirs["status"] == "finished"
+        assert own["accuracy_matrix"] == theirs["accuracy_matrix"]
+        assert own["stream"] == {"common": 2, "private": 4, "overlap": 6}  # K = 6: 0.4 x 6 = 2.4; 2 + 4 x 4 = 12 + 6
+        assert not any(r["failures"] for r in own["rounds"])
+        assert all(r["idle"] == (r["participants"][1:] if method.pooled else []) for r in own["rounds"])
+        drawn.append((own["tasks"], [r["participants"] for r in own["rounds"]]))
+    assert {method.name for method in ABLE} >= {"fedavg", "fedprok", "fedprox", "head-only", "joint", "ncm"}
+    assert all(one == drawn[0] for one in drawn)
+
+
+@pytest.mark.parametrize("prompt", METHODS["fedavg"].prompts[1:])
+def test_every_prompt_of_fedavg_runs_asynchronously(prompt: str, tiny: dict) -> None:
+    results = run(tiny | OWN | {"method": "fedavg", "prompt": prompt, "num-tasks": 2})
+    assert results["status"] == "finished"
+    assert not any(r["failures"] or r["idle"] for r in results["rounds"])
+
+
+def test_only_rows_of_the_clients_own_classes_learn_old_ones_included(tiny: dict) -> None:
+    """Nine of ten clients' second tasks hold a class that somebody has had in the first stage."""
+    config = parse(tiny | OWN | {"method": "fedavg", "num-clients": 10})
+    world, old = build_world(config), 0
+    for client in range(10):
+        sent, answer = build_model(config, world.task_sizes(1)).export(), ask(config, client, task=1)
+        rows = np.sort(world.rows[world.streams[client][1]])
+        for name in ("head.weight", "head.bias"):
+            changed = (answer.arrays[name] != sent[name]).reshape(len(sent[name]), -1).any(axis=1)
+            assert np.flatnonzero(changed).tolist() == rows.tolist()
+        old += bool((rows < world.task_sizes(0)[0]).any())
+    assert old >= 5
+
+
+def test_ncm_ends_at_the_means_of_all_images_whoever_had_them_when(tiny: dict) -> None:
+    config = parse(tiny | OWN | {"method": "ncm", "num-clients": 5})
+    results = run(config.flat())
+    data = build_world(config).dataset
+    features = extract_features(build_model(config, []), data.train_images, np.arange(len(data.train_labels))).double()
+    saved = safetensors.numpy.load_file(Path(str(tiny["output-dir"])) / "run" / "model.safetensors")
+    for row, c in enumerate(c for task in results["tasks"] for c in task):
+        expected = features[data.train_labels == c].mean(dim=0).numpy()
+        assert np.allclose(saved["head.weight"][row], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_afcl_is_the_same_regression_whoever_had_which_class_when(tiny: dict) -> None:
+    rows = []
+    for partition_ in ({"partition": "iid"}, OWN):
+        results = run(tiny | {"num-clients": 5, "num-tasks": 3} | partition_ | {"method": "afcl", "run-name": "afcl"})
+        saved = safetensors.numpy.load_file(Path(str(tiny["output-dir"])) / "afcl" / "model.safetensors")
+        shutil.rmtree(Path(str(tiny["output-dir"])) / "afcl")
+        rows.append(saved["head.weight"][np.argsort(results["class_order"])])
+    assert np.allclose(*rows, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["fedprok", "ncm", "joint"])
+def test_a_stage_without_a_new_class_is_legal(method: str, tiny: dict) -> None:
+    """All classes are common and each of six clients has its own order: two stages bring everything."""
+    values = {"partition": "consensus", "consensus-rate": 1.0, "num-tasks": 4, "num-clients": 6}
+    results = run(tiny | values | {"method": method})
+    assert results["status"] == "finished"
+    sizes = [len(task) for task in results["tasks"]]
+    assert sizes[0] > 0
+    assert sizes[-1] == 0
+    for i, row in enumerate(results["accuracy_matrix"]):
+        assert [a is not None for a in row] == [j <= i and size > 0 for j, size in enumerate(sizes)]
+    assert None not in results["per_task_seen_accuracy"]
+    last = [a for a in results["accuracy_matrix"][-1] if a is not None]
+    assert results["metrics"]["final_average_accuracy"] == pytest.approx(np.mean(last))
+    folder = Path(str(tiny["output-dir"])) / "run"
+    written = write_report([folder])
+    assert {p.name for p in written} >= {"accuracy.png", "forgetting.png", "report.html"}
+    assert load_run(folder).finished
+
+
+def test_a_class_that_a_client_never_has_is_refused_from_it(tiny: dict) -> None:
+    config = parse(tiny | OWN | {"method": "ncm"})
+    mine = {c for task in build_world(config).streams[1] for c in task}
+
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        if node == 1 and kind == "train":
+            others = set(build_world(config).schedule.seen_classes(2)) - mine
+            packet.prototypes["class_ids"][0] = min(others)
+        return packet
+
+    results = run(config.flat(), tamper=tamper)
+    assert all([f["name"] for f in r["failures"]] == ["client-0001"] for r in results["rounds"])
+
+
+def test_the_number_of_clients_must_be_known(tiny: dict) -> None:
+    with pytest.raises(ConfigError, match=r"num-clients = 0 is not possible with partition 'consensus'.*given\.$"):
+        build_world(parse(tiny | OWN | {"method": "fedavg", "num-clients": 0}))
+    with pytest.raises(ConfigError, match="num-tasks=8: allowed are 1 to 6"):
+        build_world(parse(tiny | OWN | {"method": "fedavg", "num-tasks": 8}))

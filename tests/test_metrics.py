@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from task import metrics
-from task.metrics import METRICS, completed, per_class_accuracy, seen_accuracy, summarize
+from task.metrics import METRICS, completed, fold, per_class_accuracy, seen_accuracy, summarize
 
 WORKED = [[0.80, None, None], [0.90, 0.70, None], [0.60, 0.75, 0.45]]
 SAMPLES = [100, 100, 200]
@@ -73,6 +73,54 @@ def test_worked_example():
 def test_docstring_shows_the_worked_example():
     shown = re.findall(r"^    (\w+) .* = +(-?[\d.]+)$", metrics.__doc__, flags=re.MULTILINE)
     assert {name: float(value) for name, value in shown} == pytest.approx(BY_HAND, abs=5e-5)
+
+
+# task 2 brings no class: after it the accuracy on task 1 is 0.7 instead of 0.9
+STAGES = [[0.9, None, None], [0.7, None, None], [0.6, None, 0.4]]
+
+
+def test_a_task_without_samples_continues_the_one_before():
+    """As if the matrix were [[0.7], [0.6, 0.4]]: FAA 0.5, AIA (0.7 + 0.5) / 2, last (0.6 + 3 * 0.4) / 4."""
+    matrix, kept = fold(STAGES, [10, 0, 30])
+    assert np.array_equal(matrix, [[0.7, np.nan], [0.6, 0.4]], equal_nan=True)
+    assert kept.tolist() == [0, 2]
+    values = summarize(STAGES, [10, 0, 30])
+    expected = {"final_average_accuracy": 0.5, "average_incremental_accuracy": 0.6, "last_accuracy": 0.45}
+    expected |= {"forgetting": 0.1, "plasticity": 0.55, "stability": 0.6, "performance_drop": 0.2}
+    assert {name: values[name] for name in expected} == pytest.approx(expected)
+    assert summarize([row[:2] for row in STAGES[:2]], [10, 0])["final_average_accuracy"] == 0.7
+
+
+@given(matrices(), st.data())
+def test_stages_that_bring_nothing_change_no_summary_but_by_their_rows(matrix, data):
+    """Each task takes 0 to 2 further stages; whatever was measured before the last of them is left out."""
+    extra = [data.draw(st.integers(0, 2)) for _ in matrix]
+    starts = np.cumsum([0, *(n + 1 for n in extra)])
+    stages, samples = [], [0] * int(starts[-1])
+    for i, more in enumerate(extra):
+        samples[starts[i]] = 10 + i
+        for stage in range(more + 1):
+            known = matrix[i] if stage == more else [None if x is None else 1 - x for x in matrix[i]]
+            row = [None] * len(samples)
+            for j in range(i + 1):
+                row[starts[j]] = known[j]
+            stages.append(row)
+    counts = [10 + i for i in range(len(matrix))]
+    assert summarize(stages, samples) == pytest.approx(summarize(matrix, counts), nan_ok=True)
+    assert completed(stages, samples).shape == (len(stages), len(stages))
+
+
+def test_without_counts_a_null_column_is_a_gap():
+    with pytest.raises(ValueError, match="after task 2 on task 2 is missing"):
+        summarize(STAGES)
+    with pytest.raises(ValueError, match="after task 2 on task 2 is missing"):
+        completed(STAGES)
+    with pytest.raises(ValueError, match="is missing"):
+        completed(STAGES, [10, 5, 30])
+    with pytest.raises(ValueError, match="samples_per_task must be 3 positive numbers, or 0 for a task of which no"):
+        completed(WORKED, [10, 0, 30])
+    with pytest.raises(ValueError, match="empty"):
+        summarize([[None]], [0])
 
 
 def test_worked_example_tells_the_conventions_apart():

@@ -104,6 +104,11 @@ def test_the_table_of_methods_is_the_codes() -> None:
     }
 
 
+def test_the_methods_that_run_asynchronously_are_the_codes() -> None:
+    (named,) = re.findall(r"one of the methods ([\w, -]+)\.", README)
+    assert set(named.split(", ")) == {row.name for row in METHODS.values() if row.asynchronous}
+
+
 def test_files_that_the_readme_names_exist() -> None:
     named = set(re.findall(r"(?:task|client_app|strategies|server_app|benchmarks|tests|docs)/[\w/.]+\.\w+", README))
     assert len(named) > 10

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from task.stream import Schedule, class_order, split_tasks
+from task.stream import Schedule, class_order, split_tasks, stages
 
 
 @given(st.integers(1, 300), st.integers(0, 2**63 - 1))
@@ -70,6 +70,24 @@ def test_split_keeps_the_order_and_is_as_even_as_possible(num_classes, data):
 def test_impossible_splits_are_refused(num_tasks):
     with pytest.raises(ValueError, match=f"num-tasks={num_tasks}: allowed are 1 to 3"):
         split_tasks([0, 1, 2], num_tasks)
+
+
+def test_stages_by_hand():
+    """Client 1 has class 3 early and class 1 again; in the last stage both only meet what the other has had."""
+    streams = [[[0, 1], [2], [3]], [[1], [3, 0], [2]]]
+    assert stages(streams, [3, 2, 1, 0]) == [[1, 0], [3, 2], []]
+    assert stages(streams[:1], [3, 2, 1, 0]) == [[1, 0], [2], [3]]
+
+
+@given(st.integers(1, 20), st.integers(1, 6), st.integers(0, 99), st.data())
+def test_after_each_stage_the_server_has_seen_what_any_client_has(num_classes, num_clients, seed, data):
+    num_tasks = data.draw(st.integers(1, num_classes))
+    streams = [split_tasks(class_order(num_classes, seed + m, "shuffled"), num_tasks) for m in range(num_clients)]
+    order = class_order(num_classes, seed, "shuffled")
+    schedule = Schedule(stages(streams, order), 1)
+    for t in range(num_tasks):
+        assert set(schedule.seen_classes(t)) == {c for own in streams for task in own[: t + 1] for c in task}
+        assert [c for c in order if c in schedule.current_classes(t)] == schedule.current_classes(t)
 
 
 def test_schedule_by_hand():

@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from server_app.report.groups import Group, mean_sd
 from server_app.report.runs import Run
-from task.metrics import forgetting_by_task
+from task.metrics import fold, forgetting_by_task
 
 # Okabe and Ito's palette for all kinds of colour vision, without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -78,7 +78,7 @@ def _draw_tasks(axes: Axes, run: Run) -> None:
     for j, colour in enumerate(_shades(k)):
         own = 100 * run.matrix[j:, j]
         axes.plot(np.arange(j, k) + 1, own, color=colour, lw=1.3, marker=".", ms=5, label="_")
-        if j in _numbered(len(run.seen)):
+        if j in _numbered(len(run.seen)) and np.isfinite(own[0]):
             offset = (0, -9 if own[0] < 100 * run.seen[j] else 9)
             label = axes.annotate(f"{j + 1}", (j + 1, own[0]), xytext=offset, textcoords="offset points")
             label.set(color=INK, fontsize=9, ha="center", va="center", zorder=5)
@@ -123,7 +123,8 @@ def _draw_forgotten(axes: Axes, run: Run) -> None:
     """Best earlier minus final accuracy of each task in points; nothing for tasks with nothing after them."""
     lost = np.full((1, len(run.seen)), np.nan)
     if len(run.matrix):
-        lost[0, : len(run.matrix) - 1] = 100 * forgetting_by_task(run.matrix)
+        matrix, kept = fold(run.matrix, run.samples)
+        lost[0, kept[:-1]] = 100 * forgetting_by_task(matrix)
     _heat(axes, lost, "OrRd", 0, max(25.0, np.nanmax(lost, initial=0)))
     if np.isnan(lost).all():
         axes.text(0.5, 0.5, "no earlier task yet", transform=axes.transAxes, ha="center", va="center", color=MUTED)

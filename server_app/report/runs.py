@@ -15,7 +15,7 @@ from task.metrics import completed, summarize
 SCHEMA = 1
 WORDS = {str: "text", int: "a whole number", list: "a list", dict: "an object of named values"}
 REQUIRED = {"status": str, "method": str, "dataset": str, "num_tasks": int}
-LISTS = ("accuracy_matrix", "per_task_seen_accuracy", "tasks", "class_names", "rounds")
+LISTS = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "tasks", "class_names", "rounds")
 OBJECTS = ("metrics", "per_class_accuracy", "communication", "seconds", "environment")
 OPTIONAL: dict[str, type] = dict.fromkeys(LISTS, list) | dict.fromkeys(OBJECTS, dict)
 
@@ -31,7 +31,7 @@ class Run:
     Attributes:
         results: results.json, with an empty value for each optional part that is missing.
         settings: run keys by their own names: single values of results.json, then config.yaml.
-        matrix: [k, k], after task i on task j; NaN above the diagonal.
+        matrix: [k, k], after task i on task j; NaN above the diagonal, and for a task without test images.
         seen: [T], over all test samples of the classes seen so far; NaN where there is none yet.
     """
 
@@ -66,9 +66,14 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """By name: what the run recorded, completed from the finished tasks; empty before the first of them."""
         k = len(self.matrix)
-        computed = summarize(self.matrix) | {"last_accuracy": float(self.seen[k - 1])} if k else {}
+        computed = summarize(self.matrix, self.samples) | {"last_accuracy": float(self.seen[k - 1])} if k else {}
         both = [*computed.items(), *self.results["metrics"].items()]
         return {name: value for name, value in both if is_number(value)}
+
+    @property
+    def samples(self) -> list[int]:
+        """Test images of each finished task; ones where they were not recorded."""
+        return self.results["samples_per_task"] or [1] * len(self.matrix)
 
     @property
     def megabytes(self) -> float:
@@ -89,7 +94,8 @@ def load_run(folder: Path) -> Run:
     settings |= flat(_parsed(config, yaml.safe_load)) if config.exists() else {}
     try:
         _check(results)
-        return Run(folder, results, settings, completed(results["accuracy_matrix"]), _seen(results))
+        matrix = completed(results["accuracy_matrix"], results["samples_per_task"] or None)
+        return Run(folder, results, settings, matrix, _seen(results))
     except (TypeError, ValueError) as error:
         raise ReportError(f"{path}: {error}") from error
 
