@@ -8,6 +8,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from server_app.errors import RunError
 from server_app.flower_grid import GridTransport
+from server_app.resume import continued
 from task.config import ConfigError, parse
 
 
@@ -36,7 +37,7 @@ def main(grid: Grid, context: Context) -> None:
 
     _log_where_flower_logs()
     try:
-        execute(parse(context.run_config), GridTransport(grid))
+        execute(parse(continued(context.run_config)), GridTransport(grid))
     except (ConfigError, RunError) as error:
         raise RunFailed(str(error)) from None
 

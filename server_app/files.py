@@ -43,6 +43,12 @@ def append_line(path: Path, value: Any) -> None:
         file.write(json.dumps(value, allow_nan=False) + "\n")
 
 
+def keep_lines(path: Path, count: int) -> None:
+    """Cut a text file after its first ``count`` lines."""
+    lines = path.read_text().splitlines(keepends=True)
+    write_atomically(path, "".join(lines[:count]).encode())
+
+
 def write_config(directory: Path, config: Config, model: "Model") -> None:
     """config.yaml: every run key, what the open ones came to, versions, the backbone's digest, the code's revision."""
     content = {

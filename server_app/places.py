@@ -27,7 +27,7 @@ def project_folder() -> Path:
 
 
 def run_directory(config: Config) -> Path:
-    """Absolute folder of a run that does not exist yet.
+    """Absolute folder of a run: one that does not exist yet, or that of the run to resume.
 
     A run without a name is called after method, data set, seed and local time.
 
@@ -42,7 +42,7 @@ def run_directory(config: Config) -> Path:
         taken = (directory / "results.json").exists()
     except OSError as error:
         raise ConfigError(f"output-dir or run-name cannot be used: {error}.") from error
-    if taken:
+    if taken and not config.resume:
         raise ConfigError(f"run-name = {config.run_name!r} is taken: {directory} holds results already.")
     return directory
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from server_app.files import append_line, write_json
+from server_app.files import append_line, keep_lines, write_json
 from task.config import Config
 from task.metrics import per_class_accuracy, summarize
 from task.partition import consensus_sizes
@@ -55,6 +55,17 @@ class Results:
         self.started, self.status, self.error = time.perf_counter(), "running", ""
         self.absent: list[dict[str, str]] = []
         self.environment: dict[str, Any] = {"versions": versions(), "machine": platform.machine()}
+
+    def memory(self) -> dict[str, Any]:
+        """What :meth:`restore` needs: all that was measured."""
+        given = {"directory", "config", "tasks", "class_names", "environment", "absent", "status", "error", "started"}
+        return {name: value for name, value in vars(self).items() if name not in given}
+
+    def restore(self, memory: dict[str, Any]) -> None:
+        """Go on from what was measured before; lines of rounds.jsonl that came after it are dropped."""
+        vars(self).update(memory)
+        self.started = time.perf_counter() - self.seconds["total"]
+        keep_lines(self.directory / "rounds.jsonl", len(self.rounds))
 
     def add_round(self, report: RoundReport) -> None:
         """Note a finished round."""

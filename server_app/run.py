@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from server_app.checkpoints import read_checkpoint, write_checkpoint
 from server_app.checks import LARGEST, Refused, check_counts, check_reply
 from server_app.errors import RunError
 from server_app.files import write_config, write_model
@@ -18,9 +19,10 @@ from server_app.members import Member, draw, introduce, require_same, wait_for_n
 from server_app.places import claim, run_directory
 from server_app.report import PicturesUnavailable, write_report
 from server_app.results import Results, RoundReport, mean_or_none
+from server_app.resume import saved_digest
 from server_app.transport import Reply, Transport
 from strategies.base import Moment, Strategy, Update
-from task.config import Config
+from task.config import Config, ConfigError
 from task.evaluation import count_correct
 from task.lessons import learnable, lesson_of
 from task.methods import load_half
@@ -74,19 +76,46 @@ class Run:
         self.strategy: Strategy = load_half(self.config.row.server)(self.config)
         self.members, absent = introduce(transport, nodes, self.config, self.world.dataset.class_names)
         require_same(self.members, self.model.backbone.sha256, code_sha256())
-        claim(directory)
         self.results = Results(directory, self.config, self.world)
         self.results.absent = absent
         if self.results.sharing:
             log.info("each client has %(common)d common classes and %(private)d private ones", self.results.sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", self.results.sharing)
-        write_config(directory, self.config, self.model)
+        self.done = self._restored() if config.resume else self._begun()
         self.results.write()
+
+    def _begun(self) -> int:
+        claim(self.directory)
+        write_config(self.directory, self.config, self.model)
+        return 0
+
+    def _restored(self) -> int:
+        """Take up the last whole round; returns its number."""
+        if saved_digest(self.directory) != self.model.backbone.sha256:
+            raise ConfigError(f"resume = {str(self.directory)!r} began with other backbone weights than these.")
+        state = read_checkpoint(self.directory / "checkpoint")
+        moment = Moment(self.world.schedule, state["round"])
+        self.model = build_model(self.config, self.world.task_sizes(moment.task))
+        self.model.load(state["arrays"])
+        vars(self.strategy).update(state["strategy"])
+        self.results.restore(state["results"])
+        log.info("going on after round %d of %d", state["round"], self.world.schedule.total_rounds)
+        return moment.server_round
+
+    def _save(self, moment: Moment) -> None:
+        memory = {name: value for name, value in vars(self.strategy).items() if name not in ("config", "options")}
+        state = {
+            "round": moment.server_round,
+            "arrays": self.model.export(),
+            "strategy": memory,
+            "results": self.results.memory(),
+        }
+        write_checkpoint(self.directory / "checkpoint", moment.server_round, state)
 
     def go(self) -> None:
         """All rounds, then the pictures."""
         schedule = self.world.schedule
-        for server_round in range(1, schedule.total_rounds + 1):
+        for server_round in range(self.done + 1, schedule.total_rounds + 1):
             moment = Moment(schedule, server_round)
             if moment.round == 0 and moment.task > 0:
                 self.model.begin_task(len(schedule.tasks[moment.task]))
@@ -95,6 +124,7 @@ class Run:
                 self._evaluate(moment, report)
             self._write_model(moment)
             self.results.write_round()
+            self._save(moment)
             if moment.ends_task or server_round == 1:
                 self._draw()  # so that a run that is killed leaves its pictures too
             log.info(describe(self.results, schedule.total_rounds))

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from server_app.launcher import DEFAULT_CLIENTS
+from server_app.resume import continued
 from task.config import ConfigError, known_keys, parse, parse_text
 from task.packet import Scalar
 
@@ -33,8 +34,10 @@ def completed(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """The same run keys for another working directory, and with the number of clients.
 
     Raises:
-        ConfigError: values that are no run.
+        ConfigError: values that are no run, or a run that cannot be resumed.
     """
+    if values.get("resume"):
+        return continued({**values, "resume": str(Path(str(values["resume"])).expanduser().absolute())})
     found = dict(values)
     for key in _PATHS:  # the workers' folder is the project's, not the user's
         if found.get(key) and Path(str(found[key])).exists():

@@ -112,6 +112,8 @@ class Config:
     output_dir: str = key("runs", "folder of all runs")
     run_name: str = key("", "folder of this run; empty = method, data set, seed and time")
 
+    resume: str = key("", "folder of an unfinished run to go on with, by its own settings")
+
     options: Options = field(default_factory=Options)
 
     @property
@@ -154,7 +156,7 @@ class Config:
 
     def for_clients(self) -> dict[str, Scalar]:
         """What travels to clients: all but the paths of the server's own files."""
-        own = {"output-dir", "run-name"}
+        own = {"output-dir", "run-name", "resume"}
         return {name: value for name, value in self.flat().items() if name not in own}
 
     def blocks(self) -> list[int]:

@@ -1,0 +1,52 @@
+"""The run key ``resume``: the settings of an earlier run, whatever else was typed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from server_app.places import placed, read_results
+from task.config import ConfigError, known_keys
+from task.packet import Scalar
+
+_OWN = {"resume", "output-dir", "run-name"}
+
+
+def continued(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """``values`` themselves, or those of the run that they say to resume, in its folder.
+
+    A key that says something else than the run does is a mistake, unless it only has its default.
+
+    Raises:
+        ConfigError: no such run, a finished one, or another setting than it had.
+    """
+    if not values.get("resume"):
+        return dict(values)
+    directory = placed(Path(str(values["resume"])).expanduser())
+    known, saved = known_keys(), _saved(directory)
+    for name, value in values.items():
+        if name in known and name not in _OWN and value not in (known[name].default, saved.get(name)):
+            raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
+    if read_results(directory).get("status") == "finished":
+        raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
+    place: dict[str, Scalar] = {
+        "resume": str(directory),
+        "output-dir": str(directory.parent),
+        "run-name": directory.name,
+    }
+    return {name: value for name, value in saved.items() if name in known} | place
+
+
+def saved_digest(directory: Path) -> str:
+    """SHA-256 of the backbone that a run began with."""
+    return str(_saved(directory)["backbone-sha256"])
+
+
+def _saved(directory: Path) -> dict[str, Scalar]:
+    try:
+        found = yaml.safe_load((directory / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"resume = {str(directory)!r} is no folder of a run ({error}).") from error
+    if not isinstance(found, dict) or "backbone-sha256" not in found:
+        raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run.")
+    return found

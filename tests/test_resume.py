@@ -1,0 +1,175 @@
+"""Interrupted and resumed equals never interrupted."""
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+
+import server_app.files
+from server_app.cli import main
+from server_app.in_process import InProcessTransport
+from server_app.resume import continued
+from server_app.run import execute
+from task.config import ConfigError, parse
+from task.methods import METHODS
+from tests.test_invariants import without_times
+
+Values = dict[str, Any]
+
+
+class PowerCutError(BaseException):
+    """Ends a run where it stands."""
+
+
+def run(values: Values, cut_in_round: int = 0) -> None:
+    """A whole run, or one whose power is cut while clients train in a server round."""
+    config = parse(continued(values))
+
+    def tamper(node: int, kind: str, packet: Any) -> Any:
+        if kind == "train" and int(packet.config.get("server-round", 0)) == cut_in_round:
+            raise PowerCutError
+        return packet
+
+    transport = InProcessTransport(config.flat(), config.num_clients)
+    original = transport.exchange
+
+    def exchange(kind: str, packets: Any, timeout: float) -> Any:
+        for node, packet in packets.items():
+            tamper(node, kind, packet)
+        return original(kind, packets, timeout)
+
+    transport.exchange = exchange
+    execute(config, transport)
+
+
+def interrupted(values: Values, cut_in_round: int) -> Path:
+    with pytest.raises(PowerCutError):
+        run(values, cut_in_round)
+    return Path(values["output-dir"]) / values["run-name"]
+
+
+def all_of(folder: Path) -> tuple[Any, ...]:
+    """Everything that a run leaves, without times."""
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    lines = [{k: v for k, v in line.items() if k not in ("seconds", "elapsed")} for line in lines]
+    arrays = safetensors.numpy.load_file(folder / "model.safetensors")
+    return (
+        without_times(json.loads((folder / "results.json").read_text())),
+        lines,
+        {n: a.tobytes() for n, a in arrays.items()},
+    )
+
+
+def two_runs(tiny: Values, **changes: Any) -> tuple[Values, Values]:
+    values = tiny | {"rounds-per-task": 2, "num-clients": 4, "clients-per-round": 3} | changes
+    return values | {"run-name": "whole"}, values | {"run-name": "cut"}
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+def test_a_resumed_run_ends_as_if_nothing_had_happened(method: str, tiny: Values) -> None:
+    """Cut in the last round, so that all of a method's memory is needed."""
+    whole, cut = two_runs(tiny, method=method)
+    run(whole)
+    folder = interrupted(cut, cut_in_round=4)
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
+    run({"resume": str(folder)})
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+@pytest.mark.parametrize("cut_in_round", [2, 3])
+def test_it_may_be_cut_anywhere_and_twice(cut_in_round: int, tiny: Values) -> None:
+    whole, cut = two_runs(tiny, prompt="dualprompt", method="fedavg")
+    run(whole)
+    folder = interrupted(cut, cut_in_round)
+    with pytest.raises(PowerCutError):
+        run({"resume": str(folder)}, cut_in_round=4)
+    run({"resume": str(folder)})
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    damage: str, tiny: Values, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, cut = two_runs(tiny)
+    run(whole)
+    folder = interrupted(cut, cut_in_round=4)
+    kept = sorted((folder / "checkpoint").iterdir())
+    assert [p.name for p in kept] == ["000002.ckpt", "000003.ckpt"]
+    raw = kept[1].read_bytes()
+    kept[1].write_bytes({"truncated": raw[:-100], "empty": b"", "flipped": raw[:-1] + bytes([raw[-1] ^ 1])}[damage])
+    with caplog.at_level(logging.WARNING):
+        run({"resume": str(folder)})
+    assert "000003.ckpt is damaged" in caplog.text
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, cut = two_runs(tiny)
+    run(whole)
+    folder = Path(cut["output-dir"]) / "cut"
+    words = [f"{name}={value}" for name, value in cut.items()]
+    command = [sys.executable, "-m", "server_app.cli", "run", "--in-process", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoint").is_dir() or not list((folder / "checkpoint").glob("*.ckpt")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert json.loads((folder / "results.json").read_text())["status"] == "running"
+    assert main(["run", "--in-process", f"resume={folder}"]) == 0
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
+    whole, cut = two_runs(tiny)
+    run(whole)
+    folder = interrupted(cut, cut_in_round=3)
+    for values, words in [
+        ({"resume": str(tmp_path / "nowhere")}, "nowhere.*no folder of a run"),
+        ({"resume": str(folder.with_name("whole"))}, "finished run"),
+        ({"resume": str(folder), "seed": 7}, "seed = 7 is not possible with resume: the run has 0"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            continued(values)
+    assert continued({"resume": str(folder), "seed": 0, "rounds-per-task": 2})["rounds-per-task"] == 2
+    for path in (folder / "checkpoint").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        run({"resume": str(folder)})
+
+
+def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
+    tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = two_runs(tiny)
+    run(whole)
+    original, calls = server_app.files.os.fsync, []
+
+    def full(number: int) -> None:
+        calls.append(number)
+        if len(calls) > 9:  # in the middle of the second round's files
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(number)
+
+    monkeypatch.setattr(server_app.files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(cut)
+    monkeypatch.undo()
+    folder = Path(cut["output-dir"]) / "cut"
+    assert not list(folder.rglob("*.part"))
+    json.loads((folder / "results.json").read_text())
+    safetensors.numpy.load_file(folder / "model.safetensors")
+    run({"resume": str(folder)})
+    assert all_of(folder) == all_of(folder.with_name("whole"))
