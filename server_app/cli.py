@@ -66,7 +66,12 @@ def _describe_run(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "keys, their defaults and what they mean:\n" + "\n".join(map(_describe_key, known_keys().values()))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="run keys such as method=hgp, unquoted")
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="run keys such as method=hgp, unquoted; a file of them, such as presets/hgp-cifar100.toml, may come first",
+    )
     parser.add_argument("--in-process", action="store_true", help="without Flower: one client after another")
     parser.add_argument("--workers", type=_positive, metavar="N", help="clients that train at once (default: by cores)")
     parser.set_defaults(command=_run)

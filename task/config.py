@@ -10,7 +10,7 @@ from task.keys import AUTO, ConfigError, Key, key, keys_of
 from task.methods import FROM_SCRATCH, METHODS, PROMPTS, Method, Options, adopt
 from task.packet import Scalar
 
-__all__ = ["Config", "ConfigError", "defaults", "known_keys", "parse", "parse_text"]
+__all__ = ["Config", "ConfigError", "defaults", "known_keys", "parse", "parse_text", "typed"]
 
 EMBEDDED = ("digits", "synthetic")
 FROM_PATH = (
@@ -199,6 +199,18 @@ def parse_text(pairs: Mapping[str, str]) -> dict[str, Scalar]:
     return {name: known[name].from_text(text) for name, text in pairs.items()}
 
 
+def typed(values: Mapping[str, Any]) -> dict[str, Scalar]:
+    """The same run keys, each checked by itself and in its key's type.
+
+    Raises:
+        ConfigError: an unknown key or a value that the key cannot have.
+    """
+    adopt(str(values.get("method", "")))
+    known = known_keys()
+    _refuse_unknown(values, known)
+    return {name: known[name].check(value) for name, value in values.items()}
+
+
 def parse(values: Mapping[str, Scalar]) -> Config:
     """Check every value and every combination, and fill keys left at "auto" from the method.
 
@@ -208,10 +220,9 @@ def parse(values: Mapping[str, Scalar]) -> Config:
     Raises:
         ConfigError: names the key, the value given and what is allowed.
     """
-    adopt(str(values.get("method", "")))
+    given = typed(values)
     known = known_keys()
-    _refuse_unknown(values, known)
-    checked = {name: known[name].check(values.get(name, k.default)) for name, k in known.items()}
+    checked = defaults() | given
     method = METHODS.get(str(checked["method"]))
     if method is None:
         raise ConfigError(_unknown("method", str(checked["method"]), list(METHODS)))
