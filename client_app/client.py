@@ -13,7 +13,7 @@ from client_app.objective import LocalData
 from client_app.training import DivergedError, train_locally
 from task.config import Config, ConfigError, parse
 from task.data import default_augmentation
-from task.evaluation import count_correct
+from task.evaluation import confusion_counts
 from task.lessons import ever_held, lesson_of
 from task.methods import load_half
 from task.model import Model, build_model, to_arrays
@@ -141,8 +141,14 @@ def _evaluate(packet: Packet, config: Config, node: Node) -> Packet:
     model.load(packet.arrays)
     mine = np.arange(_partition_id(node), len(world.dataset.test_labels), config.num_clients)
     order = np.array(world.schedule.seen_classes(task))
-    correct, total = count_correct(model, world.dataset, order, mine)
-    return Packet(arrays={"correct": correct, "total": total}, config={"name": client_name(node)})
+    counts = confusion_counts(model, world.dataset, order, mine)
+    cells = np.argwhere(counts)
+    arrays = {
+        "correct": counts.diagonal(),
+        "total": counts.sum(axis=1),
+        "confusion": np.column_stack([cells, counts[tuple(cells.T)]]),
+    }
+    return Packet(arrays=arrays, config={"name": client_name(node)})
 
 
 _HANDLERS: dict[Kind, Callable[[Packet, Config, Node], Packet]] = {

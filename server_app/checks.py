@@ -100,8 +100,13 @@ def _check_statistics(
             raise Refused(f"{name} are not positive semi-definite")
 
 
-def check_counts(reply: Reply, classes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Correct predictions and images per class, int64 [classes] each, from an answer to an evaluate message.
+def check_counts(reply: Reply, classes: int, seen: Sequence[int]) -> np.ndarray:
+    """Images of each true class by predicted class, int64 [classes, classes], from an answer to an evaluate message.
+
+    Args:
+        reply: what the transport brought.
+        classes: number of classes of the data set.
+        seen: class ids that can be asked for and predicted.
 
     Raises:
         Refused: names what is wrong.
@@ -114,4 +119,21 @@ def check_counts(reply: Reply, classes: int) -> tuple[np.ndarray, np.ndarray]:
         raise Refused(f"correct and total must be int64 [{classes}] both")
     if (correct < 0).any() or (correct > total).any() or total.sum() > MOST_IMAGES:
         raise Refused("correct and total are no counts of images")
-    return correct, total
+    confusion = _dense(arrays.get("confusion", np.empty(0)), classes, seen)
+    if (confusion.diagonal() != correct).any() or (confusion.sum(axis=1) != total).any():
+        raise Refused("confusion does not add up to correct and total")
+    return confusion
+
+
+def _dense(cells: np.ndarray, classes: int, seen: Sequence[int]) -> np.ndarray:
+    """Counts [classes, classes] from the cells that are not zero."""
+    if cells.dtype != np.int64 or cells.ndim != 2 or cells.shape[1] != 3:
+        raise Refused("confusion must be int64 [K, 3]: true class, predicted class, images")
+    true, predicted, images = cells.T
+    if not np.isin(cells[:, :2], seen).all() or len(np.unique(cells[:, :2], axis=0)) < len(cells):
+        raise Refused("confusion names a class that has not been seen, or a pair of classes twice")
+    if ((images < 1) | (images > MOST_IMAGES)).any():
+        raise Refused("confusion holds no counts of images")
+    counts = np.zeros((classes, classes), np.int64)
+    counts[true, predicted] = images
+    return counts

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +34,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write strict JSON: NaN is refused, since other programs cannot read it."""
-    write_atomically(path, (json.dumps(value, indent=1, allow_nan=False) + "\n").encode())
+    """Write strict JSON, a list of numbers on one line: NaN is refused, since other programs cannot read it."""
+    text = json.dumps(value, indent=1, allow_nan=False)
+    # within a text JSON writes no line end, so what is matched is a list and nothing that looks like one
+    text = re.sub(r"\[\n[-+.0-9enul,\s]*\]", lambda found: " ".join(found[0].split()), text)
+    write_atomically(path, (text + "\n").encode())
 
 
 def append_line(path: Path, value: Any) -> None:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ class Results:
         self.matrix: list[list[float | None]] = [[None] * len(tasks) for _ in tasks]
         self.seen: list[float | None] = [None] * len(tasks)
         self.per_class: dict[str, float | None] = {}
+        self.confusion: list[list[int]] = []
+        self.clients: list[dict[str, Any]] = []
+        self.entropies: list[list[float]] = [[] for _ in tasks]
+        self.distances: list[float | None] = [None] * len(tasks)
         self.samples: list[int] = []
         self.rounds: list[RoundReport] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -58,7 +63,8 @@ class Results:
 
     def memory(self) -> dict[str, Any]:
         """What :meth:`restore` needs: all that was measured."""
-        given = {"directory", "config", "tasks", "class_names", "environment", "absent", "status", "error", "started"}
+        given = {"directory", "config", "tasks", "class_names", "environment", "clients", "absent"}
+        given |= {"status", "error", "started"}
         return {name: value for name, value in vars(self).items() if name not in given}
 
     def restore(self, memory: dict[str, Any]) -> None:
@@ -71,8 +77,10 @@ class Results:
         """Note a finished round."""
         self.rounds.append(report)
 
-    def add_evaluation(self, task: int, correct: np.ndarray, total: np.ndarray) -> None:
-        """Note the accuracy after ``task`` (from 0); counts int64 [classes]."""
+    def add_evaluation(self, task: int, confusion: np.ndarray) -> None:
+        """Note the accuracy after ``task`` (from 0); int64 [classes, classes], rows the true class."""
+        correct, total = confusion.diagonal(), confusion.sum(axis=1)
+        self.confusion = confusion.tolist()
         for j, classes in enumerate(self.tasks[: task + 1]):
             self.matrix[task][j] = _share(correct[classes].sum(), total[classes].sum())
         self.samples = [int(total[classes].sum()) for classes in self.tasks[: task + 1]]
@@ -81,6 +89,14 @@ class Results:
         self.per_class = {
             n: None if math.isnan(a) else a for n, a in zip(self.class_names, known.tolist(), strict=True)
         }
+
+    def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:
+        """Note the response entropies, in nats, of the local models of ``task`` (from 0) and how far apart they are.
+
+        No entropy was measured, or no two clients hold the same class, where there is none or NaN.
+        """
+        self.entropies[task] = list(entropies)
+        self.distances[task] = distance if math.isfinite(distance) else None
 
     def write(self) -> None:
         """Bring results.json up to date."""
@@ -113,13 +129,36 @@ class Results:
             "samples_per_task": self.samples,
             "accuracy_matrix": self.matrix,
             "per_task_seen_accuracy": self.seen,
+            "per_task_mean_accuracy": self._task_means(),
             "per_class_accuracy": self.per_class,
+            "confusion": self.confusion,
+            "federated_bias": self._bias(),
+            "clients": self.clients,
             "metrics": self._metrics(),
             "communication": self._communication(),
             "seconds": dict(self.seconds),
             "absent": self.absent,
             "rounds": [vars(r) for r in self.rounds],
             "environment": self.environment,
+        }
+
+    def _task_means(self) -> list[float | None]:
+        """Mean over the tasks seen so far, each counting alike, after each task."""
+        known = [[a for a in row if a is not None] for row in self.matrix]
+        return [mean_or_none(row, [1.0] * len(row)) for row in known]
+
+    def _bias(self) -> dict[str, list[Any]]:
+        """Of each task: response entropies of its local models, their mean, that as share of ln(classes), distance."""
+        means = [mean_or_none(found, [1.0] * len(found)) for found in self.entropies]
+        seen = accumulate(len(classes) for classes in self.tasks)
+        return {
+            "response_entropies": self.entropies,
+            "response_entropy": means,
+            "response_entropy_share": [
+                None if mean is None or classes < 2 else mean / math.log(classes)
+                for mean, classes in zip(means, seen, strict=True)
+            ],
+            "prototype_distance": self.distances,
         }
 
     def _metrics(self) -> dict[str, float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from server_app.bias import local_distance, response_entropies
 from server_app.checkpoints import read_checkpoint, write_checkpoint
 from server_app.checks import LARGEST, Refused, check_counts, check_reply
 from server_app.errors import RunError
@@ -23,7 +24,7 @@ from server_app.resume import saved_digest
 from server_app.transport import Reply, Transport
 from strategies.base import Moment, Strategy, Update
 from task.config import Config, ConfigError
-from task.evaluation import count_correct
+from task.evaluation import confusion_counts
 from task.lessons import learnable, lesson_of
 from task.methods import load_half
 from task.model import build_model
@@ -78,6 +79,7 @@ class Run:
         require_same(self.members, self.model.backbone.sha256, code_sha256())
         self.results = Results(directory, self.config, self.world)
         self.results.absent = absent
+        self.results.clients = [{"name": m.name, "class_counts": m.class_counts.tolist()} for m in self.members]
         if self.results.sharing:
             log.info("each client has %(common)d common classes and %(private)d private ones", self.results.sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", self.results.sharing)
@@ -162,6 +164,8 @@ class Run:
         updates = self._checked(drawn, replies, moment, report)
         self._note_clients(updates, replies, report)
         self._require_quorum(report)
+        if moment.ends_task:
+            self._measure_bias(updates, moment)
         self._improve(updates, moment, report)
         report.seconds = time.perf_counter() - started
         return report
@@ -236,33 +240,41 @@ class Run:
                 raise RunError(f"no round of task {report.task} gave a usable model: lower the server's learning rate.")
         report.server = {name: value for name, value in report.server.items() if np.isfinite(value)}
 
+    def _measure_bias(self, updates: Sequence[Update], moment: Moment) -> None:
+        entropies: list[float] = []
+        if self.config.federated_bias:
+            order = np.array(moment.schedule.seen_classes(moment.task))
+            with self._timed("federated_bias"):
+                entropies = response_entropies(self.model, updates, self.world.dataset, order)
+        self.results.add_bias(moment.task, entropies, local_distance(updates))
+
     def _evaluate(self, moment: Moment, report: RoundReport) -> None:
         with self._timed("evaluate"):
             asked = self.config.evaluate == "clients"
             counts = self._ask_clients(moment, report) if asked else self._count_here(moment)
-        self.results.add_evaluation(moment.task, *counts)
+        self.results.add_evaluation(moment.task, counts)
 
-    def _count_here(self, moment: Moment) -> tuple[np.ndarray, np.ndarray]:
+    def _count_here(self, moment: Moment) -> np.ndarray:
         dataset = self.world.dataset
         order = np.array(moment.schedule.seen_classes(moment.task))
-        return count_correct(self.model, dataset, order, np.arange(len(dataset.test_labels)))
+        return confusion_counts(self.model, dataset, order, np.arange(len(dataset.test_labels)))
 
-    def _ask_clients(self, moment: Moment, report: RoundReport) -> tuple[np.ndarray, np.ndarray]:
+    def _ask_clients(self, moment: Moment, report: RoundReport) -> np.ndarray:
         replies = self._exchange("evaluate", moment, self.members)
         report.bytes_up += sum(r.bytes_up for r in replies)
         report.bytes_down += sum(r.bytes_down for r in replies)
         counts = []
+        classes, seen = len(self.world.dataset.class_names), moment.schedule.seen_classes(moment.task)
         for member, reply in zip(self.members, replies, strict=True):
             try:
-                counts.append(check_counts(reply, len(self.world.dataset.class_names)))
+                counts.append(check_counts(reply, classes, seen))
             except Refused as error:
                 report.failures.append({"name": member.name, "reason": f"evaluation: {error}"})
         if len(counts) < self.config.quorum:
             raise RunError(
                 f"{len(counts)} clients evaluated task {moment.task + 1}, the quorum is {self.config.quorum}."
             )
-        correct, total = np.sum(counts, axis=0)
-        return correct, total
+        return np.sum(counts, axis=0)
 
     def _write_model(self, moment: Moment) -> None:
         order = moment.schedule.seen_classes(moment.task)

@@ -106,6 +106,7 @@ class Config:
     threads: int = key(1, "torch threads of each client and of the server", minimum=1, maximum=1024)
     precision: str = key("fp32", "arithmetic of the backbone", choices=("fp32", "bf16"))
     evaluate: str = key("server", "who evaluates: the server, or each client its part", choices=("server", "clients"))
+    federated_bias: bool = key(False, "measure the local models of each task too: an evaluation per client and task")
     quorum: int = key(1, "clients that must answer in every round", minimum=1)
     round_timeout: float = key(3600.0, "seconds to wait for the answers of a round", above=0)
 
@@ -295,6 +296,8 @@ def _check_combination(config: Config) -> None:
             f"data-dir = '' is not possible with dataset {config.dataset!r}: name the data's path "
             "(where published data are not there yet, the next error says what belongs there and where to get it)."
         )
+    if config.federated_bias and not config.row.client:
+        raise ConfigError(f"federated-bias = True is not possible: method {config.method!r} trains no local model.")
     if "/" in config.run_name or config.run_name in (".", ".."):
         raise ConfigError(f"run-name = {config.run_name!r} is not possible: it names a folder, output-dir says where.")
     drawn = config.clients_per_round or config.num_clients

@@ -1,4 +1,4 @@
-"""Counting correct predictions; any accuracy of the papers follows from the counts."""
+"""Counting predictions; any accuracy of the papers follows from the counts."""
 
 from collections.abc import Iterator
 
@@ -27,10 +27,8 @@ def extract_features(model: Model, images: Images, positions: np.ndarray) -> Ten
 
 
 @torch.no_grad()
-def count_correct(
-    model: Model, dataset: Dataset, order: np.ndarray, positions: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Correct predictions and images per class, over test images whose class has been seen.
+def confusion_counts(model: Model, dataset: Dataset, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """How many test images of each seen class were taken for which class.
 
     Args:
         model: predicts by the largest logit over all its rows.
@@ -39,10 +37,10 @@ def count_correct(
         positions: the test images to look at, int64 [N].
 
     Returns:
-        correct and total, int64 [classes of the data set] each.
+        int64 [C, C] over all classes of the data set by id: rows the true class, columns the predicted one.
     """
     labels, classes = dataset.test_labels, len(dataset.class_names)
-    correct = np.zeros(classes, np.int64)
+    counts = np.zeros((classes, classes), np.int64)
     rows = np.full(classes, len(order))
     rows[order] = np.arange(len(order))
     # class after class, so that images of earlier tasks stay in the batches in which their queries are known
@@ -50,5 +48,5 @@ def count_correct(
     wanted = by_row[rows[labels[by_row]] < len(order)]
     for some, batch in in_batches(model, dataset.test_images, wanted):
         predicted = order[model(*batch).argmax(dim=1).cpu().numpy()]
-        np.add.at(correct, labels[some[predicted == labels[some]]], 1)
-    return correct, np.bincount(labels[wanted], minlength=classes)
+        np.add.at(counts, (labels[some], predicted), 1)
+    return counts

@@ -11,6 +11,7 @@ formulas "forgetting"; here each has a name of its own, and one matrix tells the
 
     final_average_accuracy        (0.60 + 0.75 + 0.45) / 3                                           =  0.60
     average_incremental_accuracy  (0.80 + (0.90 + 0.70) / 2 + 0.60) / 3                              =  0.7333
+    average_seen_accuracy         (0.80 + (100 * 0.90 + 100 * 0.70) / 200 + 0.5625) / 3              =  0.7208
     last_accuracy                 (100 * 0.60 + 100 * 0.75 + 200 * 0.45) / 400                       =  0.5625
     performance_drop              0.80 - 0.60                                                        =  0.20
     forgetting                    ((0.90 - 0.60) + (0.70 - 0.75)) / 2                                =  0.125
@@ -38,9 +39,10 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
 
     Args:
         accuracy_matrix: [T, T], T >= 1; cut the matrix of an unfinished run with ``completed`` first.
-        samples_per_task: number of test samples of each task, [T]. Accuracy over samples (``last_accuracy``) cannot be
-            known from the matrix alone; without these counts it is the plain mean of the last row, which is exact
-            when all tasks have equally many test samples. A task with 0 of them is folded, see ``fold``.
+        samples_per_task: number of test samples of each task, [T]. Accuracy over samples (``last_accuracy``, and its
+            mean over the time after each task, ``average_seen_accuracy``) cannot be known from the matrix alone;
+            without these counts tasks count alike, which is exact when all have equally many test samples. A task with
+            0 of them is folded, see ``fold``.
 
     Returns:
         Fractions; the forgettings, ``performance_drop`` and ``backward_transfer`` are differences in -1..1.
@@ -53,7 +55,8 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
         matrix, kept = fold(matrix, samples)
         samples = np.asarray(samples)[kept]
     values = {name: metric(matrix) for name, metric in METRICS.items()}
-    return values | {"last_accuracy": float(seen_accuracy(matrix, samples)[-1])}
+    seen = seen_accuracy(matrix, samples)
+    return values | {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
 
 
 def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -268,6 +271,64 @@ METRICS: dict[str, Callable[[Matrix], float]] = {
         backward_transfer,
     )
 }
+
+
+def response_entropy(responses: Sequence[int] | np.ndarray) -> float:
+    """H = -sum_c p_c ln p_c in nats, p_c the share of a model's answers that name class c.
+
+    Before aggregation, a local model answers test images of all seen classes: the less it knows of the classes that it
+    does not hold, the fewer different answers it gives (federated bias; HGP section 2). At most ln C, for C classes.
+
+    100 answers "0", 50 "1", 50 "2" and none "3", so p = (1/2, 1/4, 1/4, 0) and H = (1/2) ln 2 + 2 (1/4) ln 4:
+
+    >>> round(response_entropy([100, 50, 50, 0]), 4)
+    1.0397
+    >>> round(float(response_entropy([100, 50, 50, 0]) / np.log(4)), 4)
+    0.75
+
+    Args:
+        responses: how often each of the C classes was answered, [C].
+
+    Raises:
+        ValueError: negative counts, or no answer at all.
+    """
+    counts = np.asarray(responses, dtype=np.float64)
+    if counts.ndim != 1 or (counts < 0).any() or not counts.sum() > 0:
+        raise ValueError(f"responses must be [C] counts, not all 0, instead of {responses}")
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum() + 0.0)  # one class alone would give -0
+
+
+def prototype_distance(class_ids: Sequence[int] | np.ndarray, means: np.ndarray) -> float:
+    """Mean over classes of the mean Euclidean distance of two clients' prototypes of the class (HGP section 4.3).
+
+    Classes with one holder do not count; NaN if there is no other.
+
+    Three clients hold class 7 at (0, 0), (3, 4) and (6, 8): distances 5, 10 and 5. Two hold class 2, at distance 1.
+
+    >>> round(prototype_distance([7, 2, 7, 7, 2], np.array([[0, 0], [0, 1], [3, 4], [6, 8], [0, 2]])), 4)
+    3.8333
+
+    Args:
+        class_ids: class of each prototype, [P]; every client names a class at most once.
+        means: prototypes, [P, D].
+    """
+    _, place, holders = np.unique(class_ids, return_inverse=True, return_counts=True)
+    if not (holders > 1).any():
+        return float("nan")
+    by_class = np.argsort(place, kind="stable")
+    rank = np.arange(len(place)) - np.repeat(holders.cumsum() - holders, holders)
+    held = np.arange(holders.max()) < holders[:, None]  # [K, M]
+    grid = np.zeros((*held.shape, means.shape[1]))
+    grid[place[by_class], rank] = means[by_class]
+    # about their mean, so that the squares of distant prototypes do not drown the distances
+    grid = np.where(held[:, :, None], grid - grid.sum(axis=1, keepdims=True) / holders[:, None, None], 0)
+    squares = np.square(grid).sum(axis=2)
+    apart = squares[:, :, None] + squares[:, None] - 2 * grid @ grid.transpose(0, 2, 1)  # [K, M, M]
+    pairs = held[:, :, None] & held[:, None] & ~np.eye(held.shape[1], dtype=bool)
+    sums = np.sqrt(apart.clip(0), where=pairs, out=np.zeros_like(apart)).sum(axis=(1, 2))
+    several = holders > 1
+    return float((sums[several] / (holders * (holders - 1))[several]).mean())
 
 
 def per_class_accuracy(correct: Sequence[int] | np.ndarray, total: Sequence[int] | np.ndarray) -> np.ndarray:

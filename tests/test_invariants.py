@@ -155,6 +155,7 @@ def test_evaluation_by_the_clients_gives_the_same_matrix(method: str, prompt: st
     theirs = run(tiny | {"method": method, "prompt": prompt, "run-name": "clients", "evaluate": "clients"})
     assert own["accuracy_matrix"] == theirs["accuracy_matrix"]
     assert own["per_class_accuracy"] == theirs["per_class_accuracy"]
+    assert own["confusion"] == theirs["confusion"]
 
 
 @EVERY

@@ -1,5 +1,7 @@
 """The metrics against numbers worked by hand, against plain loops, and against what must hold for every matrix."""
 
+import doctest
+import itertools
 import math
 import re
 
@@ -10,13 +12,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from task import metrics
-from task.metrics import METRICS, completed, fold, per_class_accuracy, seen_accuracy, summarize
+from task.metrics import (
+    METRICS,
+    completed,
+    fold,
+    per_class_accuracy,
+    prototype_distance,
+    response_entropy,
+    seen_accuracy,
+    summarize,
+)
 
 WORKED = [[0.80, None, None], [0.90, 0.70, None], [0.60, 0.75, 0.45]]
 SAMPLES = [100, 100, 200]
 BY_HAND = {
     "final_average_accuracy": 0.60,
     "average_incremental_accuracy": 2.2 / 3,
+    "average_seen_accuracy": (0.80 + 0.80 + 0.5625) / 3,
     "last_accuracy": 0.5625,
     "performance_drop": 0.20,
     "forgetting": 0.125,
@@ -44,7 +56,7 @@ def mean(values):
 
 
 def by_loops(a):
-    """Every metric but last_accuracy, straight from the formulas with tasks counted from 0."""
+    """Every metric but those over samples, straight from the formulas with tasks counted from 0."""
     last = len(a) - 1
     old = range(last)
     faa = mean(a[last])
@@ -135,7 +147,8 @@ def test_every_metric_begins_with_its_formula():
 @given(matrices())
 def test_agrees_with_plain_loops(matrix):
     values = summarize(matrix)
-    values.pop("last_accuracy")
+    assert values.pop("last_accuracy") == pytest.approx(values["final_average_accuracy"])
+    assert values.pop("average_seen_accuracy") == pytest.approx(values["average_incremental_accuracy"])
     assert values == pytest.approx(by_loops(matrix), abs=1e-12)
 
 
@@ -295,3 +308,46 @@ def test_per_class_accuracy():
 def test_per_class_accuracy_refuses_impossible_counts(correct, total, message):
     with pytest.raises(ValueError, match=message):
         per_class_accuracy(correct, total)
+
+
+def test_examples_in_docstrings():
+    found = doctest.testmod(metrics)
+    assert found.attempted >= 3
+    assert found.failed == 0
+
+
+@pytest.mark.parametrize("classes", [1, 2, 7])
+def test_response_entropy_is_largest_when_all_classes_are_answered_alike(classes):
+    assert response_entropy([3] * classes) == pytest.approx(math.log(classes))
+    alone = response_entropy([0] * (classes - 1) + [5])
+    assert alone == 0
+    assert math.copysign(1, alone) == 1
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=8).filter(any))
+def test_response_entropy_agrees_with_a_plain_loop(counts):
+    expected = -sum(n / sum(counts) * math.log(n / sum(counts)) for n in counts if n)
+    assert response_entropy(counts) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("counts", [[], [0, 0], [-1, 2], [[1, 2]], [math.nan]])
+def test_response_entropy_refuses_what_are_no_answers(counts):
+    with pytest.raises(ValueError, match="responses must be"):
+        response_entropy(counts)
+
+
+@pytest.mark.parametrize("far", [0.0, 1e5])
+def test_prototype_distance_agrees_with_a_plain_loop(far):
+    """Seven clients hold some of five classes each, in any order, near and far from the origin."""
+    rng = np.random.default_rng(0)
+    class_ids = np.concatenate([rng.choice(5, rng.integers(1, 6), replace=False) for _ in range(7)])
+    means = (far + rng.normal(size=(len(class_ids), 3))).astype(np.float32)
+    by_class = [means[class_ids == c].astype(np.float64) for c in range(5)]
+    pairs = [[math.dist(a, b) for a, b in itertools.combinations(held, 2)] for held in by_class]
+    assert prototype_distance(class_ids, means) == pytest.approx(mean(mean(p) for p in pairs if p), rel=1e-9)
+
+
+def test_prototype_distance_of_equal_ones_and_of_single_holders():
+    assert prototype_distance([4, 4, 4], np.full((3, 2), 0.1)) == pytest.approx(0, abs=1e-12)
+    assert math.isnan(prototype_distance([4, 2], np.eye(2)))
+    assert math.isnan(prototype_distance([], np.empty((0, 2))))

@@ -15,7 +15,7 @@ from server_app.run import execute
 from task import queries
 from task.backbone import ViT
 from task.config import parse
-from task.evaluation import count_correct, extract_features
+from task.evaluation import confusion_counts, extract_features
 from task.methods import PROMPTS
 from task.model import Model, build_model
 from task.prompts import Prompt
@@ -92,10 +92,10 @@ def test_an_evaluation_passes_old_images_no_second_time(tiny, passes):
         if seen == 12:
             model.begin_task(6)
         before = sum(passes[False])
-        correct, total = count_correct(model, world.dataset, order[:seen], every)
+        counts = confusion_counts(model, world.dataset, order[:seen], every)
         queries_per_task.append(sum(passes[False]) - before)
-        assert total.sum() == np.isin(labels, order[:seen]).sum()
-        assert 0 < correct.sum() <= total.sum()
+        assert counts.sum() == np.isin(labels, order[:seen]).sum()
+        assert 0 < counts.trace() <= counts.sum()
     first = np.isin(labels, order[:6]).sum()
     assert queries_per_task[0] == first
     assert queries_per_task[1] <= len(labels) - first + first % queries.BATCH

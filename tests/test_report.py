@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
 from server_app import report
-from server_app.report import PicturesUnavailable, ReportError, figures, load_run, write_report
+from server_app.report import PicturesUnavailable, ReportError, figures, load_run, maps, write_report
 from server_app.report.groups import group_runs
 from server_app.report.pages import single_page
 
@@ -152,7 +152,7 @@ def test_page_shows_the_run(make_run):
     assert page.row("final_average_accuracy")[-1] == "60.00 %"
     assert page.row("forgetting")[-1] == "12.50 %"
     assert page.row("last_accuracy")[-1] == "56.25 %"
-    assert page.row("3", "60.0")[1:] == ["60.0", "75.0", "45.0", "56.2"]
+    assert page.row("3", "60.0")[1:] == ["60.0", "75.0", "45.0", "56.2", "60.0"]
     assert page.row("1", "two, zero")
     head = page.row("Task", "Round", "Participants")
     assert head[3:] == ["Failures", "Train loss", "Bytes up", "Seconds", "Rebalance loss"]
@@ -371,6 +371,109 @@ def test_numbers_of_the_matrix_can_be_read(make_run):
         cell = luminance(image.cmap(image.norm(100 * matrix[i][j]))[:3])
         ink = luminance({"#000000": (0, 0, 0), "#ffffff": (1, 1, 1)}[to_hex(text.get_color())])
         assert (max(cell, ink) + 0.05) / (min(cell, ink) + 0.05) > 3.9
+
+
+def recorded(classes=4, tasks=3, clients=2, seed=0):
+    """Results of a finished run with confusion, clients and bias; classes come in the order 0, 1, 2, ... backwards."""
+    rng = np.random.default_rng(seed)
+    parts = [part.tolist() for part in np.array_split(np.arange(classes)[::-1], tasks)]
+    names = [f"the class number {c}" for c in range(classes)]
+    held = [{"name": f"client-{m:04d}", "class_counts": rng.integers(0, 90, classes).tolist()} for m in range(clients)]
+    seen = np.cumsum([len(part) for part in parts])
+    entropies = [(rng.uniform(0.2, 1, clients) * np.log(most)).tolist() for most in seen]
+    return {
+        "num_tasks": tasks,
+        "tasks": parts,
+        "class_names": names,
+        "accuracy_matrix": [[0.5 if j <= i else None for j in range(tasks)] for i in range(tasks)],
+        "per_task_seen_accuracy": [0.5] * tasks,
+        "confusion": rng.integers(0, 20, (classes, classes)).tolist(),
+        "clients": held,
+        "federated_bias": {"response_entropies": entropies, "prototype_distance": [1.5, *[None] * (tasks - 1)]},
+    }
+
+
+def test_what_was_recorded_is_drawn_and_shown(make_run):
+    folder = make_run(**recorded())
+    names = ["accuracy.png", "forgetting.png", "confusion.png", "clients.png", "federated_bias.png", "report.html"]
+    assert write_report([folder]) == [folder / name for name in names]
+    page = page_of(folder)
+    assert page.tags.count("img") == 5
+    for title in ("What is taken for what", "Who holds what", "How local models differ"):
+        assert title in page.text
+
+
+def test_confusion_picture_shows_shares_in_order_of_arrival(make_run):
+    """Tasks [3, 2], [1], [0], the last not done: true class 3 was taken for 3, 2 and 1 in 6, 3 and 1 of 10 images."""
+    confusion = [[0, 0, 0, 0], [0, 2, 0, 2], [0, 0, 5, 0], [0, 1, 3, 6]]
+    changes = {"tasks": [[3, 2], [1], [0]], "confusion": confusion, "done": 2}
+    figure = maps.confusion_figure(load_run(make_run(**changes)))
+    axes = figure.axes[0]
+    assert axes.images[0].get_array().tolist() == [[60, 30, 10], [0, 100, 0], [50, 0, 50]]
+    written = {(text.get_position()[::-1], text.get_text()) for text in axes.texts}
+    assert written == {((0, 0), "60"), ((0, 1), "30"), ((0, 2), "10"), ((1, 1), "100"), ((2, 0), "50"), ((2, 2), "50")}
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["three", "two", "one"]
+    assert [list(line.get_xdata()) for line in axes.lines if line.get_ydata()[0] == 0] == [[1.5, 1.5]]
+    assert "RUNNING" in " ".join(text.get_text() for text in figure.texts)
+
+
+def test_clients_picture_shows_counts_by_task_and_their_sum(make_run):
+    clients = [{"name": "alice", "class_counts": [1, 0, 40, 7]}, {"name": "b$b", "class_counts": [0, 5, 0, 0]}]
+    figure = maps.clients_figure(load_run(make_run(clients=clients)))  # tasks [2, 0], [1], [3]
+    axes, total = figure.axes[:2]
+    assert axes.images[0].get_array().tolist() == [[40, 1, 0, 7], [0, 0, 5, 0]]
+    assert [bar.get_width() for bar in total.patches] == [48, 5]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["alice", r"b\$b"]
+    assert [label.get_text() for label in axes.child_axes[0].get_xticklabels()] == ["task 1", "task 2", "task 3"]
+
+
+def test_bias_picture_shows_shares_of_the_largest_entropy(make_run):
+    """2, 3 and 4 seen classes; task 2 was not measured, and only task 1 has a distance."""
+    entropies = [[math.log(2), 0.0], [], [math.log(2), math.log(4)]]
+    bias = {"response_entropies": entropies, "prototype_distance": [2.5, None, None]}
+    left, right = maps.bias_figure(load_run(make_run(federated_bias=bias))).axes
+    points = [tuple(map(float, p)) for dots in left.collections for p in dots.get_offsets()]
+    assert np.array(sorted(points)) == pytest.approx(np.array([(1, 0), (1, 1), (3, 0.5), (3, 1)]))
+    mean = max(left.lines, key=lambda line: line.get_linewidth())
+    assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([1, 3], pytest.approx([0.5, 0.75]))
+    assert right.lines[0].get_ydata()[0] == 2.5
+    only = {"response_entropies": [[], [], []], "prototype_distance": [2.5, None, None]}
+    assert len(maps.bias_figure(load_run(make_run("only", federated_bias=only))).axes) == 1
+    nothing = {"response_entropies": [[], [], []], "prototype_distance": [None] * 3}
+    assert maps.drawn_maps(load_run(make_run("nothing", federated_bias=nothing))) == {}
+
+
+@pytest.mark.parametrize(("classes", "tasks", "clients"), [(1, 1, 1), (10, 5, 10), (30, 3, 30), (200, 20, 100)])
+def test_labels_of_maps_can_be_read(make_run, classes, tasks, clients):
+    run = load_run(make_run(**recorded(classes, tasks, clients)))
+    for name, figure in maps.drawn_maps(run).items():
+        figure.draw_without_rendering()
+        for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+            boxes = [label.get_window_extent() for label in axis.get_ticklabels() if label.get_text()]
+            overlapping = [(a, b) for n, a in enumerate(boxes) for b in boxes[:n] if a.overlaps(b)]
+            assert not overlapping, name
+        assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in figure.texts)
+        assert figure.bbox.width <= 13 * figure.dpi
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"confusion": [[1, 2], [3, 4]]}, "confusion must be"),
+        ({"confusion": [[-1] * 4] * 4}, "confusion must be"),
+        ({"confusion": [[1], [2, 3]]}, "results.json"),
+        ({"clients": [{"name": "alice"}]}, "clients must each have"),
+        ({"clients": ["alice"]}, "clients must each have"),
+        ({"clients": [{"name": "alice", "class_counts": [1, 2]}]}, "clients must each have"),
+        ({"federated_bias": {"prototype_distance": [1]}}, "federated_bias must have"),
+        ({"federated_bias": {"response_entropies": [[1]]}}, "federated_bias must have"),
+        ({"federated_bias": {"response_entropies": [1, 2, 3]}}, "federated_bias must have"),
+        ({"confusion": [[1] * 4] * 4, "tasks": [[9], [1], [2]]}, "ids of the classes"),
+    ],
+)
+def test_broken_records_are_named(make_run, changes, message):
+    with pytest.raises(ReportError, match=message):
+        load_run(make_run(**changes))
 
 
 @pytest.mark.parametrize("num_tasks", [1, 2, 12, 20, 25])

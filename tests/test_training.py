@@ -15,7 +15,7 @@ from task import evaluation
 from task.backbone import ViT
 from task.config import parse
 from task.data import Dataset
-from task.evaluation import count_correct, extract_features
+from task.evaluation import confusion_counts, extract_features
 from task.model import Model
 from task.packet import Packet
 from task.prompts import Prompt, SharedPrompt
@@ -384,23 +384,26 @@ def graded(rows, labels):
 
 
 @pytest.mark.parametrize("batch", [2, 3, 256])
-def test_count_correct_by_hand(monkeypatch, batch):
+def test_confusion_by_hand(monkeypatch, batch):
     """Rows are the classes 4, 0, 2; class 1 is not seen yet, and position 6 is not asked for."""
     monkeypatch.setattr(evaluation, "BATCH", batch)
     #          said:  4  4  0  2  0  2  4  0      true: 4  0  0  2  1  4  4  0
     dataset = graded([0, 0, 1, 2, 1, 2, 0, 1], [4, 0, 0, 2, 1, 4, 4, 0])
     oracle = Oracle()
-    correct, total = count_correct(oracle, dataset, np.array([4, 0, 2]), np.array([7, 0, 1, 2, 3, 4, 5]))
-    assert correct.tolist() == [2, 0, 1, 0, 1]
-    assert total.tolist() == [3, 0, 1, 0, 2]
-    assert correct.dtype == total.dtype == np.int64
+    counts = confusion_counts(oracle, dataset, np.array([4, 0, 2]), np.array([7, 0, 1, 2, 3, 4, 5]))
+    expected = np.zeros((5, 5))
+    expected[0, [0, 4]] = 2, 1  # the 0 at 7 and 2 right, that at 1 taken for a 4
+    expected[2, 2] = 1
+    expected[4, [2, 4]] = 1
+    assert counts.tolist() == expected.tolist()
+    assert counts.dtype == np.int64
     assert sum(oracle.sizes) == 6
     assert max(oracle.sizes) == min(batch, 6)
 
 
-def test_count_correct_of_nothing():
-    correct, total = count_correct(Oracle(), graded([0], [1]), np.array([4, 0, 2]), np.array([0]))
-    assert correct.tolist() == total.tolist() == [0] * 5
+def test_confusion_of_nothing():
+    counts = confusion_counts(Oracle(), graded([0], [1]), np.array([4, 0, 2]), np.array([0]))
+    assert counts.tolist() == [[0] * 5] * 5
 
 
 def test_extract_features_in_order_and_of_nothing(monkeypatch):

@@ -1,8 +1,9 @@
 """Tables and pictures of one run or of several, made from the files the runs wrote; a run need not have finished.
 
-One run gets accuracy.png, forgetting.png and report.html beside its results.json. Several are compared in a folder of
-their own, in accuracy.png, matrices.png, communication.png, table.md and report.html: runs that differ in nothing but
-the seed are averaged. ``runs`` reads, ``groups`` compares, ``figures`` draws, ``pages`` writes HTML.
+One run gets accuracy.png, forgetting.png and report.html beside its results.json, and confusion.png, clients.png and
+federated_bias.png as far as it recorded what they show. Several are compared in a folder of their own, in accuracy.png,
+matrices.png, communication.png, table.md and report.html: runs that differ in nothing but the seed are averaged.
+``runs`` reads, ``groups`` compares, ``figures`` and ``maps`` draw, ``pages`` writes HTML.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,10 @@ def write_comparison(groups: Sequence[Group], folder: Path, title: str) -> list[
 
 def _files_of_one(run: Run) -> dict[str, bytes]:
     figures = _figures()
+    from server_app.report.maps import drawn_maps
+
     drawn = {"accuracy.png": figures.accuracy_figure(run), "forgetting.png": figures.matrix_figure(run)}
+    drawn |= drawn_maps(run)
     pictures = {name: figures.png(figure) for name, figure in drawn.items()}
     return pictures | {"report.html": single_page(run, pictures).encode()}
 

@@ -32,22 +32,23 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _figure(width: float, height: float, title: str, subtitle: str) -> Figure:
+def titled(width: float, height: float, title: str, subtitle: str) -> Figure:
     """A titled figure of the given inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    head = f"{_plain(title, int(9 * width))}\n"  # the empty second line makes the layout leave room for the subtitle
+    head = f"{plain(title, int(9 * width))}\n"  # the empty second line makes the layout leave room for the subtitle
     figure.suptitle(head, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
-    figure.text(0.012, 1 - 0.42 / height, _plain(subtitle, int(13 * width)), va="center", fontsize=10, color=MUTED)
+    figure.text(0.012, 1 - 0.42 / height, plain(subtitle, int(13 * width)), va="center", fontsize=10, color=MUTED)
     return figure
 
 
-def _plain(text: str, width: int) -> str:
+def plain(text: str, width: int) -> str:
     """One line of at most ``width`` letters, in which a dollar sign begins no formula."""
     line = " ".join(text.split())
     return (line if len(line) <= width else line[: width - 1] + "…").replace("$", r"\$")
 
 
-def _with_status(run: Run, text: str) -> str:
+def with_status(run: Run, text: str) -> str:
+    """``text``, after the status of a run that has not finished."""
     return text if run.finished else f"{run.status.upper()} · {text}"
 
 
@@ -55,7 +56,7 @@ def accuracy_figure(run: Run) -> Figure:
     """Accuracy in % after each task: a thick line over all classes seen so far, a thin one for each task."""
     outcome = {"final_average_accuracy": "final average {:.1f} %", "forgetting": "forgetting {:.1f} points"}
     reached = [words.format(100 * run.metrics[name]) for name, words in outcome.items() if len(run.matrix)]
-    figure = _figure(7.6, 4.8, run.title, _with_status(run, " · ".join([*run.facts, *reached])))
+    figure = titled(7.6, 4.8, run.title, with_status(run, " · ".join([*run.facts, *reached])))
     axes = figure.subplots()
     _draw_tasks(axes, run)
     tasks = np.arange(1, len(run.seen) + 1)
@@ -78,7 +79,7 @@ def _draw_tasks(axes: Axes, run: Run) -> None:
     for j, colour in enumerate(_shades(k)):
         own = 100 * run.matrix[j:, j]
         axes.plot(np.arange(j, k) + 1, own, color=colour, lw=1.3, marker=".", ms=5, label="_")
-        if j in _numbered(len(run.seen)) and np.isfinite(own[0]):
+        if j in numbered(len(run.seen)) and np.isfinite(own[0]):
             offset = (0, -9 if own[0] < 100 * run.seen[j] else 9)
             label = axes.annotate(f"{j + 1}", (j + 1, own[0]), xytext=offset, textcoords="offset points")
             label.set(color=INK, fontsize=9, ha="center", va="center", zorder=5)
@@ -90,7 +91,7 @@ def _shades(count: int) -> list[Any]:
     return [colormaps["viridis"](0.7 * t / max(1, count - 1)) for t in range(count)]
 
 
-def _numbered(num_tasks: int) -> list[int]:
+def numbered(num_tasks: int) -> list[int]:
     """Tasks, from 0, whose number is written: all while there is room for them, else the first and every fifth."""
     return [t for t in range(num_tasks) if num_tasks <= 25 or t == 0 or t % 5 == 4]
 
@@ -99,14 +100,14 @@ def matrix_figure(run: Run) -> Figure:
     """The accuracy matrix in % as a heat map, and below it how much of each task was forgotten."""
     count, k = len(run.seen), len(run.matrix)
     side = min(10.0, max(5.0, 2.2 + 0.56 * count))
-    subtitle = _with_status(run, "test accuracy on each task after each task, %")
-    figure = _figure(side + 0.9, side + 0.5, run.title, subtitle)
+    subtitle = with_status(run, "test accuracy on each task after each task, %")
+    figure = titled(side + 0.9, side + 0.5, run.title, subtitle)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[max(3, count), 1])
     full = np.full((count, count), np.nan)
     full[:k, :k] = 100 * run.matrix
     image = _heat(top, full, "cividis", *_limits(run.matrix))
     top.set_ylabel("After learning task")
-    shown = _numbered(count)
+    shown = numbered(count)
     top.set_yticks(shown, [str(t + 1) for t in shown])
     top.tick_params(labelbottom=False)
     _hatch_undone(top, k, count)
@@ -137,8 +138,7 @@ def _heat(axes: Axes, percent: np.ndarray, colours: str, low: float, high: float
     rows, tasks = percent.shape
     size, digits = (9.5, 1) if tasks <= 12 and not small else (8, 0)
     for i, j in np.argwhere(np.isfinite(percent)) if tasks <= 25 else []:
-        red, green, blue, _ = image.cmap(image.norm(percent[i, j]))
-        ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+        ink = ink_on(image, percent[i, j])
         axes.text(j, i, f"{percent[i, j]:.{digits}f}", ha="center", va="center", color=ink, fontsize=size)
     axes.set_xticks(np.arange(tasks + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
@@ -146,6 +146,12 @@ def _heat(axes: Axes, percent: np.ndarray, colours: str, low: float, high: float
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelcolor=INK, which="both")
     return image
+
+
+def ink_on(image: Any, value: float) -> str:
+    """The colour, black or white, of a number on the cell of a heat map that shows ``value``."""
+    red, green, blue, _ = image.cmap(image.norm(value))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
 def _hatch_undone(axes: Axes, done: int, num_tasks: int) -> None:
@@ -209,13 +215,13 @@ def matrices_figure(groups: Sequence[Group]) -> Figure:
     rows = math.ceil(len(done) / columns)
     width, height = max(5.6, side * columns), 0.9 + (side + (0.4 if several else 0.2)) * rows
     subtitle = "row: after learning the task; column: tested on the task; mean over seeds, %"
-    figure = _figure(width, height, "Accuracy on each task after each task", subtitle)
+    figure = titled(width, height, "Accuracy on each task after each task", subtitle)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     limits = _limits(np.concatenate([group.matrix.ravel() for group in done]))
     for axes, group in zip(panels, done, strict=False):
         _draw_matrix(axes, group, limits)
         names = [group.label, group.setting] if several else [group.label]
-        axes.set_title("\n".join(_plain(name, int(11 * side)) for name in names), fontsize=8.5, color=INK)
+        axes.set_title("\n".join(plain(name, int(11 * side)) for name in names), fontsize=8.5, color=INK)
     for axes in panels[len(done) :]:
         axes.remove()
     return figure
@@ -223,7 +229,7 @@ def matrices_figure(groups: Sequence[Group]) -> Figure:
 
 def _draw_matrix(axes: Axes, group: Group, limits: tuple[float, float]) -> None:
     _heat(axes, 100 * group.matrix, "cividis", *limits, small=True)
-    shown = _numbered(len(group.matrix))
+    shown = numbered(len(group.matrix))
     axes.set_xticks(shown, [str(t + 1) for t in shown])
     axes.set_yticks(shown, [str(t + 1) for t in shown])
 
@@ -244,11 +250,11 @@ def _panels(groups: Sequence[Group], styles: Styles, title: str, subtitle: str) 
     settings = list(dict.fromkeys(group.setting for group in groups))
     labels = dict.fromkeys(group.label for group in groups)
     width = 2.6 + (5.6 if len(settings) == 1 else 4.4 * len(settings))
-    figure = _figure(width, max(4.8, 0.9 + 0.21 * len(labels)), title, subtitle)
+    figure = titled(width, max(4.8, 0.9 + 0.21 * len(labels)), title, subtitle)
     panels = dict(zip(settings, figure.subplots(1, len(settings), squeeze=False)[0], strict=True))
     for setting, axes in panels.items():
-        axes.set_title(_plain(setting, 40), loc="left", fontsize=10.5, color=INK)
-    handles = [Line2D([], [], label=_plain(label, 60), **styles[label]) for label in labels]
+        axes.set_title(plain(setting, 40), loc="left", fontsize=10.5, color=INK)
+    handles = [Line2D([], [], label=plain(label, 60), **styles[label]) for label in labels]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9.5)
     return figure, panels
 
@@ -260,7 +266,7 @@ def _task_axes(axes: Axes, num_tasks: int, fractions: np.ndarray) -> None:
     axes.set_ylim(low - margin, high + 1.5 * margin)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
     axes.set_xlabel("Tasks learned")
-    _quiet(axes)
+    quiet(axes)
 
 
 def _limits(fractions: np.ndarray) -> tuple[float, float]:
@@ -280,10 +286,11 @@ def _traffic_axes(axes: Axes) -> None:
     axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("Traffic, MB (log scale)")
-    _quiet(axes)
+    quiet(axes)
 
 
-def _quiet(axes: Axes) -> None:
+def quiet(axes: Axes) -> None:
+    """A faint grid behind the data, two spines, dark labels."""
     axes.grid(True, color=FAINT, lw=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

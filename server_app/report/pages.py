@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+import numpy as np
+
 from server_app.report.groups import NOTE, Group, comparison_table
 from server_app.report.runs import Run, flat, is_number
 from task.metrics import METRICS
@@ -41,8 +43,12 @@ PICTURES = {
     "accuracy.png": "Accuracy after each task",
     "forgetting.png": "What was forgotten",
     "matrices.png": "Accuracy matrices",
+    "confusion.png": "What is taken for what",
+    "clients.png": "Who holds what",
+    "federated_bias.png": "How local models differ",
     "communication.png": "Accuracy against traffic",
 }
+AVERAGES = ("all seen", "mean")  # over the samples of all seen classes, and over their tasks
 
 
 class Fragment(str):
@@ -54,7 +60,7 @@ def single_page(run: Run, pictures: Mapping[str, bytes]) -> str:
     results = run.results
     names = dict(enumerate(results["class_names"]))
     tasks = [(i, [names.get(c, c) for c in task]) for i, task in enumerate(results["tasks"], 1)]
-    matrix = [[i + 1, *map(_percent, [*row, run.seen[i]])] for i, row in enumerate(run.matrix)]
+    matrix = [[i + 1, *map(_percent, [*row, run.seen[i], np.nanmean(row)])] for i, row in enumerate(run.matrix)]
     ranked = sorted((a, name) for name, a in results["per_class_accuracy"].items() if is_number(a))
     classes = ((name, _percent(a)) for a, name in ranked)
     failures = [
@@ -64,7 +70,7 @@ def single_page(run: Run, pictures: Mapping[str, bytes]) -> str:
     ]
     tables = {
         "Metrics": _metrics_table(run),
-        "Accuracy matrix, %": _table(["After task", *(f"on {row[0]}" for row in matrix), "all seen"], matrix),
+        "Accuracy matrix, %": _table(["After task", *(f"on {row[0]}" for row in matrix), *AVERAGES], matrix),
         "Accuracy of each class, worst first": _table(["Class", "Accuracy, %"], classes, text=1),
         "Tasks": _table(["Task", "Classes"], tasks, text=2),
         "Rounds": _rounds_table(results["rounds"]),

@@ -15,8 +15,9 @@ from task.metrics import completed, summarize
 SCHEMA = 1
 WORDS = {str: "text", int: "a whole number", list: "a list", dict: "an object of named values"}
 REQUIRED = {"status": str, "method": str, "dataset": str, "num_tasks": int}
-LISTS = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "tasks", "class_names", "rounds")
-OBJECTS = ("metrics", "per_class_accuracy", "communication", "seconds", "environment")
+TABLES = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "confusion")
+LISTS = (*TABLES, "tasks", "class_names", "clients", "rounds")
+OBJECTS = ("metrics", "per_class_accuracy", "federated_bias", "communication", "seconds", "environment")
 OPTIONAL: dict[str, type] = dict.fromkeys(LISTS, list) | dict.fromkeys(OBJECTS, dict)
 
 
@@ -33,6 +34,10 @@ class Run:
         settings: run keys by their own names: single values of results.json, then config.yaml.
         matrix: [k, k], after task i on task j; NaN above the diagonal, and for a task without test images.
         seen: [T], over all test samples of the classes seen so far; NaN where there is none yet.
+        confusion: [C, C] test images by true class id (row) and predicted one, after task k; [0, 0] if not recorded.
+        holdings: training images of each class, [C], by client.
+        entropies: of each task, response entropies of its local models in nats; empty where not measured.
+        distances: [T], of the clients' prototypes; NaN where not measured.
     """
 
     folder: Path
@@ -40,6 +45,15 @@ class Run:
     settings: dict[str, Any]
     matrix: np.ndarray
     seen: np.ndarray
+    confusion: np.ndarray
+    holdings: dict[str, np.ndarray]
+    entropies: list[np.ndarray]
+    distances: np.ndarray
+
+    @property
+    def tasks(self) -> list[list[int]]:
+        """Class ids of each task."""
+        return self.results["tasks"]
 
     @property
     def finished(self) -> bool:
@@ -66,7 +80,9 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """By name: what the run recorded, completed from the finished tasks; empty before the first of them."""
         k = len(self.matrix)
-        computed = summarize(self.matrix, self.samples) | {"last_accuracy": float(self.seen[k - 1])} if k else {}
+        computed = summarize(self.matrix, self.samples) if k else {}
+        seen = self.seen[:k]
+        computed |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())} if k else {}
         both = [*computed.items(), *self.results["metrics"].items()]
         return {name: value for name, value in both if is_number(value)}
 
@@ -95,7 +111,8 @@ def load_run(folder: Path) -> Run:
     try:
         _check(results)
         matrix = completed(results["accuracy_matrix"], results["samples_per_task"] or None)
-        return Run(folder, results, settings, matrix, _seen(results))
+        recorded = (_seen(results), _confusion(results), _holdings(results), *_bias(results))
+        return Run(folder, results, settings, matrix, *recorded)
     except (TypeError, ValueError) as error:
         raise ReportError(f"{path}: {error}") from error
 
@@ -127,6 +144,9 @@ def _check(results: dict[str, Any]) -> None:
         raise ValueError(f"accuracy_matrix has {len(rows)} rows, but num_tasks is {tasks}")
     if not all(isinstance(task, list) for task in results["tasks"]):
         raise ValueError("tasks must hold one list of class ids for each task")
+    drawn = results["confusion"] or results["clients"]
+    if drawn and not {c for task in results["tasks"] for c in task} <= set(range(len(results["class_names"]))):
+        raise ValueError("tasks must hold ids of the classes in class_names")
     if not all(isinstance(entry, dict) for entry in rounds):
         raise ValueError("rounds must hold one object of named values for each round")
     if not all(isinstance(failure, dict) for entry in rounds for failure in entry.get("failures") or []):
@@ -139,6 +159,34 @@ def _seen(results: dict[str, Any]) -> np.ndarray:
     if seen.shape != (num_tasks,) or ((seen < 0) | (seen > 1)).any():
         raise ValueError(f"per_task_seen_accuracy must be {num_tasks} fractions in 0..1 or null, not {seen.tolist()}")
     return seen
+
+
+def _confusion(results: dict[str, Any]) -> np.ndarray:
+    classes = len(results["class_names"])
+    counts = np.array(results["confusion"] or np.empty((0, 0)), dtype=np.float64)
+    if counts.shape not in ((0, 0), (classes, classes)) or not (counts >= 0).all():
+        raise ValueError(f"confusion must be counts [{classes}, {classes}], not {list(counts.shape)}")
+    return counts
+
+
+def _holdings(results: dict[str, Any]) -> dict[str, np.ndarray]:
+    found = {}
+    for entry in results["clients"]:
+        whole = isinstance(entry, dict) and {"name", "class_counts"} <= entry.keys()
+        counts = np.array(entry["class_counts"] if whole else None, dtype=np.float64)
+        if counts.shape != (len(results["class_names"]),) or not (counts >= 0).all():
+            raise ValueError(f"clients must each have a name and class_counts [{len(results['class_names'])}]")
+        found[str(entry["name"])] = counts
+    return found
+
+
+def _bias(results: dict[str, Any]) -> tuple[list[np.ndarray], np.ndarray]:
+    num_tasks, bias = results["num_tasks"], results["federated_bias"]
+    entropies = [np.array(found, dtype=np.float64) for found in bias.get("response_entropies", [[]] * num_tasks)]
+    distances = np.array(bias.get("prototype_distance", [None] * num_tasks), dtype=np.float64)
+    if len(entropies) != num_tasks or any(found.ndim != 1 for found in entropies) or distances.shape != (num_tasks,):
+        raise ValueError(f"federated_bias must have response_entropies and prototype_distance of {num_tasks} tasks")
+    return entropies, distances
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

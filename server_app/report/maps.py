@@ -1,0 +1,166 @@
+"""Pictures over classes, clients and tasks: what is taken for what, who holds what, and how local models differ."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from server_app.report.figures import COLOURS, INK, MUTED, ink_on, numbered, plain, quiet, titled, with_status
+from server_app.report.runs import Run
+
+NAMED = 30  # rows or columns that still have room for their names
+WRITTEN = 20  # rows and columns whose cells still have room for a number
+
+
+def drawn_maps(run: Run) -> dict[str, Figure]:
+    """Those of the pictures below that the run has recorded something for, by file name."""
+    figures: dict[str, Figure] = {}
+    if run.confusion.size and any(run.tasks[: len(run.matrix)]):
+        figures["confusion.png"] = confusion_figure(run)
+    if run.holdings and any(run.tasks):
+        figures["clients.png"] = clients_figure(run)
+    if any(map(len, run.entropies)) or np.isfinite(run.distances).any():
+        figures["federated_bias.png"] = bias_figure(run)
+    return figures
+
+
+def confusion_figure(run: Run) -> Figure:
+    """Of the test images of each seen class (row), how many % were taken for which (column); classes as they came."""
+    tasks = run.tasks[: len(run.matrix)]
+    order = [c for classes in tasks for c in classes]
+    counts = run.confusion[np.ix_(order, order)]
+    percent = 100 * counts / counts.sum(axis=1, keepdims=True).clip(1)
+    side = min(10.0, 4.8 + 0.26 * len(order))
+    after = f"after task {len(tasks)}: % of a class's images (row) that were taken for which (column)"
+    figure = titled(side + 2.0, side + 0.8, run.title, with_status(run, after))
+    axes = figure.subplots()
+    _draw_counts(axes, figure, percent, 100, "% of the class")
+    _name_classes(axes.xaxis, run, tasks, rotation=90)
+    _name_classes(axes.yaxis, run, tasks)
+    _separate(axes, tasks, both=True)
+    axes.set_xlabel("Predicted; lines part the tasks")
+    axes.set_ylabel("True")
+    return figure
+
+
+def clients_figure(run: Run) -> Figure:
+    """Training images of each client (row) by class (column), tasks side by side, and all of a client at the right."""
+    order = [c for classes in run.tasks for c in classes]
+    counts = np.array(list(run.holdings.values()))[:, order]
+    clients, classes = counts.shape
+    width, height = min(12.0, 6.8 + 0.2 * classes), min(11.0, 3.6 + 0.2 * clients)
+    held = "who holds what: training images that a client may learn from, by class"
+    figure = titled(width, height, run.title, with_status(run, held))
+    axes, total = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
+    _draw_counts(axes, figure, counts, counts.max(initial=1), "images", beside=total)
+    if classes <= NAMED:
+        _name_classes(axes.xaxis, run, run.tasks, rotation=90)
+    else:
+        axes.set_xticks([])
+    _number_tasks(axes, run.tasks)
+    _separate(axes, run.tasks)
+    step = -(-clients // NAMED)
+    names = [plain(name, 18) for name in run.holdings]
+    axes.set_yticks(range(0, clients, step), names[::step])
+    total.barh(range(clients), counts.sum(axis=1), color=COLOURS[0], height=0.8)
+    total.set_xlabel("all tasks")
+    total.xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
+    quiet(total)
+    total.tick_params(left=False, labelsize=8.5)
+    return figure
+
+
+def bias_figure(run: Run) -> Figure:
+    """Federated bias by task: how many different answers local models give, and how far their prototypes are apart."""
+    drawings = []
+    if any(map(len, run.entropies)):
+        drawings.append(_draw_entropies)
+    if np.isfinite(run.distances).any():
+        drawings.append(_draw_distances)
+    subtitle = with_status(run, "federated bias: local models of a task's last round, before aggregation")
+    figure = titled(max(7.0, 4.8 * len(drawings)), 4.4, run.title, subtitle)
+    for axes, draw in zip(figure.subplots(1, len(drawings), squeeze=False)[0], drawings, strict=True):
+        draw(axes, run)
+        axes.set_xlim(0.6, len(run.seen) + 0.4)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
+        axes.set_xlabel("Task")
+        quiet(axes)
+    return figure
+
+
+def _draw_entropies(axes: Axes, run: Run) -> None:
+    """Entropy of each local model's answers as a share of the largest possible, and the mean."""
+    seen = np.cumsum([len(classes) for classes in run.tasks])
+    tasks = enumerate(zip(run.entropies, seen, strict=True), 1)
+    measured = [(t, found / np.log(classes)) for t, (found, classes) in tasks if classes > 1]  # one class is no choice
+    for t, shares in measured:
+        axes.scatter(np.full(len(shares), t), shares, color=COLOURS[0], s=14, alpha=0.45, lw=0)
+    means = [(t, shares.mean()) for t, shares in measured if len(shares)]
+    axes.scatter([], [], color=COLOURS[0], s=14, alpha=0.45, lw=0, label="one local model")
+    axes.plot([t for t, _ in means], [m for _, m in means], color=INK, lw=2.2, marker="o", ms=5.5, label="mean")
+    axes.axhline(1, color=MUTED, lw=1, ls=":")
+    axes.set_ylim(-0.03, 1.06)
+    axes.set_ylabel("Entropy of answers / ln(seen classes)")
+    axes.set_title("1: all classes answered alike; 0: one class only", loc="left", fontsize=9.5, color=MUTED)
+    axes.legend(frameon=False, fontsize=9, loc="lower left")
+
+
+def _draw_distances(axes: Axes, run: Run) -> None:
+    axes.plot(range(1, len(run.distances) + 1), run.distances, color=COLOURS[1], lw=2.2, marker="o", ms=5.5)
+    axes.set_ylim(0, 1.12 * np.nanmax(run.distances))
+    axes.set_ylabel("Distance of local prototypes")
+    axes.set_title("same class, different clients; mean over pairs", loc="left", fontsize=9.5, color=MUTED)
+
+
+def _draw_counts(
+    axes: Axes, figure: Figure, values: np.ndarray, most: float, label: str, beside: Axes | None = None
+) -> None:
+    """A heat map of [rows, columns] from 0, which stays white, to ``most``; small numbers are told apart best."""
+    image = axes.imshow(values, cmap="Blues", norm=PowerNorm(0.5, 0, most), aspect="auto", interpolation="nearest")
+    rows, columns = values.shape
+    for i, j in np.argwhere(values >= 0.5) if max(rows, columns) <= WRITTEN else []:
+        ink = ink_on(image, values[i, j])
+        axes.text(j, i, f"{values[i, j]:.0f}", ha="center", va="center", color=ink, fontsize=8)
+    panels = [axes, beside] if beside else axes
+    ticks = MaxNLocator(nbins=6, integer=True)
+    bar = figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02, aspect=40, ticks=ticks, format="{x:g}")
+    bar.set_label(label, color=INK)
+    for drawn in (axes, bar.ax):
+        drawn.tick_params(length=0, labelcolor=INK, labelsize=8.5)
+        drawn.spines[:].set_color("#c9cfd8")
+
+
+def _name_classes(axis: Any, run: Run, tasks: Sequence[Sequence[int]], rotation: float = 0) -> None:
+    """Class names while there is room for them, else the numbers of the tasks in the middle of their classes."""
+    order = [c for classes in tasks for c in classes]
+    if len(order) <= NAMED:
+        names = [plain(str(run.results["class_names"][c]), 20) for c in order]
+        axis.set_ticks(range(len(order)), names, rotation=rotation)
+    else:
+        middles, shown = _middles(tasks), [t for t in numbered(len(tasks)) if len(tasks[t])]
+        axis.set_ticks([middles[t] for t in shown], [f"task {t + 1}" for t in shown])
+
+
+def _number_tasks(axes: Axes, tasks: Sequence[Sequence[int]]) -> None:
+    above, middles = axes.secondary_xaxis("top"), _middles(tasks)
+    shown = [t for t in numbered(len(tasks)) if len(tasks[t])]  # a stage may bring no class
+    above.set_xticks([middles[t] for t in shown], [f"task {t + 1}" if len(tasks) <= 10 else f"{t + 1}" for t in shown])
+    above.tick_params(length=0, labelcolor=INK, labelsize=8.5)
+    above.spines[:].set_visible(False)
+
+
+def _middles(tasks: Sequence[Sequence[int]]) -> np.ndarray:
+    sizes = np.array([len(classes) for classes in tasks])
+    return np.cumsum(sizes) - sizes / 2 - 0.5
+
+
+def _separate(axes: Axes, tasks: Sequence[Sequence[int]], both: bool = False) -> None:
+    """Lines between tasks."""
+    for place in np.cumsum([len(classes) for classes in tasks])[:-1] - 0.5:
+        axes.axvline(place, color=MUTED, lw=0.7)
+        if both:
+            axes.axhline(place, color=MUTED, lw=0.7)
