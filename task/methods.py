@@ -35,6 +35,13 @@ class Options:
 
 
 @dataclass(frozen=True)
+class FedAvgOptions(Options):
+    """Keys of FedAvg (McMahan et al. 2017), which weighs by images; PIP's Fed-L2P and Fed-DualPrompt do not."""
+
+    mean: str = key("images", "what a client weighs by: its images, or nothing", choices=("images", "plain"))
+
+
+@dataclass(frozen=True)
 class HGPOptions(Options):
     """Keys of HGP (Salami et al. 2024, sections 3.3 and 3.4, appendix B.1)."""
 
@@ -230,7 +237,16 @@ METHODS: dict[str, Method] = {
     for row in (
         #       name         prompts             client half     statistics   server half                    own keys
         Method("hgp", ("shared",), _CROSS_ENTROPY, "task.statistics:Gaussians", "strategies.hgp:HGP", HGPOptions),
-        Method("fedavg", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN, backbone="either", asynchronous=True),
+        Method(
+            "fedavg",
+            _ANY,
+            _CROSS_ENTROPY,
+            _NOTHING,
+            "strategies.fedavg:FedAvg",
+            FedAvgOptions,
+            backbone="either",
+            asynchronous=True,
+        ),
         Method("joint", _ANY, _CROSS_ENTROPY, _NOTHING, _MEAN, pooled=True, backbone="either", asynchronous=True),
         Method(
             "head-only",

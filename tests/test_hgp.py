@@ -8,11 +8,12 @@ import torch
 from timm.models import VisionTransformer
 
 from strategies.base import Moment, Strategy, Update, weighted_mean
+from strategies.fedavg import FedAvg
 from strategies.hgp import HGP, mixture_weights, rebalance, remember, temper
 from task.backbone import ViT
 from task.config import parse
 from task.methods import HGPOptions
-from task.model import Head, Model
+from task.model import Head, Model, build_model
 from task.prompts import Prompt
 from task.prototypes import Gaussians
 from task.stream import Schedule
@@ -64,6 +65,19 @@ def test_weighted_mean_by_hand():
     mean = weighted_mean(arrays, np.array([1.0, 3.0]))
     assert {n: a.tolist() for n, a in mean.items()} == {"a": [[4, -1]], "b": 2}
     assert {a.dtype for a in mean.values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize(("mean", "expected"), [("images", 2.5), ("plain", 2.0)])
+def test_fedavg_weighs_by_images_or_not_at_all(mean, expected, tiny):
+    """Head rows of 1 and 3, from 10 and 30 images."""
+    config = parse(tiny | {"method": "fedavg", "prompt": "none", "fedavg-mean": mean})
+    model, server = build_model(config, [2]), FedAvg(config)
+    updates = [
+        Update(str(n), n, {name: np.full_like(a, value) for name, a in model.export().items()}, {})
+        for n, value in ((10, 1.0), (30, 3.0))
+    ]
+    server.aggregate(model, updates)
+    assert (model.export()["head.weight"] == expected).all()
 
 
 def test_weighted_mean_leaves_equal_arrays_alone_bit_for_bit():
