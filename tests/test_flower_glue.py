@@ -494,10 +494,20 @@ def comparable(directory: Path) -> dict:
     return results
 
 
-def test_same_results_through_both_transports(tmp_path):
-    context = Context(1, 0, {}, RecordDict(), settings(tmp_path, "grid"))
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"method": "joint", "clients-per-round": 1},
+        {"method": "fedprok", "partition": "consensus"},
+        {"method": "ncm", "partition": "split-ratio"},
+    ],
+    ids=lambda more: " ".join(map(str, more.values())) or "defaults",
+)
+def test_same_results_through_both_transports(tmp_path, more):
+    context = Context(1, 0, {}, RecordDict(), settings(tmp_path, "grid") | more)
     server(LoopbackGrid(client, 2), context)
-    values = settings(tmp_path, "here")
+    values = settings(tmp_path, "here") | more
     execute(parse(values), InProcessTransport(values, 2))
     assert comparable(tmp_path / "grid") == comparable(tmp_path / "here")
 
