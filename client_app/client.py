@@ -20,8 +20,8 @@ from task.model import Model, build_model, to_arrays
 from task.packet import Arrays, Kind, Packet, Scalar
 from task.seeding import torch_rng
 from task.statistics import Sample
-from task.versions import package_version
-from task.world import World, build_world, code_sha256
+from task.versions import code_sha256, package_version
+from task.world import World, build_world
 
 log = logging.getLogger(__name__)
 

@@ -55,6 +55,8 @@ def check_reply(
     kind = load_half(config.row.statistics)()
     if kind.carries and (ends_task or not kind.at_task_end):
         _check_statistics(kind, packet.prototypes, member.class_counts, classes, arrays, config)
+    elif packet.prototypes:
+        raise Refused(f"statistics {sorted(packet.prototypes)} came; none were expected")
     return Update(member.name, examples, packet.arrays, packet.prototypes)
 
 

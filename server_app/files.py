@@ -14,7 +14,7 @@ from server_app.errors import LaunchError
 from server_app.places import project_folder
 from task.config import Config
 from task.packet import Arrays
-from task.versions import versions
+from task.versions import code_sha256, versions
 
 if TYPE_CHECKING:
     from task.model import Model
@@ -59,6 +59,7 @@ def write_config(directory: Path, config: Config, model: "Model") -> None:
         **config.flat(),
         "used": {"device": str(model.device), "image-size": model.backbone.image_size},
         "backbone-sha256": model.backbone.sha256,
+        "code-sha256": code_sha256(),
         "git-revision": _revision(),
         "versions": versions(),
     }

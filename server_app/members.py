@@ -12,6 +12,7 @@ import numpy as np
 from server_app.errors import RunError
 from server_app.transport import Reply, Transport
 from task.config import Config
+from task.data import Dataset
 from task.packet import Packet
 from task.seeding import numpy_rng
 
@@ -57,7 +58,7 @@ def wait_for_nodes(transport: Transport, expected: int, timeout: float = START_T
 
 
 def introduce(
-    transport: Transport, nodes: Sequence[int], config: Config, class_names: Sequence[str]
+    transport: Transport, nodes: Sequence[int], config: Config, dataset: Dataset
 ) -> tuple[list[Member], list[dict[str, str]]]:
     """Say hello to every node; members sorted by name, and the name and reason of each node that cannot take part.
 
@@ -69,7 +70,7 @@ def introduce(
     members, absent = [], []
     for reply in replies:
         try:
-            members.append(_member(reply, class_names))
+            members.append(_member(reply, dataset))
         except ValueError as error:
             log.warning("node %s does not take part: %s", reply.node, error)
             absent.append({"name": f"node {reply.node}", "reason": str(error)})
@@ -90,8 +91,9 @@ def failure(reply: Reply) -> str:
     return reply.error or str((reply.packet and reply.packet.config.get("error", "")) or "")
 
 
-def _member(reply: Reply, class_names: Sequence[str]) -> Member:
+def _member(reply: Reply, dataset: Dataset) -> Member:
     """What a node said of itself; ValueError with the reason if it failed or makes no sense."""
+    class_names = dataset.class_names
     if reason := failure(reply):
         raise ValueError(reason)
     packet = reply.packet or Packet()
@@ -100,6 +102,8 @@ def _member(reply: Reply, class_names: Sequence[str]) -> Member:
         raise ValueError(
             f"class_counts are {counts.dtype} {list(counts.shape)}; {len(class_names)} counts were expected"
         )
+    if (counts > np.bincount(dataset.train_labels, minlength=len(class_names))).any():
+        raise ValueError("class_counts are above those of the whole data set")
     if config.get("classes") != list(class_names):
         raise ValueError(f"its classes {config.get('classes')} are not those of the run")
     missing = {"name", "backbone-sha256", "code-sha256", "versions", "device"} - set(config)

@@ -1,13 +1,19 @@
 """The run key ``resume``: the settings of an earlier run, whatever else was typed."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from server_app.places import placed, read_results
 from task.config import ConfigError, known_keys
+from task.methods import adopt
 from task.packet import Scalar
+from task.versions import code_sha256, versions
+
+log = logging.getLogger(__name__)
 
 _OWN = {"resume", "output-dir", "run-name"}
 
@@ -23,7 +29,9 @@ def continued(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     if not values.get("resume"):
         return dict(values)
     directory = placed(Path(str(values["resume"])).expanduser())
-    known, saved = known_keys(), _saved(directory)
+    saved = _saved(directory)
+    adopt(str(saved["method"]))
+    known = known_keys()
     for name, value in values.items():
         if name in known and name not in _OWN and value not in (known[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
@@ -37,9 +45,17 @@ def continued(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return {name: value for name, value in saved.items() if name in known} | place
 
 
-def saved_digest(directory: Path) -> str:
-    """SHA-256 of the backbone that a run began with."""
-    return str(_saved(directory)["backbone-sha256"])
+def require_same_ground(directory: Path, backbone_sha256: str) -> None:
+    """The run must have begun with this backbone; other code or versions are named in the log.
+
+    Raises:
+        ConfigError: it began with other weights.
+    """
+    saved: dict[str, Any] = _saved(directory)
+    if saved["backbone-sha256"] != backbone_sha256:
+        raise ConfigError(f"resume = {str(directory)!r} began with other backbone weights than these.")
+    if saved.get("code-sha256") != code_sha256() or saved.get("versions") != versions():
+        log.warning("the run began with other code or versions: it may end otherwise than without the interruption")
 
 
 def _saved(directory: Path) -> dict[str, Scalar]:

@@ -5,7 +5,7 @@ import copy
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +20,17 @@ from server_app.members import Member, draw, introduce, require_same, wait_for_n
 from server_app.places import claim, run_directory
 from server_app.report import PicturesUnavailable, write_report
 from server_app.results import Results, RoundReport, mean_or_none
-from server_app.resume import saved_digest
+from server_app.resume import require_same_ground
 from server_app.transport import Reply, Transport
 from strategies.base import Moment, Strategy, Update
-from task.config import Config, ConfigError
+from task.config import Config
 from task.evaluation import confusion_counts
-from task.lessons import learnable, lesson_of
+from task.lessons import keeps_its_images, learnable, lesson_of
 from task.methods import load_half
 from task.model import build_model
 from task.packet import Arrays, Kind, Packet
-from task.world import build_world, code_sha256
+from task.versions import code_sha256
+from task.world import build_world
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +76,12 @@ class Run:
         lesson_of(self.config, client=0, task=0, round=0)
         self.transport, self.directory = transport, directory
         self.strategy: Strategy = load_half(self.config.row.server)(self.config)
-        self.members, absent = introduce(transport, nodes, self.config, self.world.dataset.class_names)
+        self.members, absent = introduce(transport, nodes, self.config, self.world.dataset)
         require_same(self.members, self.model.backbone.sha256, code_sha256())
         self.results = Results(directory, self.config, self.world)
         self.results.absent = absent
-        self.results.clients = [{"name": m.name, "class_counts": m.class_counts.tolist()} for m in self.members]
+        if keeps_its_images(self.config):
+            self.results.clients = [{"name": m.name, "class_counts": m.class_counts.tolist()} for m in self.members]
         if self.results.sharing:
             log.info("each client has %(common)d common classes and %(private)d private ones", self.results.sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", self.results.sharing)
@@ -93,8 +95,7 @@ class Run:
 
     def _restored(self) -> int:
         """Take up the last whole round; returns its number."""
-        if saved_digest(self.directory) != self.model.backbone.sha256:
-            raise ConfigError(f"resume = {str(self.directory)!r} began with other backbone weights than these.")
+        require_same_ground(self.directory, self.model.backbone.sha256)
         state = read_checkpoint(self.directory / "checkpoint")
         moment = Moment(self.world.schedule, state["round"])
         self.model = build_model(self.config, self.world.task_sizes(moment.task))
@@ -162,7 +163,7 @@ class Run:
         report.bytes_up = sum(r.bytes_up for r in replies)
         report.bytes_down = sum(r.bytes_down for r in replies)
         updates = self._checked(drawn, replies, moment, report)
-        self._note_clients(updates, replies, report)
+        self._note_clients(updates, dict(zip([m.name for m in drawn], replies, strict=True)), report)
         self._require_quorum(report)
         if moment.ends_task:
             self._measure_bias(updates, moment)
@@ -203,9 +204,8 @@ class Run:
                 (updates.append(update) if update.num_examples else report.idle.append(member.name))
         return updates
 
-    def _note_clients(self, updates: Sequence[Update], replies: Sequence[Reply], report: RoundReport) -> None:
-        metrics = {str(r.packet.config.get("name")): r.packet.metrics for r in replies if r.packet}
-        mine = [metrics[u.client] for u in updates if u.client in metrics]
+    def _note_clients(self, updates: Sequence[Update], replies: Mapping[str, Reply], report: RoundReport) -> None:
+        mine = [packet.metrics for u in updates if (packet := replies[u.client].packet)]
         trained = [m for m in mine if np.isfinite(m.get("loss", np.nan))]
         sizes = [m["num-examples"] for m in trained]
         report.train_loss = mean_or_none([m["loss"] for m in trained], sizes)

@@ -14,10 +14,11 @@ from task.prototypes import unpack_symmetric
 
 
 class AFCL(Strategy):
-    """W = (sum_m G_m + lambda I)^-1 (sum_m S_m)^T: the ridge regression on all images that any client has ever held.
+    """W = (sum_m G_m + lambda I)^-1 (sum_m S_m)^T: the ridge regression on all images that were reported.
 
     G_m = sum f f^T and S_m = sum onehot(y) f^T of a client's images of a task, f being frozen features or random
-    features of them. Sums know no order, so that neither partition nor the order of clients and tasks matters.
+    features of them. Sums know no order, so that neither partition nor the order of clients and tasks matters. A client
+    is counted by its first report in a task; one that is never drawn in it, or draws its images anew, is missed.
     """
 
     def __init__(self, config: Config) -> None:

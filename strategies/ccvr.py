@@ -39,7 +39,7 @@ class CCVR(Strategy):
 
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
         """Collect statistics; when the task ends merge them and calibrate the head."""
-        self.latest |= {u.client: u.prototypes for u in updates if u.prototypes}
+        self.latest = self.latest | {u.client: u.prototypes for u in updates if u.prototypes}
         if not moment.ends_task:
             return {}
         if self.latest:

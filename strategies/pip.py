@@ -35,7 +35,7 @@ class PIP(Strategy):
 
     def aggregate(self, model: Model, updates: Sequence[Update]) -> None:
         """Count the round for everyone who trained in it, then take the weighted mean (eq. 12 and 13)."""
-        self.rounds.update(u.client for u in updates if u.arrays)
+        self.rounds = self.rounds + Counter(u.client for u in updates if u.arrays)
         super().aggregate(model, updates)
 
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:

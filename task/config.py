@@ -84,6 +84,9 @@ class Config:
     clients_per_round: int = key(0, "clients drawn each round; 0 = all", minimum=0)
     partition: str = key("dirichlet", "how training images are divided", choices=PARTITIONS)
     dirichlet_beta: float = key(0.5, "concentration; small is uneven", above=0, only=("partition", "dirichlet"))
+    dirichlet_min_size: int = key(
+        0, "images that each client has at least in each task", minimum=0, only=("partition", "dirichlet")
+    )
     classes_per_client: int = key(2, "classes per task and client", minimum=1, only=("partition", "quantity"))
     class_share: float = key(
         0.6, "share of a task's classes that a client holds", above=0, maximum=1, only=("partition", "class-share")
@@ -280,6 +283,19 @@ def _reader(key: Key, values: Mapping[str, Scalar]) -> str:
 
 
 def _check_combination(config: Config) -> None:
+    _check_method(config)
+    _check_sizes(config)
+    if config.dataset in FROM_PATH and not config.data_dir:
+        raise ConfigError(
+            f"data-dir = '' is not possible with dataset {config.dataset!r}: name the data's path "
+            "(where published data are not there yet, the next error says what belongs there and where to get it)."
+        )
+    if "/" in config.run_name or config.run_name in (".", ".."):
+        raise ConfigError(f"run-name = {config.run_name!r} is not possible: it names a folder, output-dir says where.")
+    config.blocks()
+
+
+def _check_method(config: Config) -> None:
     if config.prompt not in config.row.prompts:
         raise ConfigError(
             f"prompt = {config.prompt!r} does not go with method {config.method!r}, "
@@ -291,24 +307,19 @@ def _check_combination(config: Config) -> None:
             f"partition = {config.partition!r} does not go with method = {config.method!r}: "
             f"of clients that have class sequences of their own only {able} can learn."
         )
-    if config.dataset in FROM_PATH and not config.data_dir:
-        raise ConfigError(
-            f"data-dir = '' is not possible with dataset {config.dataset!r}: name the data's path "
-            "(where published data are not there yet, the next error says what belongs there and where to get it)."
-        )
     if config.federated_bias and not config.row.client:
         raise ConfigError(f"federated-bias = True is not possible: method {config.method!r} trains no local model.")
-    if "/" in config.run_name or config.run_name in (".", ".."):
-        raise ConfigError(f"run-name = {config.run_name!r} is not possible: it names a folder, output-dir says where.")
-    drawn = config.clients_per_round or config.num_clients
-    if config.num_clients and drawn > config.num_clients:
-        raise ConfigError(f"clients-per-round = {drawn} is more than num-clients = {config.num_clients}.")
-    if drawn and config.quorum > drawn:
-        raise ConfigError(f"quorum = {config.quorum} can never be met: only {drawn} clients take part in a round.")
     if config.backbone in FROM_SCRATCH and (config.row.backbone == "frozen" or config.prompt != "none"):
         fitting = [m.name for m in METHODS.values() if m.backbone != "frozen" and "none" in m.prompts]
         raise ConfigError(
             f"backbone = {config.backbone!r} is trained from scratch and has no blocks to prompt, which does not go "
             f"with method {config.method!r} and prompt {config.prompt!r}: use prompt none and {' or '.join(fitting)}."
         )
-    config.blocks()
+
+
+def _check_sizes(config: Config) -> None:
+    drawn = config.clients_per_round or config.num_clients
+    if config.num_clients and drawn > config.num_clients:
+        raise ConfigError(f"clients-per-round = {drawn} is more than num-clients = {config.num_clients}.")
+    if drawn and config.quorum > drawn:
+        raise ConfigError(f"quorum = {config.quorum} can never be met: only {drawn} clients take part in a round.")

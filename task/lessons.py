@@ -57,13 +57,18 @@ def learnable(config: Config, task: int) -> list[int]:
     return schedule.seen_classes(task) if old_too else schedule.current_classes(task)
 
 
+def keeps_its_images(config: Config) -> bool:
+    """Whether a client learns from images of its own: neither pooled nor dealt anew in every round."""
+    return not config.row.pooled and config.partition not in REDRAWN
+
+
 def ever_held(config: Config, client: int) -> np.ndarray:
     """Positions of all training images from which a client may learn in any round: no report of it can exceed them.
 
     Raises:
         ConfigError: the partition's parameters cannot work with this data.
     """
-    if config.row.pooled or config.partition in REDRAWN:
+    if not keeps_its_images(config):
         return np.arange(len(build_world(config).dataset.train_labels))
     return np.concatenate(_dealt(config)[client])
 

@@ -80,7 +80,7 @@ def iid(problem: Problem) -> Partition:
     return _deal(problem, "iid", owners)
 
 
-def dirichlet(problem: Problem, *, dirichlet_beta: float, min_size: int = 0) -> Partition:
+def dirichlet(problem: Problem, *, dirichlet_beta: float, dirichlet_min_size: int = 0) -> Partition:
     """Per task and class shares p ~ Dir(beta 1_M) (HGP, FPPL and FedProK, experimental settings).
 
     The shuffled samples of a class are cut at the cumulative p; cuts are rounded at random, so that a client expects
@@ -89,18 +89,18 @@ def dirichlet(problem: Problem, *, dirichlet_beta: float, min_size: int = 0) -> 
     Args:
         problem: what is dealt out.
         dirichlet_beta: beta > 0; small is heterogeneous, large is near iid.
-        min_size: samples that each client has at least in each task. Clients below it get random samples out of what
-            others hold beyond it.
+        dirichlet_min_size: samples that each client has at least in each task. Clients below it get random samples
+            out of what others hold beyond it.
 
     Raises:
-        ValueError: parameter out of range, or a task with fewer than M x min_size samples.
+        ValueError: parameter out of range, or a task with fewer than M x dirichlet_min_size samples.
     """
     _check("dirichlet_beta", dirichlet_beta, Real, lambda v: 0 < v < math.inf, "finite numbers above 0")
-    _check("min_size", min_size, Integral, lambda v: v >= 0, "integers from 0")
+    _check("dirichlet_min_size", dirichlet_min_size, Integral, lambda v: v >= 0, "integers from 0")
 
     def owners(rng: Rng, pools: list[IntArray]) -> IntArray:
         drawn = [_dirichlet_owners(rng, len(pool), problem.num_clients, dirichlet_beta) for pool in pools]
-        return _lift(rng, _concatenate(drawn), problem.num_clients, min_size)
+        return _lift(rng, _concatenate(drawn), problem.num_clients, dirichlet_min_size)
 
     return _deal(problem, "dirichlet", owners)
 
@@ -347,8 +347,8 @@ def _lift(rng: Rng, owner: IntArray, num_clients: int, min_size: int) -> IntArra
     """Owners such that each client has ``min_size`` samples, moved from a random choice of what others can spare."""
     if len(owner) < num_clients * min_size:
         raise ValueError(
-            f"min_size={min_size}: allowed are 0 to {len(owner) // num_clients} for a task of {len(owner)} samples "
-            f"and {num_clients} clients"
+            f"dirichlet_min_size={min_size}: allowed are 0 to {len(owner) // num_clients} for a task of {len(owner)} "
+            f"samples and {num_clients} clients"
         )
     counts = np.bincount(owner, minlength=num_clients)
     receivers = np.repeat(np.arange(num_clients), np.maximum(min_size - counts, 0))

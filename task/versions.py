@@ -1,7 +1,10 @@
-"""Installed versions, which results depend on."""
+"""Installed versions and the code itself, which results depend on."""
 
+import hashlib
 import platform
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 PACKAGES = ("fcil", "torch", "torchvision", "timm", "numpy", "flwr", "ray")
 
@@ -17,3 +20,13 @@ def package_version(name: str) -> str:
 def versions() -> dict[str, str]:
     """Version of Python and of each of PACKAGES."""
     return {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES}
+
+
+@lru_cache(maxsize=1)
+def code_sha256() -> str:
+    """Digest of the code that clients run: a simulation may import another copy than the one that was meant."""
+    total = hashlib.sha256()
+    root = Path(__file__).parent.parent
+    for path in sorted(p for folder in ("task", "client_app") for p in (root / folder).glob("*.py")):
+        total.update(path.name.encode() + path.read_bytes())
+    return total.hexdigest()

@@ -1,9 +1,7 @@
 """What a process needs of a run beside the model: data set and class stream, computed once."""
 
-import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 
@@ -72,13 +70,3 @@ def image_size(config: Config) -> int:
     """Side of the backbone's input in pixels."""
     device = str(resolve_device(config.device))
     return load_backbone(config.backbone, config.backbone_weights, config.image_size, device).image_size
-
-
-@lru_cache(maxsize=1)
-def code_sha256() -> str:
-    """Digest of the code that clients run: a simulation may import another copy than the one that was meant."""
-    total = hashlib.sha256()
-    root = Path(__file__).parent.parent
-    for path in sorted(p for folder in ("task", "client_app") for p in (root / folder).glob("*.py")):
-        total.update(path.name.encode() + path.read_bytes())
-    return total.hexdigest()

@@ -112,6 +112,29 @@ def test_a_client_that_never_answers_is_named(tiny: dict) -> None:
     assert results["rounds"][0]["failures"] == [{"name": "client-0002", "reason": "no answer within 3600 s"}]
 
 
+def test_statistics_that_nobody_asked_for_are_refused(tiny: dict) -> None:
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        if node == 0 and kind == "train":
+            packet.prototypes = {"means": np.zeros((1, 4), np.float32)}
+        return packet
+
+    results = run(tiny | {"method": "fedavg"}, tamper=tamper)
+    assert results["status"] == "finished"
+    assert results["rounds"][0]["failures"][0]["name"] == "client-0000"
+    assert "none were expected" in results["rounds"][0]["failures"][0]["reason"]
+
+
+def test_a_client_under_anothers_name_changes_nothing_but_its_own_answer(tiny: dict) -> None:
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        if node == 1 and kind == "train":
+            packet.config["name"], packet.metrics = "client-0000", {"loss": 1.0}
+        return packet
+
+    results = run(tiny, tamper=tamper)
+    assert results["status"] == "finished"
+    assert [f["name"] for f in results["rounds"][0]["failures"]] == ["client-0001"]
+
+
 @pytest.mark.pictures
 def test_without_a_quorum_the_run_stops_and_keeps_what_it_has(tiny: dict) -> None:
     """Two of three vanish in the second task; two are needed."""
@@ -138,6 +161,10 @@ HELLO: dict[str, tuple[Change, str]] = {
     "no counts": (lambda p: p.arrays.clear(), "class_counts"),
     "counts of another length": (lambda p: p.arrays.update(class_counts=np.ones(3, np.int64)), "class_counts"),
     "negative counts": (lambda p: p.arrays.update(class_counts=-p.arrays["class_counts"]), "class_counts"),
+    "absurd counts": (
+        lambda p: p.arrays.update(class_counts=p.arrays["class_counts"] + 10**15),
+        "class_counts are above",
+    ),
     "other classes": (lambda p: p.config.update(classes=["a"]), "classes ['a']"),
     "its own error": (lambda p: p.config.update(error="no disk"), "no disk"),
 }

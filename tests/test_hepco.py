@@ -11,10 +11,11 @@ from strategies.base import Moment, Update
 from strategies.generator import Generator, Latent, PromptGap, Source, generator_loss, train_generator
 from strategies.hepco import HePCo, class_counts, distil_head, distil_prompts, prompt_loss
 from task.config import parse
-from task.model import Head
+from task.model import Head, build_model
 from task.prompt_decomposed import DecomposedPrompt
 from task.statistics import Counts
 from task.stream import Schedule
+from tests.conftest import QUICK
 
 J, N, L, D, S, C, B = 2, 4, 3, 5, 6, 3, 7  # blocks, pool, vectors, dimension, head rows, clients, samples
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
@@ -365,3 +366,15 @@ def test_a_round_without_answers_leaves_the_model_alone():
     assert strategy.refine(model, [], Moment(SCHEDULE, 1)) == {}
     start = Server(1).travelling()
     assert all(torch.equal(a, start[n]) for n, a in model.travelling().items())
+
+
+def test_a_first_task_that_nobody_trained_in_teaches_nothing():
+    """Two tasks; nobody has images in the first, one client in the second."""
+    schedule, config = Schedule([[0, 1], [2, 3]], 1), parse({"method": "hepco", **QUICK["hepco"]})
+    model, server = build_model(config, [2]), HePCo(config)
+    assert server.refine(model, [], Moment(schedule, 1)) == {}
+    assert server.previous is None
+    model.begin_task(2)
+    statistics = {"class_ids": np.array([2, 3]), "counts": np.array([4, 1])}
+    losses = server.refine(model, [Update("a", 5, model.export(), statistics)], Moment(schedule, 2))
+    assert set(losses) == {"generator-loss", "prompt-distillation-loss", "head-distillation-loss"}

@@ -67,6 +67,8 @@ def test_same_seed_same_results_and_another_seed_others(method: str, prompt: str
     assert all((first[n] == second[n]).all() for n in first)
     other = run(tiny | {"method": method, "prompt": prompt, "run-name": "other", "seed": 1})
     assert other["class_order"] != results[0]["class_order"]
+    drawn = safetensors.numpy.load_file(tmp_path / "runs" / "other" / "model.safetensors")
+    assert all((first[n] != drawn[n]).any() for n in first if first[n].any() or drawn[n].any())
 
 
 @EVERY

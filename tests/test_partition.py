@@ -240,7 +240,7 @@ def test_min_size_is_met_without_losing_a_sample(problem, beta, data):
     labels, num_clients, tasks, seed = problem
     smallest = min(int(np.isin(labels, t).sum()) for t in tasks)
     min_size = data.draw(st.integers(0, smallest // num_clients))
-    result = partition("dirichlet", labels, num_clients, tasks, seed, dirichlet_beta=beta, min_size=min_size)
+    result = partition("dirichlet", labels, num_clients, tasks, seed, dirichlet_beta=beta, dirichlet_min_size=min_size)
     free = partition("dirichlet", labels, num_clients, tasks, seed, dirichlet_beta=beta)
     dealt = np.concatenate(list(itertools.chain(*result)))
     assert len(np.unique(dealt)) == len(dealt) == np.isin(labels, np.concatenate(tasks)).sum()
@@ -252,7 +252,7 @@ def test_min_size_is_met_without_losing_a_sample(problem, beta, data):
 
 def test_impossible_min_size_is_refused():
     with pytest.raises(ValueError, match="min_size=6: allowed are 0 to 5 for a task of 20 samples and 4 clients"):
-        partition("dirichlet", balanced(2, 10), 4, [[0, 1]], 0, dirichlet_beta=1.0, min_size=6)
+        partition("dirichlet", balanced(2, 10), 4, [[0, 1]], 0, dirichlet_beta=1.0, dirichlet_min_size=6)
 
 
 # quantity
@@ -460,7 +460,7 @@ FRACTIONS = [("class-share", "class_share")] + [
 BAD_VALUES = [
     *[(name, key, value) for name, key in FRACTIONS for value in [*BAD, 1.01]],
     *[("dirichlet", "dirichlet_beta", value) for value in BAD],
-    *[("dirichlet", "min_size", value) for value in (-1, 0.5, True)],
+    *[("dirichlet", "dirichlet_min_size", value) for value in (-1, 0.5, True)],
     *[("quantity", "classes_per_client", value) for value in [*BAD, 1.5, 3]],
     *[("split-ratio", "round", value) for value in (-1, 0.5, True)],
     *[("consensus", "consensus_rate", value) for value in [*BAD[1:], 1.01]],

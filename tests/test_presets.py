@@ -96,8 +96,9 @@ def test_totals_are_the_published_ones() -> None:
     """Rounds in all: PIP 100, FPPL 200, and 400 on CIFAR-100; tasks are of equal size in every paper."""
     for name in PRESETS:
         config = load(name)
-        total = config.num_tasks * config.rounds_per_task
-        assert total == {"pip": 100, "fppl": 400 if name == "fppl-cifar100" else 200}.get(config.method, total)
+        totals = {"pip": 100, "fppl": 400 if name == "fppl-cifar100" else 200}
+        if config.method in totals:
+            assert config.num_tasks * config.rounds_per_task == totals[config.method]
         assert SOURCES[config.dataset].classes % config.num_tasks == 0
 
 

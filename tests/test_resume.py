@@ -177,3 +177,24 @@ def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
     safetensors.numpy.load_file(folder / "model.safetensors")
     run({"resume": str(folder)})
     assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -> None:
+    name = "tests.outside_method:ROW"
+    try:
+        _, cut = two_runs(tiny, method=name, **{"pulled-pull": 7.5})
+        folder = interrupted(cut, cut_in_round=2)
+        METHODS.pop(name)  # as a fresh process would begin
+        assert parse(continued({"resume": str(folder)})).options.pull == 7.5
+    finally:
+        METHODS.pop(name, None)
+
+
+def test_another_version_of_the_code_is_named(tiny: Values, caplog: pytest.LogCaptureFixture) -> None:
+    _, cut = two_runs(tiny)
+    folder = interrupted(cut, cut_in_round=3)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("code-sha256: ", "code-sha256: 0"))
+    with caplog.at_level(logging.WARNING):
+        run({"resume": str(folder)})
+    assert "other code or versions" in caplog.text
