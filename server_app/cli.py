@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from server_app.errors import LaunchError, RunError
+from server_app.errors import ExportError, LaunchError, RunError
 from server_app.launcher import (
     POLL,
     FlowerRun,
@@ -24,7 +24,7 @@ from server_app.launcher import (
 from server_app.places import mark_failed, project_folder, read_results, run_directory
 from server_app.settings import completed, read_words
 from task.config import Config, ConfigError, known_keys, parse
-from task.keys import Key
+from task.keys import AUTO, Key
 from task.packet import Scalar
 
 OK, FAILED, MISTAKE = 0, 1, 2  # exit codes; 128 + the signal's number when one ended the run
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     # argparse takes no second group of settings once an option has come between
-    if any(word.startswith("-") for word in rest) or (rest and args.command is _report):
+    if any(word.startswith("-") for word in rest) or (rest and args.command in (_report, _export)):
         parser.error(f"unrecognised: {' '.join(rest)}")
     args.rest = rest
     return int(args.command(args))
@@ -56,6 +56,8 @@ def _parser() -> argparse.ArgumentParser:
     _describe_run(commands.add_parser("run", help="run an experiment in simulation, on this machine"))
     _describe_report(commands.add_parser("report", help="tables and pictures of one run, or of several compared"))
     _describe_bench(commands.add_parser("bench", help="a suite of runs, those left to do, and their table"))
+    _describe_predict(commands.add_parser("predict", help="classes of images, by the model of a run"))
+    _describe_export(commands.add_parser("export", help="the model of a run as one file for use elsewhere"))
     return parser
 
 
@@ -103,6 +105,30 @@ def _describe_bench(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_bench)
 
 
+def _describe_predict(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print the most probable classes of images. Exit code 1 if there is no model, or an image cannot be read; the "
+        "others are answered."
+    )
+    parser.add_argument("model", metavar="RUN_DIR", help="a run's folder, or a file that fcil export wrote")
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files of any size")
+    parser.add_argument("--top", type=_positive, default=1, metavar="K", help="classes per image (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--device", default=AUTO, help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.set_defaults(command=_predict)
+
+
+def _describe_export(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write a model with its frozen backbone, run keys and class names into one file, which fcil predict and "
+        "task.inference.load_predictor read without the run's folder and without a network."
+    )
+    parser.add_argument("model", metavar="RUN_DIR", help="a run's folder, or a file that fcil export wrote")
+    parser.add_argument("out", type=Path, metavar="OUT", help="file to write, such as model.safetensors")
+    parser.add_argument("--onnx", type=Path, metavar="OUT.onnx", help="an ONNX file too: pixels in, probabilities out")
+    parser.set_defaults(command=_export)
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -138,6 +164,39 @@ def _bench(args: argparse.Namespace) -> int:
     print("\n".join(str(suite.folder / name) for name in ("table.md", "report.html")))
     if failed:
         return _complain(f"failed: {', '.join(run.name for run in failed)}", FAILED)
+    return OK
+
+
+def _predict(args: argparse.Namespace) -> int:
+    from server_app.predict import answers, as_json, table
+    from task.inference import ModelError, load_predictor
+
+    try:
+        found = answers(load_predictor(args.model, args.device), [*args.images, *args.rest], args.top)
+    except ConfigError as error:
+        return _complain(str(error), MISTAKE)
+    except ModelError as error:
+        return _complain(str(error), FAILED)
+    print(as_json(found) if args.json else "\n".join(table(found)))
+    return max([OK, *(_complain(answer.error, FAILED) for answer in found if answer.error)])
+
+
+def _export(args: argparse.Namespace) -> int:
+    from server_app.export import require_onnx, write_onnx, write_self_contained
+    from task.inference import ModelError, load_predictor
+
+    try:
+        if args.onnx:
+            require_onnx()  # before anything is written
+        predictor = load_predictor(args.model, "cpu")
+        write_self_contained(predictor, args.out)
+        if args.onnx:
+            write_onnx(predictor, args.onnx)
+    except ConfigError as error:
+        return _complain(str(error), MISTAKE)
+    except (ModelError, ExportError, OSError) as error:
+        return _complain(str(error), FAILED)
+    print("\n".join(str(path) for path in (args.out, args.onnx) if path))
     return OK
 
 

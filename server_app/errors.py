@@ -7,3 +7,7 @@ class RunError(RuntimeError):
 
 class LaunchError(RuntimeError):
     """The run cannot be started."""
+
+
+class ExportError(RuntimeError):
+    """A model cannot be written in the form that was asked for."""

@@ -12,6 +12,7 @@ import yaml
 
 from server_app.errors import LaunchError
 from server_app.places import project_folder
+from task.card import Card
 from task.config import Config
 from task.packet import Arrays
 from task.versions import code_sha256, versions
@@ -76,11 +77,6 @@ def _revision() -> str:
     return git.stdout.strip() if git.returncode == 0 and (root / ".git").exists() else ""
 
 
-def write_model(path: Path, arrays: Arrays, config: Config, class_ids: list[int], class_names: list[str]) -> None:
-    """The global trainable arrays; metadata holds the run keys and, row by row of the head, class ids and names."""
-    metadata = {
-        "config": json.dumps(config.flat()),
-        "class_ids": json.dumps(class_ids),
-        "class_names": json.dumps(class_names),
-    }
-    write_atomically(path, safetensors.numpy.save(arrays, metadata))
+def write_model(path: Path, arrays: Arrays, card: Card) -> None:
+    """Arrays of a model as a safetensors file; its metadata is the card."""
+    write_atomically(path, safetensors.numpy.save(arrays, card.metadata()))

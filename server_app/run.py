@@ -23,6 +23,7 @@ from server_app.results import Results, RoundReport, mean_or_none
 from server_app.resume import require_same_ground
 from server_app.transport import Reply, Transport
 from strategies.base import Moment, Strategy, Update
+from task.card import MODEL, Card
 from task.config import Config
 from task.evaluation import confusion_counts
 from task.lessons import keeps_its_images, learnable, lesson_of
@@ -277,9 +278,16 @@ class Run:
         return np.sum(counts, axis=0)
 
     def _write_model(self, moment: Moment) -> None:
-        order = moment.schedule.seen_classes(moment.task)
-        names = [self.world.dataset.class_names[c] for c in order]
-        write_model(self.directory / "model.safetensors", self.model.export(), self.config, order, names)
+        dataset, order = self.world.dataset, moment.schedule.seen_classes(moment.task)
+        card = Card(
+            config=self.config.flat(),
+            class_ids=order,
+            class_names=[dataset.class_names[c] for c in order],
+            task_sizes=self.world.task_sizes(moment.task),
+            image_shape=list(dataset.image_shape),
+            backbone_sha256=self.model.backbone.sha256,
+        )
+        write_model(self.directory / MODEL, self.model.export(), card)
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:

@@ -7,12 +7,15 @@ from task.methods import FROM_SCRATCH
 from task.resnet import load_resnet18
 
 
-@lru_cache(maxsize=2)
-def load_backbone(name: str, weights: str, image_size: int, device: str) -> Backbone:
-    """The one instance of a backbone in this process; arguments are the run keys of the same names.
+def build_backbone(name: str, weights: str, image_size: int, device: str) -> Backbone:
+    """A backbone of one's own; arguments are the run keys of the same names.
 
     Raises:
         ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
     """
     made = load_resnet18(weights, image_size) if name in FROM_SCRATCH else load_vit(name, weights, image_size)
     return made.to(device)
+
+
+# the one instance in this process, however many clients it serves
+load_backbone = lru_cache(maxsize=2)(build_backbone)

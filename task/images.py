@@ -38,6 +38,12 @@ class Dataset:
     test_labels: np.ndarray
     augmentation: str = "crop-flip"
 
+    @cached_property
+    def image_shape(self) -> tuple[int, int]:
+        """Height and width of the images in pixels, before they are prepared for the backbone."""
+        height, width = self.test_images[np.zeros(1, np.int64)].shape[1:3]
+        return height, width
+
 
 @dataclass(frozen=True)
 class Subset:
@@ -92,15 +98,28 @@ def decode(path: str, side: int) -> np.ndarray:
     Raises:
         ConfigError: the file is missing, truncated or no image; names it.
     """
+    return fitted(read_rgb(path), side, side)
+
+
+def read_rgb(path: str) -> Image.Image:
+    """An image file in RGB, at its own size.
+
+    Raises:
+        ConfigError: the file is missing, truncated or no image; names it.
+    """
     try:
         with Image.open(path) as image:
-            rgb = image.convert("RGB")
+            return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
         raise ConfigError(f"{path!r} cannot be read as an image ({error}); replace it or take it away.") from error
-    scale = side / min(rgb.size)
-    rgb = rgb.resize((max(side, round(rgb.width * scale)), max(side, round(rgb.height * scale))))
-    left, top = (rgb.width - side) // 2, (rgb.height - side) // 2
-    return np.asarray(rgb.crop((left, top, left + side, top + side)))
+
+
+def fitted(rgb: Image.Image, height: int, width: int) -> np.ndarray:
+    """An RGB image as uint8 [height, width, 3]: scaled until it just covers that (bicubic), then its centre."""
+    scale = max(height / rgb.height, width / rgb.width)
+    rgb = rgb.resize((max(width, round(rgb.width * scale)), max(height, round(rgb.height * scale))))
+    left, top = (rgb.width - width) // 2, (rgb.height - height) // 2
+    return np.asarray(rgb.crop((left, top, left + width, top + height)))
 
 
 def images_by_class(folders: Sequence[Path], side: int) -> tuple[ImageFiles, np.ndarray]:

@@ -212,17 +212,18 @@ def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
     return {name: value.cpu().numpy().copy() for name, value in tensors.items()}
 
 
-def build_model(config: Config, task_sizes: Sequence[int]) -> Model:
+def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | None = None) -> Model:
     """The model of a run after ``len(task_sizes)`` tasks have begun; equal on every machine for one seed.
 
     Args:
         config: the resolved run keys.
         task_sizes: number of classes of each task so far.
+        backbone: in place of the process's own.
 
     Raises:
         ConfigError: the backbone or its weights cannot be used, or a prompted block does not exist.
     """
-    backbone = load_backbone(
+    backbone = backbone or load_backbone(
         config.backbone, config.backbone_weights, config.image_size, str(resolve_device(config.device))
     )
     if config.prompt != "none" and config.blocks()[-1] >= backbone.depth:

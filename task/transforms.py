@@ -29,12 +29,21 @@ def prepare(
         x = random_crop(x, rng)
     if augmentation == "crop-flip":
         x = random_flip(x, rng)
-    x = x.to(backbone.mean.device).float().div_(255)
-    if x.shape[-2:] != (backbone.image_size, backbone.image_size):
-        smaller = x.shape[-1] > backbone.image_size
-        size = (backbone.image_size, backbone.image_size)
-        x = F.interpolate(x, size, mode="bicubic", align_corners=False, antialias=smaller).clamp_(0, 1)
-    return (x.expand(-1, 3, -1, -1) - backbone.mean) / backbone.std
+    return normalise(resize(x.to(backbone.mean.device), backbone.image_size), backbone)
+
+
+def resize(x: Tensor, side: int) -> Tensor:
+    """Pixels uint8 [B, 3 or 1, H, W] -> float32 [B, 3, side, side] in 0 .. 1 (bicubic)."""
+    x = x.float().div_(255)
+    if x.shape[-2:] != (side, side):
+        smaller = x.shape[-1] > side
+        x = F.interpolate(x, (side, side), mode="bicubic", align_corners=False, antialias=smaller).clamp_(0, 1)
+    return x.expand(-1, 3, -1, -1)
+
+
+def normalise(x: Tensor, backbone: Backbone) -> Tensor:
+    """Pixels [B, 3, H, W] in 0 .. 1 as the backbone's weights were trained with, same shape."""
+    return (x - backbone.mean) / backbone.std
 
 
 def random_crop(x: Tensor, rng: torch.Generator | None) -> Tensor:

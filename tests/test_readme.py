@@ -71,6 +71,24 @@ def test_reports_and_help_work_as_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert ended.value.code == 0
 
 
+def test_the_model_is_used_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("FCIL_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "--in-process", "dataset=synthetic", "run-name=pets", *SMALL]) == 0
+    for name in ("cat.jpg", "dog.jpg"):
+        Image.new("RGB", (50, 40), "red").save(name)
+    for words in FCIL:
+        if words[0] in ("predict", "export"):
+            assert cli.main(words) == 0, words
+    assert (tmp_path / "pets.onnx").exists()
+    (python,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    capsys.readouterr()
+    exec(python, {})
+    assert capsys.readouterr().out.count("pattern") == 2 + 2 * 3
+
+
 def test_suites_are_valid() -> None:
     suites = [words for words in FCIL if words[0] == "bench"]
     assert suites

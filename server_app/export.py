@@ -1,0 +1,64 @@
+"""Files of a model for use elsewhere: one that needs nothing but this code, and ONNX that needs none of it."""
+
+import importlib.util
+from pathlib import Path
+
+import torch
+
+from server_app.errors import ExportError
+from server_app.files import write_atomically, write_model
+from task.inference import Classifier, Predictor
+from task.model import to_arrays
+
+OPSET = 18
+
+
+def write_self_contained(predictor: Predictor, path: Path) -> None:
+    """A safetensors file with all arrays, those of the backbone too; ``load_predictor`` reads it without a network.
+
+    Raises:
+        OSError: it cannot be written; an earlier file stays.
+    """
+    write_model(path, to_arrays(Classifier(predictor.model).tensors()), predictor.card)
+
+
+def require_onnx() -> None:
+    """See that ONNX files can be written.
+
+    Raises:
+        ExportError: a package is missing; says how to install it.
+    """
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ExportError(f"--onnx needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def write_onnx(predictor: Predictor, path: Path) -> None:
+    """An ONNX model: ``images`` float32 [B, 3, H, W] in 0 .. 1 -> ``probabilities`` [B, C], for any B.
+
+    H and W are the backbone's; normalisation is part of the model, resizing is not (:meth:`Predictor.pixels` does it).
+    Its metadata are those of the safetensors file, class names among them.
+
+    Raises:
+        ExportError: a package is missing, or torch cannot express the model.
+        OSError: it cannot be written; an earlier file stays.
+    """
+    require_onnx()
+    side = predictor.model.backbone.image_size
+    try:
+        with torch.no_grad():
+            program = torch.onnx.export(
+                Classifier(predictor.model).eval(),
+                (torch.rand(2, 3, side, side, device=predictor.model.device),),
+                dynamo=True,
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                input_names=["images"],
+                output_names=["probabilities"],
+                opset_version=OPSET,
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        raise ExportError(f"torch {torch.__version__} could not write this model as ONNX: {error}") from error
+    assert program is not None  # with dynamo there is one
+    program.model.metadata_props.update(predictor.card.metadata())
+    write_atomically(path, program.model_proto.SerializeToString())

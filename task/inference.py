@@ -1,0 +1,209 @@
+"""Using a trained model: class names and probabilities of new images, from a run's folder or an exported file."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from task.backbone import Backbone
+from task.backbones import build_backbone
+from task.card import MODEL, Card
+from task.config import Config, parse
+from task.device import resolve_device
+from task.images import fitted, read_rgb
+from task.keys import ConfigError
+from task.model import Model, build_model
+from task.packet import Arrays
+from task.queries import BATCH
+from task.transforms import normalise, resize
+
+Picture = str | Path | Image.Image | np.ndarray
+
+
+class ModelError(RuntimeError):
+    """A file holds no model that can be used here; the message is for people."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Answers for N images.
+
+    Attributes:
+        probabilities: softmax over the C classes that the model has seen, float32 [N, C]; not calibrated.
+        class_names: of the columns.
+    """
+
+    probabilities: np.ndarray
+    class_names: list[str]
+
+    @property
+    def names(self) -> list[str]:
+        """The most probable class of each image."""
+        return [self.class_names[c] for c in self.probabilities.argmax(axis=1)]
+
+    def top(self, number: int) -> list[list[tuple[str, float]]]:
+        """For each image the ``number`` most probable classes, or all if there are fewer, and their probabilities."""
+        best = np.argsort(-self.probabilities, axis=1, kind="stable")[:, :number]
+        return [
+            [(self.class_names[c], float(row[c])) for c in some]
+            for row, some in zip(self.probabilities, best, strict=True)
+        ]
+
+
+class Classifier(nn.Module):
+    """All of a model that prediction needs, as one module: its tensors are what a self-contained file holds.
+
+    It computes in float32, whatever the precision of the run.
+    """
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.backbone, self.prompt, self.head = model.backbone, model.prompt, model.head
+        single = copy.copy(model)
+        single.precision = "fp32"
+        self._model = [single]  # in a list: the same parts under names of its own
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Pixels [B, 3, image_size, image_size] in 0 .. 1 -> probabilities [B, C]."""
+        return self._model[0](normalise(images, self.backbone)).softmax(dim=1)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and buffer by name, also what a run draws anew or takes from timm."""
+        return {name: t.detach() for name, t in [*self.named_parameters(), *self.named_buffers()]}
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Overwrite all tensors in place.
+
+        Raises:
+            ValueError: names or shapes are not those of :meth:`tensors`.
+        """
+        own = self.tensors()
+        odd = sorted(own.keys() ^ arrays.keys()) or [n for n, t in own.items() if t.shape != arrays[n].shape]
+        if odd:
+            raise ValueError(f"{len(odd)} arrays do not fit, the first is {odd[0]!r}")
+        for name, tensor in own.items():
+            tensor.copy_(torch.from_numpy(arrays[name]))
+
+
+class Predictor:
+    """A trained model; images go the same way as in the run's evaluation.
+
+    Attributes:
+        model: in evaluation mode.
+        card: run keys, class ids and names.
+    """
+
+    def __init__(self, model: Model, card: Card) -> None:
+        self.model, self.card = model, card
+
+    @property
+    def class_names(self) -> list[str]:
+        """Classes that can be predicted, in the order in which they were learned."""
+        return self.card.class_names
+
+    def read(self, image: Picture) -> np.ndarray:
+        """An image as it would be stored in the run's data set, uint8 [H, W, 3].
+
+        Args:
+            image: path of an image file, PIL image, or uint8 array [H, W], [H, W, 1] or [H, W, 3]; of any size.
+
+        Raises:
+            ConfigError: a file that is missing or no image; names it.
+            ValueError: an array of another type or shape.
+        """
+        return fitted(_rgb(image), *self.card.image_shape)
+
+    def pixels(self, images: Sequence[Picture] | np.ndarray) -> Tensor:
+        """Images as an exported ONNX model takes them, float32 [N, 3, image_size, image_size] in 0 .. 1.
+
+        Raises:
+            ConfigError, ValueError: as in :meth:`read`.
+        """
+        stored = np.stack([self.read(image) for image in images])
+        on_device = torch.from_numpy(stored).permute(0, 3, 1, 2).to(self.model.device)
+        return resize(on_device, self.model.backbone.image_size)
+
+    @torch.inference_mode()
+    def predict(self, images: Sequence[Picture] | np.ndarray) -> Predictions:
+        """Classes of N images; each answer depends on its own image only.
+
+        Args:
+            images: each as in :meth:`read`; an array uint8 [N, H, W, 3 or 1] is N images.
+
+        Raises:
+            ConfigError, ValueError: as in :meth:`read`.
+        """
+        parts = [np.empty((0, len(self.class_names)), np.float32)]
+        for start in range(0, len(images), BATCH):
+            pixels = self.pixels(images[start : start + BATCH])
+            parts.append(self.model(normalise(pixels, self.model.backbone)).softmax(dim=1).cpu().numpy())
+        return Predictions(np.concatenate(parts), self.class_names)
+
+
+def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
+    """The model of a run as far as the run has come, or of a file that ``fcil export`` wrote.
+
+    Args:
+        path: the run's folder, its model.safetensors, or the exported file.
+        device: auto, cpu, cuda or cuda:N.
+
+    Raises:
+        ModelError: no such file, damaged, of another version, or the backbone's weights are not those of the run.
+        ConfigError: the backbone's weights cannot be had (an exported file has them), or there is no such device.
+    """
+    file = Path(path) / MODEL if Path(path).is_dir() else Path(path)
+    arrays, card, config = _read(file)
+    exported = "backbone.mean" in arrays
+    replaced = exported or config.trains_backbone  # by the file's own weights, so that others need not be fetched
+    weights = "random" if replaced else config.backbone_weights
+    backbone = build_backbone(config.backbone, weights, config.image_size, str(resolve_device(device)))
+    if not replaced:
+        _require_same(backbone, card, config)
+    model = build_model(replace(config, device=device), card.task_sizes, backbone)
+    try:
+        (Classifier(model) if exported else model).load(arrays)
+    except ValueError as error:
+        raise ModelError(f"{file} does not fit its own run keys: {error}.") from error
+    return Predictor(model, card)
+
+
+def _read(file: Path) -> tuple[Arrays, Card, Config]:
+    try:
+        with safe_open(file, framework="numpy") as content:
+            card = Card.read(content.metadata() or {})
+            arrays = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        return arrays, card, parse(card.config)
+    except OSError as error:
+        raise ModelError(
+            f"{file} cannot be read ({error}): name the folder of a run that has come through its first round, or a "
+            "file of fcil export."
+        ) from error
+    except ConfigError as error:
+        raise ModelError(f"{file} is of another version: {error}") from error
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ModelError(f"{file} is damaged or no model of fcil run or fcil export ({error!r}).") from error
+
+
+def _require_same(backbone: Backbone, card: Card, config: Config) -> None:
+    if backbone.sha256 != card.backbone_sha256:
+        raise ModelError(
+            f"backbone-weights = {config.backbone_weights!r} of {config.backbone!r} have the SHA-256 "
+            f"{backbone.sha256[:12]}, but the model was trained on {card.backbone_sha256[:12]}: put those weights back."
+        )
+
+
+def _rgb(image: Picture) -> Image.Image:
+    if isinstance(image, str | Path):
+        return read_rgb(str(image))
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    grey = image.ndim == 2 or image.shape[2:] == (1,)
+    if image.dtype != np.uint8 or not image.size or not (grey or (image.ndim == 3 and image.shape[2] == 3)):
+        raise ValueError(f"an array must be uint8 [H, W, 3] or [H, W], but this is {image.dtype} {list(image.shape)}")
+    return Image.fromarray(image.reshape(image.shape[:2]) if grey else image).convert("RGB")
