@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _describe_bench(commands.add_parser("bench", help="a suite of runs, those left to do, and their table"))
     _describe_predict(commands.add_parser("predict", help="classes of images, by the model of a run"))
     _describe_export(commands.add_parser("export", help="the model of a run as one file for use elsewhere"))
+    _describe_doctor(commands.add_parser("doctor", help="whether this machine can do a run, and how fast"))
     return parser
 
 
@@ -129,6 +130,15 @@ def _describe_export(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_export)
 
 
+def _describe_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Check versions, device, memory, disk, weights and data, and time a training step of a run with these keys. "
+        "Nothing is written. Exit code 1 if something is a problem, 2 if a key was mistyped."
+    )
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="run keys, as of fcil run")
+    parser.set_defaults(command=_doctor)
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -198,6 +208,20 @@ def _export(args: argparse.Namespace) -> int:
         return _complain(str(error), FAILED)
     print("\n".join(str(path) for path in (args.out, args.onnx) if path))
     return OK
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from server_app.doctor import examine
+
+    try:
+        config = parse(completed(read_words([*args.settings, *args.rest])))
+    except ConfigError as error:
+        return _complain(str(error), MISTAKE)
+    code = OK
+    for finding in examine(config):
+        print(finding, flush=True)
+        code = FAILED if finding.level == "problem" else code
+    return code
 
 
 def _run(args: argparse.Namespace) -> int:

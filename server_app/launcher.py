@@ -46,10 +46,14 @@ class Interrupted(KeyboardInterrupt):
         self.number = number
 
 
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def default_workers(config: Config) -> int:
     """Clients that train at once: as many as have ``threads`` cores each, within reason."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores // config.threads, config.num_clients or DEFAULT_CLIENTS, MOST_WORKERS))
+    return max(1, min(cores() // config.threads, config.num_clients or DEFAULT_CLIENTS, MOST_WORKERS))
 
 
 @contextlib.contextmanager

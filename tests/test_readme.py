@@ -89,6 +89,11 @@ def test_the_model_is_used_as_written(
     assert capsys.readouterr().out.count("pattern") == 2 + 2 * 3
 
 
+def test_the_doctor_is_asked_as_written() -> None:
+    (words,) = [words for words in FCIL if words[0] == "doctor"]
+    assert cli.main([*words, "image-size=16", "device=cpu"]) == 0
+
+
 def test_suites_are_valid() -> None:
     suites = [words for words in FCIL if words[0] == "bench"]
     assert suites
