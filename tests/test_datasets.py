@@ -171,7 +171,7 @@ def brightness(dataset: Dataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_table_has_every_data_set_that_may_be_asked_for() -> None:
-    assert tuple(SOURCES) == config.DATASETS
+    assert tuple(SOURCES) == config.EMBEDDED + config.FROM_PATH
     assert set(TREES) == {name for name, source in SOURCES.items() if source.classes}
     assert all(SOURCES[name].address.startswith("http") and SOURCES[name].holds for name in TREES)
 
