@@ -22,7 +22,7 @@ from tests.test_docker import free_port, proxy
 from tests.test_flower_glue import comparable
 from tests.test_make_keys import make_keys
 
-pytestmark = pytest.mark.flower
+pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[1]
 NODES = 2
