@@ -656,6 +656,7 @@ def test_settings_may_stand_on_both_sides_of_an_option(tmp_path, capsys, monkeyp
     assert capsys.readouterr().out == f"results go to {tmp_path / 'r'}\n"
 
 
+@pytest.mark.pictures
 def test_run_in_process_shows_progress_and_results(tmp_path, capsys):
     words = [f"{key}={value}" for key, value in settings(tmp_path, "shown").items()]
     assert cli.main(["run", "--in-process", *words]) == 0
