@@ -1,0 +1,72 @@
+"""Peak memory of a whole run with 10 and with 100 virtual clients, each in a process of its own.
+
+python -m benchmarks.memory                     four methods on digits; some minutes
+python -m benchmarks.memory hgp KEY=VALUE...    one method, and run keys of every run
+
+The clients share the same images, so only what they send may grow: in the largest round, the answers of all who take
+part in it are in the server's memory at once. 100 clients of whom 10 are drawn in each round need what 10 clients need.
+"""
+
+import argparse
+import json
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CLIENTS = ((10, 10), (100, 10), (100, 100))  # clients, and how many of them take part in each round
+METHODS = ("hgp", "fppl", "hepco", "pip")
+KEYS = {"num-tasks": "2", "rounds-per-task": "2", "local-epochs": "1", "partition": "iid", "device": "cpu"}
+REQUIRED = 1.10
+
+
+def measured(settings: dict[str, str]) -> tuple[float, float]:
+    """MiB at the peak of one run in a fresh process, and MiB that its clients sent in the largest round.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        words = [f"{name}={value}" for name, value in (settings | {"output-dir": folder, "run-name": "run"}).items()]
+        command = [sys.executable, "-m", "benchmarks.memory", "--one", *words]
+        peak = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+        results = json.loads((Path(folder) / "run" / "results.json").read_text())
+    return peak, max(r["bytes_up"] for r in results["rounds"]) / 2**20
+
+
+def _one(words: list[str]) -> int:
+    from server_app.cli import main
+
+    code = main(["run", "--in-process", *words])
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)  # kilobytes on Linux
+    return code
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="METHOD or KEY=VALUE")
+    parser.add_argument("--one", action="store_true", help="a single run with these keys, then its peak")
+    asked = parser.parse_args()
+    if asked.one:
+        return _one(asked.words)
+    keys = KEYS | dict(word.split("=", 1) for word in asked.words if "=" in word)
+    print(f"python {platform.python_version()}, {platform.machine()}, {' '.join(f'{k}={v}' for k, v in keys.items())}")
+    print(f"{'method':<8} {'clients':>7} {'a round':>7} {'peak MiB':>9} {'ratio':>6} {'sent at once, MiB':>18}")
+    ratios = []
+    for method in [word for word in asked.words if "=" not in word] or METHODS:
+        first = 0.0
+        for clients, drawn in CLIENTS:
+            own = {"method": method, "num-clients": str(clients), "clients-per-round": str(drawn)}
+            peak, sent = measured(keys | own)
+            first = first or peak
+            ratios += [peak / first] if drawn < clients else []
+            print(f"{method:<8} {clients:>7} {drawn:>7} {peak:>9.0f} {peak / first:>6.3f} {sent:>18.1f}", flush=True)
+    met = max(ratios) <= REQUIRED
+    print(f"required with 10 of 100 in a round: at most {REQUIRED}: {'met' if met else 'NOT met'}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(_main())
