@@ -35,7 +35,8 @@ def _answer(kind: Kind, message: Message, context: Context) -> Message:
     """A node that gives no answer takes no more work until it is restarted, so there is one whatever happens."""
     try:
         # here and not above: Ray starts its workers while the server is still importing torch
-        from client_app.client import Node, handle
+        from client_app.client import handle
+        from client_app.node import Node
 
         packet = handle(kind, from_records(message.content), Node(context.run_config, context.node_config))
         return Message(to_records(packet), reply_to=message)

@@ -3,45 +3,40 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from client_app.node import Node, client_name, own_data_dir, partition_id, state_dir, stream_of
 from client_app.objective import LocalData
 from client_app.training import DivergedError, train_locally
-from task.config import Config, ConfigError, parse
+from task.config import Config, ConfigError, at_node, parse
 from task.data import default_augmentation
 from task.evaluation import confusion_counts
-from task.lessons import ever_held, lesson_of
+from task.holdings import open_holdings, recall, take_stock
+from task.lessons import Lesson, ever_held, lesson_of, own_lesson
 from task.methods import load_half
 from task.model import Model, build_model, to_arrays
-from task.packet import Arrays, Kind, Packet, Scalar
+from task.packet import Arrays, Kind, Packet
+from task.plan import Plan
 from task.seeding import torch_rng
 from task.statistics import Sample
 from task.versions import code_sha256, package_version
-from task.world import World, build_world
+from task.world import World, build_world, image_size
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Node:
-    """Where a message arrives: the run's flat configuration and the node's own settings (partition-id, name, ...)."""
-
-    values: Mapping[str, Scalar]
-    settings: Mapping[str, Scalar]
 
 
 def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
     """Answer one message; a failure is an answer too, its reason under ``error`` in the config.
 
-    The server's resolved configuration travels in the message and goes before the node's own.
+    The server's resolved configuration travels in the message and goes before the node's own, but for what only the
+    node can know: its device, and where its data and weights are.
     """
     try:
         sent = packet.config.get("run-config")
-        config = parse(json.loads(str(sent)) if sent else node.values)
+        config = parse(at_node(json.loads(str(sent)) if sent else node.values, node.settings))
         torch.set_num_threads(config.threads)
         return _HANDLERS[kind](packet, config, node)
     except (ConfigError, DivergedError) as error:
@@ -52,57 +47,70 @@ def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
         return Packet(config={"error": f"{type(error).__name__}: {error}"})
 
 
-def client_name(node: Node) -> str:
-    """Stable name of a client: the node's own, else from its partition id.
-
-    Raises:
-        ConfigError: the node has no partition id.
-    """
-    return str(node.settings.get("name", f"client-{_partition_id(node):04d}"))
-
-
-def _partition_id(node: Node) -> int:
-    if "partition-id" not in node.settings:
-        raise ConfigError(
-            "this node has no partition-id: start it with --node-config 'partition-id=0 num-partitions=N'."
-        )
-    return int(node.settings["partition-id"])
-
-
 def _hello(packet: Packet, config: Config, node: Node) -> Packet:
-    world, model = build_world(config), build_model(config, [])
-    place = _partition_id(node)
+    model = build_model(config, [])
+    answer = _own_holdings(config, node) if config.own_data else _registered_share(config, node)
+    answer.config |= {
+        "name": client_name(config, node),
+        "backbone-sha256": model.backbone.sha256,
+        "code-sha256": code_sha256(),
+        "versions": [f"{name} {package_version(name)}" for name in ("torch", "timm", "flwr")],
+        "device": str(model.device),
+    }
+    return answer
+
+
+def _registered_share(config: Config, node: Node) -> Packet:
+    place, dataset = partition_id(node), build_world(config).dataset
     if place >= config.num_clients:
         raise ConfigError(f"partition-id = {place} is not below num-clients = {config.num_clients}.")
-    labels = world.dataset.train_labels[ever_held(config, place)]
-    counts = np.bincount(labels, minlength=len(world.dataset.class_names))
+    labels = dataset.train_labels[ever_held(config, place)]
+    counts = np.bincount(labels, minlength=len(dataset.class_names))
+    return Packet({"class_counts": counts}, config={"partition-id": place, "classes": list(dataset.class_names)})
+
+
+def _own_holdings(config: Config, node: Node) -> Packet:
+    stock = take_stock(own_data_dir(config, node), state_dir(config, node), config.unreadable_share)
+    own = open_holdings(stock, image_size(config))
+    parts = {"class_counts": own.train_labels, "test_counts": own.test_labels}
     return Packet(
-        arrays={"class_counts": counts.astype(np.int64)},
+        {name: np.bincount(labels, minlength=len(own.class_names)) for name, labels in parts.items()},
         config={
-            "name": client_name(node),
-            "partition-id": place,
-            "classes": list(world.dataset.class_names),
-            "backbone-sha256": model.backbone.sha256,
-            "code-sha256": code_sha256(),
-            "versions": [f"{name} {package_version(name)}" for name in ("torch", "timm", "flwr")],
-            "device": str(model.device),
+            "classes": list(own.class_names),
+            "unreadable": len(stock.unreadable),
+            "image-shape": list(own.image_shape),
         },
     )
 
 
+def _world(packet: Packet, config: Config, node: Node) -> World:
+    if not config.own_data:
+        return build_world(config)
+    data_dir, state = own_data_dir(config, node), state_dir(config, node)
+    stock = recall(data_dir, state) or take_stock(data_dir, state, config.unreadable_share)
+    return build_world(config, Plan.read(packet.config), stock)
+
+
+def _lesson(packet: Packet, config: Config, node: Node, world: World) -> Lesson:
+    task, round = int(packet.config["task"]) - 1, int(packet.config["round"]) - 1  # type: ignore[arg-type]
+    if config.own_data:
+        return own_lesson(world, task)
+    pools = packet.config.get("pool") == client_name(config, node)
+    return lesson_of(config, partition_id(node), task, round, holds_pool=pools)
+
+
 def _train(packet: Packet, config: Config, node: Node) -> Packet:
-    world, task = build_world(config), int(packet.config["task"]) - 1  # type: ignore[arg-type]
-    name, round = client_name(node), int(packet.config["round"]) - 1  # type: ignore[arg-type]
-    lesson = lesson_of(config, _partition_id(node), task, round, holds_pool=packet.config.get("pool") == name)
+    world, name = _world(packet, config, node), client_name(config, node)
+    lesson = _lesson(packet, config, node, world)
     answer = Packet(metrics={"num-examples": len(lesson.positions)}, config={"name": name})
     if not len(lesson.positions):
         return answer
-    model = build_model(config, world.task_sizes(task))
+    model = build_model(config, world.task_sizes(int(packet.config["task"]) - 1))  # type: ignore[arg-type]
     model.load(packet.arrays)
     model.learn(world.rows[lesson.classes])
     data = _local_data(world, lesson.positions, config)
     if config.row.client:
-        rng = torch_rng(config.seed, "local", _partition_id(node), int(packet.config["server-round"]))  # type: ignore[arg-type]
+        rng = torch_rng(config.seed, "local", stream_of(config, node), int(packet.config["server-round"]))  # type: ignore[arg-type]
         answer.metrics |= _fit(model, packet, config, data, rng)
         answer.arrays = to_arrays(model.trained())
     started = time.perf_counter()
@@ -135,11 +143,12 @@ def _statistics(model: Model, data: LocalData, labels: np.ndarray, packet: Packe
 
 
 def _evaluate(packet: Packet, config: Config, node: Node) -> Packet:
-    """Counts over this client's part of the test images: every num-clients-th one."""
-    world, task = build_world(config), int(packet.config["task"]) - 1  # type: ignore[arg-type]
+    """Counts over this client's part of the test images: all of its own, or every num-clients-th one."""
+    world, task = _world(packet, config, node), int(packet.config["task"]) - 1  # type: ignore[arg-type]
     model = build_model(config, world.task_sizes(task))
     model.load(packet.arrays)
-    mine = np.arange(_partition_id(node), len(world.dataset.test_labels), config.num_clients)
+    mine = np.arange(len(world.dataset.test_labels))
+    mine = mine[world.dataset.test_labels >= 0] if config.own_data else mine[partition_id(node) :: config.num_clients]
     order = np.array(world.schedule.seen_classes(task))
     counts = confusion_counts(model, world.dataset, order, mine)
     cells = np.argwhere(counts)
@@ -148,7 +157,7 @@ def _evaluate(packet: Packet, config: Config, node: Node) -> Packet:
         "total": counts.sum(axis=1),
         "confusion": np.column_stack([cells, counts[tuple(cells.T)]]),
     }
-    return Packet(arrays=arrays, config={"name": client_name(node)})
+    return Packet(arrays=arrays, config={"name": client_name(config, node)})
 
 
 _HANDLERS: dict[Kind, Callable[[Packet, Config, Node], Packet]] = {

@@ -9,7 +9,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from server_app.files import write_atomically
+from task.atomic import write_atomically
 from task.keys import ConfigError
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from server_app.errors import ExportError
-from server_app.files import write_atomically, write_model
+from server_app.files import write_model
+from task.atomic import write_atomically
 from task.inference import Classifier, Predictor
 from task.model import to_arrays
 

@@ -1,7 +1,6 @@
 """Files of a run: written so that a crash at any moment leaves the previous version whole."""
 
 import json
-import os
 import re
 import subprocess
 from pathlib import Path
@@ -12,6 +11,7 @@ import yaml
 
 from server_app.errors import LaunchError
 from server_app.places import project_folder
+from task.atomic import write_atomically
 from task.card import Card
 from task.config import Config
 from task.packet import Arrays
@@ -19,19 +19,6 @@ from task.versions import code_sha256, versions
 
 if TYPE_CHECKING:
     from task.model import Model
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` in one step; a failed write (a full disk) raises OSError and leaves the earlier file."""
-    temporary = path.with_name(path.name + ".part")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

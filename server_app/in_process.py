@@ -2,9 +2,10 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from client_app.client import Node, handle
+from client_app.client import handle
+from client_app.node import Node
 from client_app.plain import detached
 from server_app.transport import Reply
 from task.packet import Kind, Packet, Scalar
@@ -25,7 +26,7 @@ class InProcessTransport:
         self,
         values: Mapping[str, Scalar],
         num_clients: int,
-        node_settings: Mapping[str, Scalar] | None = None,
+        node_settings: Mapping[str, Scalar] | Sequence[Mapping[str, Scalar]] | None = None,
         *,
         tamper: Tamper | None = None,
         broken: Broken | None = None,
@@ -35,12 +36,14 @@ class InProcessTransport:
         Args:
             values: the run's flat configuration, as every node gets it.
             num_clients: how many nodes there are.
-            node_settings: node config of every node, beside its partition-id and num-partitions.
+            node_settings: node config of every node, or of each, beside its partition-id and num-partitions.
             tamper: (node, kind, answer) to the answer that arrives instead; for tests of what clients may do wrong.
             broken: (node, kind) to whether this node never answers.
         """
-        shared = {**(node_settings or {}), "num-partitions": num_clients}
-        self._nodes = {i: Node(values, {**shared, "partition-id": i}) for i in range(num_clients)}
+        given = node_settings or {}
+        each = [given] * num_clients if isinstance(given, Mapping) else given
+        place = {"num-partitions": num_clients}
+        self._nodes = {i: Node(values, {**own, **place, "partition-id": i}) for i, own in enumerate(each)}
         self._tamper = tamper
         self._broken = broken
 

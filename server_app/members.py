@@ -3,9 +3,9 @@
 import json
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,20 +20,55 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT = 60.0  # seconds for the expected nodes to connect
 PATIENCE = 15.0  # seconds without a new node after which the missing ones are given up
+MOST_IMAGES = 10**9  # of one class on one node
+LONGEST_NAME = 200  # characters of a class name
+MOST_SIDE = 100_000  # pixels
 SETTLED = 2.0  # seconds without a new node after which the connected ones are taken for all
 
 
 @dataclass(frozen=True)
+class Absence:
+    """A node that cannot take part: its handle, its name as far as known, why, and whether it gave that answer."""
+
+    node: int
+    name: str
+    reason: str
+    answered: bool
+
+
+@dataclass(frozen=True)
 class Member:
-    """A client that answered hello; ``class_counts`` int64 [classes]: its training images at most."""
+    """A client that answered hello.
+
+    Attributes:
+        name: stable over the run and beyond.
+        node: handle of the transport.
+        classes: names, those of the run's data set or of the node's own images.
+        own_counts: int64 [len(classes)], training images at most.
+        test_counts: likewise of held-out images, where a node has images of its own.
+        class_counts: int64 [classes of the run], ``own_counts`` under the run's class ids.
+        unreadable: image files that the node leaves out.
+        image_shape: height and width of its own images in pixels.
+        backbone_sha256, code_sha256, versions, device: what it computes with.
+    """
 
     name: str
     node: int
+    classes: tuple[str, ...]
+    own_counts: np.ndarray
+    test_counts: np.ndarray
     class_counts: np.ndarray
+    unreadable: int
+    image_shape: tuple[int, ...]
     backbone_sha256: str
     code_sha256: str
     versions: tuple[str, ...]
     device: str
+
+    def placed(self, class_names: Sequence[str]) -> "Member":
+        """The same with its counts under the ids of ``class_names``; what has no id counts nothing."""
+        held = dict(zip(self.classes, self.own_counts.tolist(), strict=True))
+        return replace(self, class_counts=np.array([held.get(name, 0) for name in class_names], np.int64))
 
 
 def wait_for_nodes(transport: Transport, expected: int, timeout: float = START_TIMEOUT) -> list[int]:
@@ -57,13 +92,16 @@ def wait_for_nodes(transport: Transport, expected: int, timeout: float = START_T
         time.sleep(0.1)
 
 
-def introduce(
-    transport: Transport, nodes: Sequence[int], config: Config, dataset: Dataset
-) -> tuple[list[Member], list[dict[str, str]]]:
-    """Say hello to every node; members sorted by name, and the name and reason of each node that cannot take part.
+def greet(
+    transport: Transport, nodes: Sequence[int], config: Config, dataset: Dataset | None
+) -> tuple[list[Member], list[Absence]]:
+    """Say hello to some nodes; those that can take part by name, and why each of the others cannot.
 
-    Raises:
-        RunError: fewer answers than the quorum, or two nodes of one name.
+    Args:
+        transport: reaches them.
+        nodes: their handles.
+        config: the run keys.
+        dataset: the run's, or None where each node has its own.
     """
     packet = Packet(config={"run-config": json.dumps(config.for_clients())})
     replies = transport.exchange("hello", dict.fromkeys(nodes, packet), config.round_timeout)
@@ -73,17 +111,8 @@ def introduce(
             members.append(_member(reply, dataset))
         except ValueError as error:
             log.warning("node %s does not take part: %s", reply.node, error)
-            absent.append({"name": f"node {reply.node}", "reason": str(error)})
-    if len(members) < config.quorum:
-        first = absent[0]["reason"] if absent else "no answer"
-        raise RunError(f"{len(members)} clients answered hello, the quorum is {config.quorum}. First reason: {first}")
-    twice = [name for name, times in Counter(m.name for m in members).items() if times > 1]
-    if twice:
-        raise RunError(f"several nodes are called {twice}: give each its own name or partition-id.")
-    members.sort(key=lambda m: m.name)
-    for m in members:
-        log.info("%s: at most %d images, %s, %s", m.name, m.class_counts.sum(), m.device, ", ".join(m.versions))
-    return members, absent
+            absent.append(Absence(reply.node, f"node {reply.node}", str(error), answered=reply.packet is not None))
+    return sorted(members, key=lambda m: m.name), absent
 
 
 def failure(reply: Reply) -> str:
@@ -91,55 +120,68 @@ def failure(reply: Reply) -> str:
     return reply.error or str((reply.packet and reply.packet.config.get("error", "")) or "")
 
 
-def _member(reply: Reply, dataset: Dataset) -> Member:
+def _member(reply: Reply, dataset: Dataset | None) -> Member:
     """What a node said of itself; ValueError with the reason if it failed or makes no sense."""
-    class_names = dataset.class_names
     if reason := failure(reply):
         raise ValueError(reason)
     packet = reply.packet or Packet()
     config, counts = packet.config, packet.arrays.get("class_counts", np.empty(0))
-    if counts.dtype != np.int64 or counts.shape != (len(class_names),) or (counts < 0).any():
-        raise ValueError(
-            f"class_counts are {counts.dtype} {list(counts.shape)}; {len(class_names)} counts were expected"
-        )
-    if (counts > np.bincount(dataset.train_labels, minlength=len(class_names))).any():
-        raise ValueError("class_counts are above those of the whole data set")
-    if config.get("classes") != list(class_names):
-        raise ValueError(f"its classes {config.get('classes')} are not those of the run")
-    missing = {"name", "backbone-sha256", "code-sha256", "versions", "device"} - set(config)
+    missing = {"name", "backbone-sha256", "code-sha256", "versions", "device", "classes"} - set(config)
     if missing:
         raise ValueError(f"its hello lacks {sorted(missing)}")
+    classes = tuple(map(str, config["classes"]))  # type: ignore[arg-type]  # a list of texts by the client's own code
+    test_counts = packet.arrays.get("test_counts", np.zeros(len(classes), np.int64))
+    if dataset and classes != dataset.class_names:
+        raise ValueError(f"its classes {list(classes)} are not those of the run")
+    _check_counts(classes, counts, test_counts)
+    if dataset and (counts > np.bincount(dataset.train_labels, minlength=len(classes))).any():
+        raise ValueError("class_counts are above those of the whole data set")
+    if not dataset:
+        _check_own(classes, counts + test_counts, config)
     return Member(
         name=str(config["name"]),
         node=reply.node,
+        classes=classes,
+        own_counts=counts,
+        test_counts=test_counts,
         class_counts=counts,
+        unreadable=int(config.get("unreadable", 0)),  # type: ignore[arg-type]
+        image_shape=tuple(config.get("image-shape", ())),  # type: ignore[arg-type]
         backbone_sha256=str(config["backbone-sha256"]),
         code_sha256=str(config["code-sha256"]),
-        versions=tuple(config["versions"]),  # type: ignore[arg-type]  # a list of texts by the client's own code
+        versions=tuple(config["versions"]),  # type: ignore[arg-type]
         device=str(config["device"]),
     )
 
 
-def require_same(members: Sequence[Member], backbone: str, code: str) -> None:
-    """Server and clients must compute the same thing.
+def _check_counts(classes: Sequence[str], *counts: np.ndarray) -> None:
+    for found in counts:
+        if found.dtype != np.int64 or found.shape != (len(classes),) or (found < 0).any():
+            raise ValueError(f"class_counts are {found.dtype} {list(found.shape)}; {len(classes)} counts were expected")
 
-    Raises:
-        RunError: a client has other backbone weights or runs other code.
-    """
-    checks: list[tuple[str, str, Callable[[Member], str], str]] = [
-        ("other backbone weights", backbone, lambda m: m.backbone_sha256, "give every node the same backbone-weights"),
-        (
-            "another copy of the code",
-            code,
-            lambda m: m.code_sha256,
-            "a simulation imports it from the folder in which the local SuperLink was started: stop that SuperLink, "
-            "or use 'fcil run', which starts its own",
-        ),
-    ]
-    for what, expected, read, remedy in checks:
-        odd = [m.name for m in members if read(m) != expected]
-        if odd:
-            raise RunError(f"{len(odd)} clients have {what} than the server, {odd[0]} first: {remedy}.")
+
+def _check_own(classes: Sequence[str], counts: np.ndarray, config: Mapping[str, Any]) -> None:
+    if ((counts < 1) | (counts > MOST_IMAGES)).any():
+        raise ValueError(f"its class_counts are not 1 to {MOST_IMAGES} images of each class")
+    if len(set(classes)) < len(classes) or not all(name.strip() and len(name) <= LONGEST_NAME for name in classes):
+        raise ValueError(f"its class names are not distinct texts of 1 to {LONGEST_NAME} characters")
+    shape, unreadable = config.get("image-shape"), config.get("unreadable")
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n <= MOST_SIDE for n in shape):
+        raise ValueError(f"its image-shape is {shape!r}; height and width were expected")
+    if type(unreadable) is not int or unreadable < 0:
+        raise ValueError(f"its number of unreadable files is {unreadable!r}")
+
+
+def mismatch(member: Member, backbone: str, code: str) -> str:
+    """Why a client would compute something else than the server, with what to do about it; else an empty text."""
+    if member.backbone_sha256 != backbone:
+        return "other backbone weights than the server: give every node the same backbone-weights"
+    if member.code_sha256 != code:
+        return (
+            "another copy of the code than the server: a simulation imports it from the folder in which the local "
+            "SuperLink was started: stop that SuperLink, or use 'fcil run', which starts its own"
+        )
+    return ""
 
 
 def draw(members: Sequence[Member], config: Config, server_round: int) -> list[Member]:

@@ -73,6 +73,14 @@ class Results:
         self.started = time.perf_counter() - self.seconds["total"]
         keep_lines(self.directory / "rounds.jsonl", len(self.rounds))
 
+    def extend(self, world: World) -> None:
+        """Make room for a task more, of classes that were not known before."""
+        self.tasks = [list(classes) for classes in world.schedule.tasks]
+        self.class_names = world.dataset.class_names
+        self.matrix = [[*row, None] for row in self.matrix] + [[None] * len(self.tasks)]
+        self.seen, self.distances = [*self.seen, None], [*self.distances, None]
+        self.entropies = [*self.entropies, []]
+
     def add_round(self, report: RoundReport) -> None:
         """Note a finished round."""
         self.rounds.append(report)

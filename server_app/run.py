@@ -7,33 +7,39 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from server_app.agreement import common_shape
 from server_app.bias import local_distance, response_entropies
 from server_app.checkpoints import read_checkpoint, write_checkpoint
 from server_app.checks import LARGEST, Refused, check_counts, check_reply
 from server_app.errors import RunError
 from server_app.files import write_config, write_model
-from server_app.members import Member, draw, introduce, require_same, wait_for_nodes
+from server_app.members import Member, draw, wait_for_nodes
 from server_app.places import claim, run_directory
 from server_app.report import PicturesUnavailable, write_report
 from server_app.results import Results, RoundReport, mean_or_none
 from server_app.resume import require_same_ground
+from server_app.roster import Roster
 from server_app.transport import Reply, Transport
 from strategies.base import Moment, Strategy, Update
 from task.card import MODEL, Card
-from task.config import Config
+from task.config import APPEARING, Config
 from task.evaluation import confusion_counts
 from task.lessons import keeps_its_images, learnable, lesson_of
 from task.methods import load_half
 from task.model import build_model
 from task.packet import Arrays, Kind, Packet
+from task.plan import Plan, first_plan
 from task.versions import code_sha256
-from task.world import build_world
+from task.world import World, build_world
 
 log = logging.getLogger(__name__)
+
+POLL = 30.0  # seconds between two looks for new classes
 
 
 def execute(config: Config, transport: Transport, initial: Arrays | None = None) -> Path:
@@ -67,37 +73,61 @@ class Run:
     """State of one run: the global model, the method's server half, and what has been measured."""
 
     def __init__(self, config: Config, transport: Transport, directory: Path, initial: Arrays | None) -> None:
-        self.world = build_world(config)
-        self.model = build_model(config, self.world.task_sizes(0))
-        if initial:
-            self.model.load(initial)
+        # settings, weights, data and partitions that cannot work end the run here, before it waits for anybody
+        backbone = build_model(config, []).backbone
+        dataset = None if config.own_data else build_world(config).dataset
         nodes = wait_for_nodes(transport, config.num_clients)
         self.config = config.with_clients(config.num_clients or len(nodes))
-        # a partition that cannot work ends the run here, before any training
-        lesson_of(self.config, client=0, task=0, round=0)
         self.transport, self.directory = transport, directory
+        if dataset:
+            lesson_of(self.config, client=0, task=0, round=0)
+        self.roster = Roster(transport, nodes, self.config, dataset, (backbone.sha256, code_sha256()))
         self.strategy: Strategy = load_half(self.config.row.server)(self.config)
-        self.members, absent = introduce(transport, nodes, self.config, self.world.dataset)
-        require_same(self.members, self.model.backbone.sha256, code_sha256())
+        saved = read_checkpoint(directory / "checkpoint") if config.resume else None
+        self.plan = self._first_plan(saved, backbone.image_size)
+        self.world = self._laid_out()
+        self.model = build_model(self.config, self.world.task_sizes(0))
+        if initial:
+            self.model.load(initial)
         self.results = Results(directory, self.config, self.world)
-        self.results.absent = absent
-        if keeps_its_images(self.config):
-            self.results.clients = [{"name": m.name, "class_counts": m.class_counts.tolist()} for m in self.members]
+        self._note_members()
         if self.results.sharing:
             log.info("each client has %(common)d common classes and %(private)d private ones", self.results.sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", self.results.sharing)
-        self.done = self._restored() if config.resume else self._begun()
+        self.done = self._restored(saved) if saved else self._begun()
         self.results.write()
+
+    def _first_plan(self, saved: Mapping[str, Any] | None, side: int) -> Plan | None:
+        if not self.config.own_data:
+            return None
+        members = self.roster.members
+        named = [name for m in members for name in m.classes]
+        return saved["plan"] if saved else first_plan(self.config, named, common_shape(members, side))
+
+    def _laid_out(self) -> World:
+        """The world of the present plan, with the members placed in it."""
+        world = build_world(self.config, self.plan)
+        if self.plan:
+            self.roster.place(self.plan.class_names)
+            ignored = {name for m in self.roster.members for name in m.classes} - set(self.plan.class_names)
+            if ignored:
+                log.warning("not in the plan of this run, so left out: %s", ", ".join(sorted(ignored)))
+        return world
+
+    def _note_members(self) -> None:
+        self.results.absent = self.roster.absent
+        if keeps_its_images(self.config):
+            members = self.roster.members
+            self.results.clients = [{"name": m.name, "class_counts": m.class_counts.tolist()} for m in members]
 
     def _begun(self) -> int:
         claim(self.directory)
         write_config(self.directory, self.config, self.model)
         return 0
 
-    def _restored(self) -> int:
+    def _restored(self, state: Mapping[str, Any]) -> int:
         """Take up the last whole round; returns its number."""
         require_same_ground(self.directory, self.model.backbone.sha256)
-        state = read_checkpoint(self.directory / "checkpoint")
         moment = Moment(self.world.schedule, state["round"])
         self.model = build_model(self.config, self.world.task_sizes(moment.task))
         self.model.load(state["arrays"])
@@ -113,27 +143,51 @@ class Run:
             "arrays": self.model.export(),
             "strategy": memory,
             "results": self.results.memory(),
+            "plan": self.plan,
         }
         write_checkpoint(self.directory / "checkpoint", moment.server_round, state)
 
     def go(self) -> None:
         """All rounds, then the pictures."""
-        schedule = self.world.schedule
-        for server_round in range(self.done + 1, schedule.total_rounds + 1):
-            moment = Moment(schedule, server_round)
+        while self.done < self.world.schedule.total_rounds or self._classes_appeared():
+            moment = Moment(self.world.schedule, self.done + 1)
             if moment.round == 0 and moment.task > 0:
-                self.model.begin_task(len(schedule.tasks[moment.task]))
+                self.model.begin_task(len(moment.schedule.tasks[moment.task]))
+            if self.roster.welcome():
+                self._laid_out()
+                self._note_members()
             report = self._round(moment)
             if moment.ends_task:
                 self._evaluate(moment, report)
             self._write_model(moment)
             self.results.write_round()
+            self.done = moment.server_round
             self._save(moment)
-            if moment.ends_task or server_round == 1:
+            if moment.ends_task or moment.server_round == 1:
                 self._draw()  # so that a run that is killed leaves its pictures too
-            log.info(describe(self.results, schedule.total_rounds))
+            log.info(describe(self.results, moment.schedule.total_rounds))
         self.results.status = "finished"
         self._conclude()
+
+    def _classes_appeared(self) -> bool:
+        """Whether nodes hold classes that the run does not know, which become one more task."""
+        if not self.plan or self.config.class_order != APPEARING or len(self.plan.tasks) >= self.config.num_tasks:
+            return False
+        deadline = time.monotonic() + self.config.class_wait
+        while True:
+            self.roster.welcome()
+            self.roster.ask_again()
+            extended = self.plan.extended(name for m in self.roster.members for name in m.classes)
+            if extended.tasks[-1]:
+                break
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
+        self.plan = extended
+        self.world = self._laid_out()
+        self.results.extend(self.world)
+        self._note_members()
+        return True
 
     def fail(self, error: BaseException) -> None:
         """Save what there is and why it ended; a disk that is full must not hide the reason."""
@@ -156,7 +210,7 @@ class Run:
             log.exception("no report; 'fcil report %s' draws it later", self.directory)
 
     def _round(self, moment: Moment) -> RoundReport:
-        drawn = draw(self.members, self.config, moment.server_round)
+        drawn = draw(self.roster.members, self.config, moment.server_round)
         report = RoundReport(moment.task + 1, moment.round + 1, [m.name for m in drawn])
         self.results.add_round(report)
         started = time.perf_counter()
@@ -183,6 +237,7 @@ class Run:
                 "ends-task": moment.ends_task,
                 "classes": moment.schedule.current_classes(moment.task),
                 "run-config": json.dumps(self.config.for_clients()),
+                **(self.plan.message() if self.plan else {}),
                 # of clients that pool their data, the first one drawn has all of it
                 **({"pool": members[0].name} if self.config.row.pooled else {}),
             },
@@ -193,7 +248,7 @@ class Run:
         self, drawn: Sequence[Member], replies: Sequence[Reply], moment: Moment, report: RoundReport
     ) -> list[Update]:
         spec = {name: tuple(value.shape) for name, value in self.model.trained().items()}
-        classes = learnable(self.config, moment.task)
+        classes = learnable(self.config, moment.schedule, moment.task)
         updates = []
         for member, reply in zip(drawn, replies, strict=True):
             try:
@@ -261,12 +316,12 @@ class Run:
         return confusion_counts(self.model, dataset, order, np.arange(len(dataset.test_labels)))
 
     def _ask_clients(self, moment: Moment, report: RoundReport) -> np.ndarray:
-        replies = self._exchange("evaluate", moment, self.members)
+        replies = self._exchange("evaluate", moment, self.roster.members)
         report.bytes_up += sum(r.bytes_up for r in replies)
         report.bytes_down += sum(r.bytes_down for r in replies)
         counts = []
         classes, seen = len(self.world.dataset.class_names), moment.schedule.seen_classes(moment.task)
-        for member, reply in zip(self.members, replies, strict=True):
+        for member, reply in zip(self.roster.members, replies, strict=True):
             try:
                 counts.append(check_counts(reply, classes, seen))
             except Refused as error:

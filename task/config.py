@@ -12,6 +12,7 @@ from task.packet import Scalar
 
 __all__ = ["Config", "ConfigError", "defaults", "known_keys", "parse", "parse_text", "typed"]
 
+OWN = "own"  # the data set of nodes that each have images of their own
 EMBEDDED = ("digits", "synthetic")
 FROM_PATH = (
     "npz",
@@ -24,6 +25,9 @@ FROM_PATH = (
     "imagenet-r",
     "domainnet",
 )
+REGISTERED = EMBEDDED + FROM_PATH
+APPEARING = "appearing"
+OF_THE_NODE = ("device", "data-dir", "backbone-weights")  # a node's own settings of these names win over the run's
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
 ASYNCHRONOUS = ("consensus",)  # partitions whose clients have class sequences of their own
 PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASYNCHRONOUS)
@@ -57,15 +61,36 @@ class Config:
         "1-5", "prompted blocks, counted from 1: a range or a list such as 1,3", only=("prompt", *PROMPTED)
     )
 
-    dataset: str = key("digits", "data set", choices=EMBEDDED + FROM_PATH)
-    data_dir: str = key("", "folder (or .npz file) of the data set", only=("dataset", *FROM_PATH))
+    dataset: str = key("digits", "data set; own: each node's, see its data-dir", choices=(*REGISTERED, OWN))
+    data_dir: str = key(
+        "",
+        "folder (or .npz file) of the data set; a node's own setting goes before it",
+        only=("dataset", *FROM_PATH, OWN),
+    )
+    unreadable_share: float = key(
+        0.05, "of a node's image files that may be unreadable", minimum=0, maximum=1, only=("dataset", OWN)
+    )
+    similar_classes: bool = key(
+        False, "accept class names of different nodes that look like misspellings", only=("dataset", OWN)
+    )
     augmentation: str = key(
         AUTO, "of training images; auto is the data set's own choice", choices=(AUTO, "none", "crop", "crop-flip")
     )
-    class_order: str = key("shuffled", "order in which classes arrive", choices=("shuffled", "given"))
-    num_tasks: int = key(5, "T: tasks that the classes are split into", minimum=1)
+    class_order: str = key(
+        "shuffled",
+        "order in which classes arrive; appearing: a task of what nodes newly hold",
+        choices=("shuffled", "given", APPEARING),
+    )
+    num_tasks: int = key(5, "T: tasks that the classes are split into, or at most come", minimum=1)
+    class_wait: float = key(
+        0.0, "seconds to wait for new classes before the run ends", minimum=0, only=("class-order", APPEARING)
+    )
     validation_share: float = key(
-        0.0, "share of training images kept back and evaluated instead of the test set", minimum=0, maximum=0.5
+        0.0,
+        "share of training images kept back and evaluated instead of the test set",
+        minimum=0,
+        maximum=0.5,
+        only=("dataset", *REGISTERED),
     )
 
     backbone: str = key("vit_glyphs", "bundled vit_glyphs, any plain ViT of timm, or resnet18_cifar")
@@ -82,7 +107,9 @@ class Config:
 
     num_clients: int = key(0, "clients; 0 = as many nodes as are connected", minimum=0)
     clients_per_round: int = key(0, "clients drawn each round; 0 = all", minimum=0)
-    partition: str = key("dirichlet", "how training images are divided", choices=PARTITIONS)
+    partition: str = key(
+        "dirichlet", "how training images are divided", choices=PARTITIONS, only=("dataset", *REGISTERED)
+    )
     dirichlet_beta: float = key(0.5, "concentration; small is uneven", above=0, only=("partition", "dirichlet"))
     dirichlet_min_size: int = key(
         0, "images that each client has at least in each task", minimum=0, only=("partition", "dirichlet")
@@ -131,6 +158,11 @@ class Config:
         return self.row.backbone == "trained" or self.backbone in FROM_SCRATCH
 
     @property
+    def own_data(self) -> bool:
+        """Whether each node has images of its own, and the server none."""
+        return self.dataset == OWN
+
+    @property
     def asynchronous(self) -> bool:
         """Whether each client has a class sequence of its own."""
         return self.partition in ASYNCHRONOUS
@@ -146,7 +178,7 @@ class Config:
         core = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
         own = {f"{self.row.name}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
         known, values = known_keys(), core | own
-        return {name: known[name].default if _reader(known[name], values) else v for name, v in values.items()}
+        return {name: known[name].default if _reader(known[name], values, known) else v for name, v in values.items()}
 
     def with_clients(self, number: int) -> "Config":
         """The same run with the number of clients known.
@@ -189,6 +221,13 @@ def known_keys() -> dict[str, Key]:
 def defaults() -> dict[str, Scalar]:
     """Every run key with its default, as in pyproject.toml."""
     return {name: k.default for name, k in known_keys().items()}
+
+
+def at_node(values: Mapping[str, Scalar], settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """A run's values where a node computes: its device and its paths go before the run's, if the run reads them."""
+    known, run = known_keys(), {**defaults(), **values}
+    own = {n: v for n, v in settings.items() if n in OF_THE_NODE and not _reader(known[n], run, known)}
+    return {**values, **own}
 
 
 def parse_text(pairs: Mapping[str, str]) -> dict[str, Scalar]:
@@ -270,21 +309,24 @@ def _refuse_unread(checked: Mapping[str, Scalar], method: Method, known: Mapping
     for name, value in checked.items():
         if value != known[name].default:
             owner = next((m.name for m in METHODS.values() if name in m.own_keys()), "")
-            reader = _reader(known[name], checked) if name in mine else f"method {owner!r}"
+            reader = _reader(known[name], checked, known) if name in mine else f"method {owner!r}"
             if reader:
                 raise ConfigError(f"{name} = {value!r} would be ignored: only {reader} reads it.")
 
 
-def _reader(key: Key, values: Mapping[str, Scalar]) -> str:
+def _reader(key: Key, values: Mapping[str, Scalar], known: Mapping[str, Key]) -> str:
     """The settings under which a key is read, in words, unless they are the run's."""
-    if not key.rule.only or values[key.rule.only[0]] in key.rule.only[1:]:
+    if not key.rule.only:
         return ""
+    if values[key.rule.only[0]] in key.rule.only[1:]:
+        return _reader(known[key.rule.only[0]], values, known)
     return f"{key.rule.only[0]} = {' or '.join(map(repr, key.rule.only[1:]))}"
 
 
 def _check_combination(config: Config) -> None:
     _check_method(config)
     _check_sizes(config)
+    _check_own_data(config)
     if config.dataset in FROM_PATH and not config.data_dir:
         raise ConfigError(
             f"data-dir = '' is not possible with dataset {config.dataset!r}: name the data's path "
@@ -315,6 +357,18 @@ def _check_method(config: Config) -> None:
             f"backbone = {config.backbone!r} is trained from scratch and has no blocks to prompt, which does not go "
             f"with method {config.method!r} and prompt {config.prompt!r}: use prompt none and {' or '.join(fitting)}."
         )
+
+
+def _check_own_data(config: Config) -> None:
+    if not config.own_data:
+        if config.class_order == APPEARING:
+            raise ConfigError(f"class-order = {APPEARING!r} needs nodes with data of their own: dataset = {OWN!r}.")
+        return
+    if config.evaluate == "server":
+        raise ConfigError(f"evaluate = 'server' is not possible with dataset {OWN!r}: only the clients have images.")
+    if config.row.pooled or config.federated_bias:
+        what = f"method = {config.method!r}" if config.row.pooled else "federated-bias = True"
+        raise ConfigError(f"{what} is not possible with dataset {OWN!r}: the server has none of the nodes' images.")
 
 
 def _check_sizes(config: Config) -> None:

@@ -41,7 +41,7 @@ class Dataset:
     @cached_property
     def image_shape(self) -> tuple[int, int]:
         """Height and width of the images in pixels, before they are prepared for the backbone."""
-        height, width = self.test_images[np.zeros(1, np.int64)].shape[1:3]
+        height, width = self.test_images[np.zeros(0, np.int64)].shape[1:3]
         return height, width
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from task.config import Config
 from task.keys import ConfigError
 from task.partition import REDRAWN, Partition, partition
-from task.world import build_world
+from task.stream import Schedule
+from task.world import World, build_world
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def lesson_of(config: Config, client: int, task: int, round: int, holds_pool: bo
         ConfigError: the partition's parameters cannot work with this data.
     """
     world = build_world(config)
-    classes = learnable(config, task)
+    classes = learnable(config, world.schedule, task)
     if config.row.pooled:
         pool = np.flatnonzero(np.isin(world.dataset.train_labels, classes))
         return Lesson(pool if holds_pool else pool[:0], classes)
@@ -47,12 +48,17 @@ def lesson_of(config: Config, client: int, task: int, round: int, holds_pool: bo
     return Lesson(_dealt(config)[client][task], world.streams[client][task] if world.streams else classes)
 
 
-def learnable(config: Config, task: int) -> list[int]:
+def own_lesson(world: World, task: int) -> Lesson:
+    """What a node with data of its own learns in every round of a task, counted from 0: all it holds of its classes."""
+    classes = world.schedule.current_classes(task)
+    return Lesson(np.flatnonzero(np.isin(world.dataset.train_labels, classes)), classes)
+
+
+def learnable(config: Config, schedule: Schedule, task: int) -> list[int]:
     """Classes that some client may learn in a task, in stream order.
 
     They are the current ones; all seen so far where data are pooled, or where a client may come late to a class.
     """
-    schedule = build_world(config).schedule
     old_too = config.row.pooled or config.asynchronous
     return schedule.seen_classes(task) if old_too else schedule.current_classes(task)
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-import server_app.files
 from server_app.cli import main
 from server_app.in_process import InProcessTransport
 from server_app.resume import continued
@@ -159,7 +158,7 @@ def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
 ) -> None:
     whole, cut = two_runs(tiny)
     run(whole)
-    original, calls = server_app.files.os.fsync, []
+    original, calls = os.fsync, []
 
     def full(number: int) -> None:
         calls.append(number)
@@ -167,7 +166,7 @@ def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
             raise OSError(errno.ENOSPC, "No space left on device")
         original(number)
 
-    monkeypatch.setattr(server_app.files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         run(cut)
     monkeypatch.undo()

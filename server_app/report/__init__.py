@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from server_app.files import write_atomically
 from server_app.report.groups import Group, comparison_markdown, group_runs
 from server_app.report.pages import comparison_page, single_page
 from server_app.report.runs import ReportError, Run, load_run
+from task.atomic import write_atomically
 
 __all__ = ["PicturesUnavailable", "ReportError", "load_run", "write_comparison", "write_report"]
 

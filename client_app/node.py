@@ -1,0 +1,85 @@
+"""Where a message arrives: a node's own settings, and what follows from them."""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from task.config import Config, ConfigError
+from task.images import class_folders
+from task.packet import Scalar
+
+
+@dataclass(frozen=True)
+class Node:
+    """The run's flat configuration and the node's own settings (name, partition-id, data-dir, state-dir, device)."""
+
+    values: Mapping[str, Scalar]
+    settings: Mapping[str, Scalar]
+
+
+def partition_id(node: Node) -> int:
+    """Which part of the data is this client's.
+
+    Raises:
+        ConfigError: the node was not told.
+    """
+    if "partition-id" not in node.settings:
+        raise ConfigError(
+            "this node has no partition-id: start it with --node-config 'partition-id=0 num-partitions=N', "
+            "or for data of its own with 'name=... data-dir=...' and dataset = \"own\" in the run."
+        )
+    return int(node.settings["partition-id"])
+
+
+def client_name(config: Config, node: Node) -> str:
+    """Stable name of a client: the node's own, else in a rehearsal its folder's, else from its partition id.
+
+    Raises:
+        ConfigError: the node has neither a name nor a partition id.
+    """
+    if "name" in node.settings:
+        return str(node.settings["name"])
+    return _rehearsed(config, node).name if config.own_data else f"client-{partition_id(node):04d}"
+
+
+def own_data_dir(config: Config, node: Node) -> str:
+    """Where this node's images are.
+
+    Raises:
+        ConfigError: it was not told, or in a rehearsal there is no folder for it.
+    """
+    if "data-dir" in node.settings or "partition-id" not in node.settings:
+        if not config.data_dir:
+            raise ConfigError("this node has no data-dir: start it with --node-config 'name=... data-dir=\"/...\"'.")
+        return config.data_dir
+    return str(_rehearsed(config, node))
+
+
+def _rehearsed(config: Config, node: Node) -> Path:
+    """Simulated nodes share the run's data-dir: the folders in it, in the order of their names, are theirs."""
+    folders, place = class_folders(Path(config.data_dir).expanduser()), partition_id(node)
+    if not config.data_dir or place >= len(folders):
+        raise ConfigError(
+            f"data-dir = {config.data_dir!r} has no folder for node {place}: where nodes with data of their own are "
+            "simulated, it holds one folder per node, and in that a folder of images per class."
+        )
+    return folders[place]
+
+
+def state_dir(config: Config, node: Node) -> Path:
+    """Where this node keeps what it must remember between messages."""
+    if "state-dir" in node.settings:
+        return Path(str(node.settings["state-dir"])).expanduser()
+    home = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+    data_dir = hashlib.sha256(own_data_dir(config, node).encode()).hexdigest()[:12]
+    return home / "fcil" / (re.sub(r"[^\w.-]", "_", client_name(config, node)) + "-" + data_dir)
+
+
+def stream_of(config: Config, node: Node) -> int:
+    """Number of this client's stream of random numbers: its partition id, or what follows from its name."""
+    if not config.own_data:
+        return partition_id(node)
+    return int.from_bytes(hashlib.sha256(client_name(config, node).encode()).digest()[:8])

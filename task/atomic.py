@@ -1,0 +1,17 @@
+"""Files that a crash at any moment leaves whole: either the earlier version or the new one."""
+
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace ``path`` in one step; a failed write (a full disk) raises OSError and leaves the earlier file."""
+    temporary = path.with_name(path.name + ".part")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,177 @@
+"""What a node holds: images of its own, read once and listed in a file of the node; only names and counts leave it."""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+
+from task.atomic import write_atomically
+from task.images import HELD_OUT, Dataset, ImageFiles, class_folders, images_by_class, read_rgb
+from task.keys import ConfigError
+from task.own_data import npz
+
+log = logging.getLogger(__name__)
+
+PARTS = ("train", "test")
+_NAMED = 20  # unreadable files that the log names
+Stamps = Mapping[str, list[int]]  # by file: size in bytes and time of its last change in nanoseconds
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """Image files that a node found when it last took stock; paths are relative to ``data_dir``, with slashes.
+
+    Attributes:
+        data_dir: a folder per class, or train/ and test/ with a folder per class each, or an .npz file.
+        readable: none for an .npz, whose arrays are opened as they are.
+        unreadable: left out of everything.
+    """
+
+    data_dir: str
+    readable: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
+
+
+def take_stock(data_dir: str, state: Path, unreadable_share: float) -> Inventory:
+    """List a node's images and read every file that is new or has changed; the list is kept in ``state``.
+
+    Args:
+        data_dir: see :class:`Inventory`.
+        state: the node's folder, made if need be.
+        unreadable_share: of the image files that may be unreadable, 0 to 1; they are named in the log.
+
+    Raises:
+        ConfigError: no such place, or too many unreadable files.
+    """
+    root = Path(data_dir).expanduser()
+    if root.is_file():
+        return Inventory(str(root))
+    if not root.is_dir():
+        raise ConfigError(f"data-dir = {data_dir!r}: this node has no such folder or .npz file.")
+    before = _kept(state, root)
+    stamps = {name: _stamp(root / name) for name in _listed(root)}
+    fresh = [name for name, stamp in stamps.items() if before["readable"].get(name) != stamp]
+    bad = _unreadable(root, fresh)
+    good = {name: stamp for name, stamp in stamps.items() if name not in bad}
+    if len(bad) > unreadable_share * len(stamps):
+        raise ConfigError(
+            f"{len(bad)} of {len(stamps)} image files below data-dir = {data_dir!r} cannot be read, {min(bad)!r} "
+            f"first; at most a share of {unreadable_share:g} may be (unreadable-share)."
+        )
+    _keep(state, root, good, bad)
+    return Inventory(str(root), tuple(good), tuple(sorted(bad)))
+
+
+def recall(data_dir: str, state: Path) -> Inventory | None:
+    """What the node found when it last took stock; None if it has forgotten, or never did so there."""
+    root = Path(data_dir).expanduser()
+    if root.is_file():
+        return Inventory(str(root))
+    kept = _kept(state, root)
+    return Inventory(str(root), tuple(kept["readable"]), tuple(kept["unreadable"])) if kept["readable"] else None
+
+
+@lru_cache(maxsize=64)
+def open_holdings(inventory: Inventory, side: int) -> Dataset:
+    """The images of an inventory with the node's own class names and ids.
+
+    Without train/ and test/ about a fifth of the files is held out, by a digest of their names: a file that is trained
+    on stays so whatever files come later. Of a class at least one file is trained on.
+
+    Args:
+        inventory: of this node.
+        side: of decoded image files, in pixels.
+
+    Raises:
+        ConfigError: an .npz file that cannot be used.
+    """
+    root = Path(inventory.data_dir)
+    if root.is_file():
+        return npz(root, side)
+    split = _is_split(root)
+    by_class = np.array([PurePosixPath(name).parts[split] for name in inventory.readable], np.str_)
+    names, labels = np.unique(by_class, return_inverse=True)
+    test = _in_test(inventory.readable) if split else _held_out(inventory.readable, labels)
+    parts = [_part(root, inventory.readable, labels, np.flatnonzero(mask), side) for mask in (~test, test)]
+    return Dataset(tuple(map(str, names)), *parts[0], *parts[1])
+
+
+def _part(
+    root: Path, files: tuple[str, ...], labels: np.ndarray, positions: np.ndarray, side: int
+) -> tuple[ImageFiles, np.ndarray]:
+    return ImageFiles(tuple(str(root / files[i]) for i in positions), side), labels[positions].astype(np.int64)
+
+
+def _in_test(files: tuple[str, ...]) -> np.ndarray:
+    return np.array([name.startswith("test/") for name in files], bool)
+
+
+def _held_out(files: tuple[str, ...], labels: np.ndarray) -> np.ndarray:
+    digests = np.array([int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:6]) for name in files], np.int64)
+    test = digests < HELD_OUT * 2**48
+    test[np.lexsort((digests, labels))[np.cumsum(np.bincount(labels)) - 1]] = False
+    return test
+
+
+def _listed(root: Path) -> list[str]:
+    roots = [root / part for part in PARTS] if _is_split(root) else [root]
+    folders = [folder for r in roots for folder in class_folders(r)]
+    return [Path(path).relative_to(root).as_posix() for path in images_by_class(folders, side=1)[0].paths]
+
+
+def _is_split(root: Path) -> bool:
+    return all((root / part).is_dir() for part in PARTS)
+
+
+def _stamp(path: Path) -> list[int]:
+    try:
+        found = path.stat()
+    except OSError:  # a link to nowhere, or a file that has just gone: reading it will say so
+        return [0, 0]
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _unreadable(root: Path, names: Sequence[str]) -> set[str]:
+    with ThreadPoolExecutor() as pool:
+        reasons = pool.map(_problem, [root / name for name in names])
+        problems = {name: why for name, why in zip(names, reasons, strict=True) if why}
+    for name in sorted(problems)[:_NAMED]:
+        log.warning("left out: %s", problems[name])
+    if len(problems) > _NAMED:
+        log.warning("and %d more unreadable image files", len(problems) - _NAMED)
+    return set(problems)
+
+
+def _problem(path: Path) -> str:
+    try:
+        read_rgb(str(path))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _kept(state: Path, root: Path) -> dict[str, dict[str, list[int]]]:
+    """What :func:`_keep` wrote for this data-dir; nothing if it is gone, damaged or of another one."""
+    try:
+        kept = json.loads((state / "inventory.json").read_text())
+        if kept["data-dir"] == str(root):
+            return {part: dict(kept[part]) for part in ("readable", "unreadable")}
+    except (OSError, ValueError, LookupError, TypeError):
+        log.debug("no inventory in %s", state)
+    return {"readable": {}, "unreadable": {}}
+
+
+def _keep(state: Path, root: Path, good: Stamps, bad: Iterable[str]) -> None:
+    content = {"data-dir": str(root), "readable": good, "unreadable": {name: [] for name in sorted(bad)}}
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        write_atomically(state / "inventory.json", json.dumps(content).encode())
+    except OSError as error:
+        raise ConfigError(f"state-dir = {str(state)!r} of this node cannot be written: {error}.") from error

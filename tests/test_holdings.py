@@ -1,0 +1,160 @@
+"""What a node lists of its own images, what it remembers of that, and the classes that nodes agree on."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from server_app.agreement import misspelt
+from task.config import ConfigError, parse
+from task.holdings import open_holdings, recall, take_stock
+from task.plan import Plan, first_plan
+from task.stream import class_order
+from task.world import build_world
+
+
+def paint(folder: Path, count: int, first: int = 0, shade: int = 128) -> None:
+    """Image files ``first`` to ``first + count`` of one shade."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(first, first + count):
+        Image.fromarray(np.full((8, 8, 3), shade, np.uint8)).save(folder / f"{i:03d}.png")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    paint(tmp_path / "data" / "cat", 40)
+    paint(tmp_path / "data" / "dog", 20)
+    return tmp_path / "data"
+
+
+def test_a_class_folder_is_split_and_each_class_is_trained_on(data: Path, tmp_path: Path) -> None:
+    paint(data / "owl", 1)
+    found = open_holdings(take_stock(str(data), tmp_path / "state", 0.0), 8)
+    assert found.class_names == ("cat", "dog", "owl")
+    train, test = np.bincount(found.train_labels), np.bincount(found.test_labels, minlength=3)
+    assert (train + test).tolist() == [40, 20, 1]
+    assert train[2] == 1
+    assert 2 <= test[0] <= 16  # a fifth of 40 by digest: 8, four standard deviations either way would be 10
+
+
+def test_what_is_trained_on_is_never_held_out_later(data: Path, tmp_path: Path) -> None:
+    before = open_holdings(take_stock(str(data), tmp_path / "state", 0.0), 8)
+    paint(data / "cat", 60, first=40)
+    after = open_holdings(take_stock(str(data), tmp_path / "state", 0.0), 8)
+    assert set(before.train_images.paths) <= set(after.train_images.paths)  # type: ignore[attr-defined]
+    assert set(before.test_images.paths) <= set(after.test_images.paths)  # type: ignore[attr-defined]
+    assert len(after.test_labels) > len(before.test_labels)
+
+
+def test_train_and_test_folders_are_taken_as_they_are(tmp_path: Path) -> None:
+    for part, count in (("train", 3), ("test", 2)):
+        for name in ("cat", "dog"):
+            paint(tmp_path / "data" / part / name, count)
+    found = open_holdings(take_stock(str(tmp_path / "data"), tmp_path / "state", 0.0), 8)
+    assert found.class_names == ("cat", "dog")
+    assert np.bincount(found.train_labels).tolist() == [3, 3]
+    assert np.bincount(found.test_labels).tolist() == [2, 2]
+
+
+def test_arrays_in_one_file(tmp_path: Path) -> None:
+    images, labels = np.zeros((20, 9, 7, 3), np.uint8), np.repeat([0, 1], 10)
+    np.savez(tmp_path / "data.npz", images=images, labels=labels, class_names=["left", "right"])
+    found = open_holdings(take_stock(str(tmp_path / "data.npz"), tmp_path / "state", 0.0), 8)
+    assert found.class_names == ("left", "right")
+    assert found.image_shape == (9, 7)
+
+
+def test_the_list_is_kept_until_stock_is_taken_again(data: Path, tmp_path: Path) -> None:
+    first = take_stock(str(data), tmp_path / "state", 0.0)
+    paint(data / "cat", 5, first=40)
+    assert recall(str(data), tmp_path / "state") == first
+    assert recall(str(tmp_path), tmp_path / "state") is None
+    assert len(take_stock(str(data), tmp_path / "state", 0.0).readable) == 65
+    (tmp_path / "state" / "inventory.json").write_text('{"data-dir": ')
+    assert recall(str(data), tmp_path / "state") is None
+
+
+def test_unreadable_files_are_named_and_skipped_up_to_a_share(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (data / "cat" / "000.png").write_bytes(b"no image")
+    (data / "dog" / "gone.png").symlink_to(data / "nowhere.png")
+    found = take_stock(str(data), tmp_path / "state", 0.1)
+    assert found.unreadable == ("cat/000.png", "dog/gone.png")
+    assert len(found.readable) == 59
+    assert "000.png" in caplog.text
+    with pytest.raises(ConfigError, match=r"2 of 61 image files .*unreadable-share"):
+        take_stock(str(data), tmp_path / "state", 0.01)
+    paint(data / "cat", 1)  # mended: read again since it has changed
+    assert take_stock(str(data), tmp_path / "state", 0.1).unreadable == ("dog/gone.png",)
+
+
+def test_only_new_and_changed_files_are_read(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_stock(str(data), tmp_path / "state", 0.0)
+    read: list[str] = []
+    monkeypatch.setattr("task.holdings._problem", lambda path: read.append(path.name) or "")
+    paint(data / "dog", 1, first=99)
+    take_stock(str(data), tmp_path / "state", 0.0)
+    assert read == ["099.png"]
+
+
+def test_no_such_place(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        take_stock(str(tmp_path / "nowhere"), tmp_path / "state", 0.0)
+    (tmp_path / "data" / "cat").mkdir(parents=True)
+    assert open_holdings(take_stock(str(tmp_path / "data"), tmp_path / "state", 0.0), 8).class_names == ()
+
+
+def test_a_nodes_own_ids_become_those_of_the_plan(data: Path, tmp_path: Path) -> None:
+    plan = Plan(("ant", "cat", "bee"), ((1,), (2, 0)), (8, 8))
+    config = parse({"dataset": "own", "evaluate": "clients", "image-size": 16, "rounds-per-task": 1})
+    world = build_world(config, plan, take_stock(str(data), tmp_path / "state", 0.0))
+    assert set(world.dataset.train_labels.tolist()) == {1, -1}  # dogs are in no task
+    assert world.rows.tolist() == [2, 0, 1]
+    empty = build_world(config, plan).dataset
+    assert (len(empty.train_labels), empty.image_shape) == (0, (8, 8))
+
+
+def test_plans_by_name_shuffled_and_as_classes_appear() -> None:
+    def plan(order: str, tasks: int) -> Plan:
+        values = {"dataset": "own", "evaluate": "clients", "class-order": order, "num-tasks": tasks}
+        return first_plan(parse(values), ["dog", "cat", "owl", "cat"], (8, 8))
+
+    assert plan("given", 2).tasks == ((0, 1), (2,))
+    assert plan("given", 2).class_names == ("cat", "dog", "owl")
+    assert plan("shuffled", 3).tasks == tuple((c,) for c in class_order(3, 0, "shuffled"))
+    open_ended = plan("appearing", 5)
+    assert open_ended.tasks == ((0, 1, 2),)
+    grown = open_ended.extended(["emu", "cat", "ant"])
+    assert (grown.class_names[3:], grown.tasks) == (("ant", "emu"), ((0, 1, 2), (3, 4)))
+    assert Plan.read(json.loads(json.dumps(grown.message()))) == grown
+    with pytest.raises(ConfigError, match=r"num-tasks=4.*cat, dog, owl"):
+        plan("given", 4)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "wrong"),
+    [
+        ("Melanoma", "melanoma", True),
+        ("basal cell", "basal_cell", True),
+        ("melanoma", "melanona", True),
+        ("melanoma", "melanoam", True),
+        ("benign keratosis", "benign keratoses", True),
+        ("screw", "screws", True),
+        ("cat", "bat", False),
+        ("class a", "class b", False),
+        ("part 12", "part 13", False),
+        ("type12", "type13", False),
+        ("left lung", "right lung", False),
+        ("nevus", "melanoma", False),
+    ],
+)
+def test_names_that_look_misspelt(ours: str, theirs: str, wrong: bool) -> None:
+    held = {"a": {ours, "other"}, "b": {theirs, "other"}}
+    assert bool(misspelt(held)) == wrong
+    if wrong:
+        assert repr(ours) in misspelt(held)
+        assert repr(theirs) in misspelt(held)
+    assert not misspelt({**held, "c": {ours, theirs}})  # who has both knows the difference

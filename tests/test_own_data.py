@@ -1,0 +1,296 @@
+"""Runs over nodes that each have images of their own, which come and go and find new classes."""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import server_app.run
+from client_app.node import Node, own_data_dir, state_dir
+from server_app.cli import main
+from server_app.errors import RunError
+from server_app.in_process import InProcessTransport
+from server_app.resume import continued
+from server_app.run import execute
+from server_app.transport import Reply
+from task.config import ConfigError, parse
+from task.data import load_dataset
+from task.inference import load_predictor
+from task.packet import Kind, Packet
+from tests.test_holdings import paint
+from tests.test_invariants import without_times
+from tests.test_resume import PowerCutError
+
+OWN = {"dataset": "own", "evaluate": "clients", "image-size": 16, "num-tasks": 2, "rounds-per-task": 1}
+OWN |= {"local-epochs": 1, "device": "cpu", "class-order": "given", "run-name": "run"}
+HOLDS = {"north": (0, 1, 2, 3), "south": (0, 1, 2), "west": (2, 3)}  # which patterns are whose
+NAMES = ("ant", "bee", "cow", "doe", "elk", "fox")
+Values = dict[str, Any]
+
+
+def store(folder: Path, c: int, images: np.ndarray) -> None:
+    (folder / NAMES[c]).mkdir(parents=True, exist_ok=True)
+    for i, image in enumerate(images):
+        Image.fromarray(image).save(folder / NAMES[c] / f"{i}.png")
+
+
+@pytest.fixture(scope="module")
+def patterns() -> list[np.ndarray]:
+    """Images by class."""
+    data = load_dataset("synthetic", "", 16, 0.0, 0)
+    return [data.train_images[np.flatnonzero(data.train_labels == c)[:20]] for c in range(6)]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder per node, as a rehearsal takes it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name, classes in HOLDS.items():
+        for c in classes:
+            store(tmp_path / "nodes" / name, c, patterns[c])
+    return tmp_path / "nodes"
+
+
+@pytest.fixture
+def own(nodes: Path, tmp_path: Path) -> Values:
+    return OWN | {"output-dir": str(tmp_path / "runs"), "data-dir": str(nodes), "num-clients": 3}
+
+
+class Changing(InProcessTransport):
+    """Nodes that connect, vanish or find data just before a train message of a server round, or while nothing goes on.
+
+    ``before`` maps server rounds to what happens; ``hidden`` are nodes that are not connected.
+    """
+
+    def __init__(self, values: Values, before: Mapping[int, Callable[[], object]] | None = None) -> None:
+        super().__init__(values, len(HOLDS))
+        self.before, self.hidden, self.aliases = dict(before or {}), set[int](), dict[int, int]()
+
+    def nodes(self) -> list[int]:
+        return [n for n in [*super().nodes(), *self.aliases] if n not in self.hidden]
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+        server_round = next(iter(packets.values())).config.get("server-round", 0) if packets else 0
+        if kind == "train" and server_round in self.before:
+            self.before.pop(server_round)()  # type: ignore[call-overload]
+        replies = []
+        for node, packet in packets.items():
+            if node in self.hidden:
+                replies.append(Reply(node, None, "gone", 0, 0))
+            else:
+                found = super().exchange(kind, {self.aliases.get(node, node): packet}, timeout)[0]
+                replies.append(Reply(node, found.packet, found.error, found.bytes_down, found.bytes_up))
+        return replies
+
+
+def run(values: Values, transport: InProcessTransport | None = None) -> Values:
+    config = parse(continued(values))
+    directory = execute(config, transport or InProcessTransport(config.flat(), config.num_clients))
+    return json.loads((directory / "results.json").read_text())
+
+
+def test_nodes_with_images_of_their_own_learn_together(own: Values, nodes: Path) -> None:
+    results = run(own | {"local-epochs": 3})
+    assert results["status"] == "finished"
+    assert results["class_names"] == ["ant", "bee", "cow", "doe"]
+    assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
+    assert results["rounds"][0]["idle"] == ["west"]  # it has neither ants nor bees
+    held_out = [sum(results["confusion"][c]) for c in range(4)]
+    trained = np.sum([c["class_counts"] for c in results["clients"]], axis=0)
+    assert (trained + held_out).tolist() == [40, 40, 60, 40]
+    assert results["samples_per_task"] == [sum(held_out[:2]), sum(held_out[2:])]
+    assert results["metrics"]["last_accuracy"] > 0.8
+    predictor = load_predictor(Path(own["output-dir"]) / "run")
+    files = sorted((nodes / "west" / "doe").iterdir())
+    assert predictor.predict(files).names.count("doe") > 15
+
+
+def test_a_rehearsal_from_the_command_line_has_a_client_for_each_folder(own: Values, nodes: Path) -> None:
+    words = [f"{k}={v}" for k, v in own.items() if k != "num-clients"]
+    assert main(["run", "--in-process", *words]) == 0
+    results = json.loads((Path(own["output-dir"]) / "run" / "results.json").read_text())
+    assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda nodes: (nodes / "west" / "doe").rename(nodes / "west" / "Doe"), "look like one class"),
+        (lambda nodes: shutil.rmtree(nodes / "west"), "has no folder for node 2"),
+        (lambda nodes: [f.write_bytes(b"") for f in (nodes / "west" / "doe").iterdir()], "unreadable-share"),
+    ],
+)
+def test_a_mismatch_stops_the_run_at_once(spoil: Callable[[Path], object], message: str, own: Values) -> None:
+    spoil(Path(own["data-dir"]))
+    with pytest.raises(RunError, match=message):
+        run(own)
+    assert not (Path(own["output-dir"]) / "run").exists()
+
+
+def test_a_node_without_any_image_stops_the_run(own: Values, nodes: Path) -> None:
+    (nodes / "zulu").mkdir()
+    with pytest.raises(RunError, match="zulu: no image found"):
+        run(own | {"num-clients": 4})
+
+
+def test_classes_that_look_alike_are_accepted_when_told(own: Values, nodes: Path) -> None:
+    (nodes / "west" / "doe").rename(nodes / "west" / "Doe")
+    assert len(run(own | {"similar-classes": True})["class_names"]) == 5
+
+
+def test_the_server_says_who_holds_what_and_what_nobody_can_be_tested_on(
+    own: Values, nodes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in sorted((nodes / "south" / "ant").iterdir())[1:]:
+        file.unlink()
+    for file in sorted((nodes / "north" / "ant").iterdir())[1:]:
+        file.unlink()
+    with caplog.at_level("INFO"):
+        run(own)
+    assert "no node has held out an image of ant" in caplog.text
+    assert "north" in caplog.text
+    assert "held out  classes  unreadable" in caplog.text
+
+
+def test_files_that_come_during_a_task_wait_for_the_next_hello(own: Values, patterns: list[np.ndarray]) -> None:
+    """The server refuses more examples than a node has spoken of."""
+    values = own | {"num-tasks": 1, "rounds-per-task": 2}
+    late = Path(own["data-dir"]) / "north" / "ant"
+    results = run(values, Changing(parse(values).flat(), {2: lambda: paint(late, 30, first=100)}))
+    assert [r["failures"] for r in results["rounds"]] == [[], []]
+    assert results["clients"][0]["class_counts"][0] == 18
+    assert run(values | {"run-name": "next"})["clients"][0]["class_counts"][0] > 18
+
+
+def test_a_node_joins_late(own: Values) -> None:
+    transport = Changing(parse(own).flat(), {1: lambda: transport.hidden.clear()})
+    transport.hidden = {2}
+    results = run(own | {"num-clients": 2}, transport)
+    assert [r["participants"] for r in results["rounds"]] == [["north", "south"], ["north", "south", "west"]]
+    assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
+
+
+def test_a_late_node_with_a_misspelt_class_is_left_out_and_the_run_goes_on(own: Values, nodes: Path) -> None:
+    (nodes / "west" / "doe").rename(nodes / "west" / "Doe")
+    transport = Changing(parse(own).flat(), {1: lambda: transport.hidden.clear()})
+    transport.hidden = {2}
+    results = run(own | {"num-clients": 2}, transport)
+    assert results["status"] == "finished"
+    assert results["rounds"][1]["participants"] == ["north", "south"]
+    assert [a["name"] for a in results["absent"]] == ["west"]
+    assert "look like one class" in results["absent"][0]["reason"]
+
+
+@pytest.mark.parametrize("dataset", ["own", "synthetic"])
+def test_a_node_that_comes_back_under_another_handle_takes_its_old_place(dataset: str, own: Values) -> None:
+    """As a SuperNode does that is restarted without a key of its own."""
+
+    def restart() -> None:
+        transport.hidden, transport.aliases = {1}, {7: 1}
+
+    values = own | {"rounds-per-task": 2}
+    if dataset == "synthetic":
+        values |= {"dataset": "synthetic", "data-dir": "", "partition": "iid"}
+    transport = Changing(parse(values).flat(), {1: restart})
+    results = run(values, transport)
+    names = [c["name"] for c in results["clients"]]
+    assert [r["participants"] for r in results["rounds"]] == [names] * 4
+    assert [[f["name"] for f in r["failures"]] for r in results["rounds"]] == [[names[1]], [], [], []]
+
+
+def test_a_second_node_of_one_name_has_to_wait(own: Values) -> None:
+    transport = Changing(parse(own).flat(), {1: lambda: transport.aliases.update({7: 1})})
+    results = run(own, transport)
+    assert results["rounds"][1]["participants"] == ["north", "south", "west"]
+    assert results["absent"] == [{"name": "south", "reason": "a node of this name takes part already"}]
+
+
+def appearing(own: Values) -> Values:
+    return own | {"class-order": "appearing", "num-tasks": 3, "rounds-per-task": 2}
+
+
+def test_classes_that_appear_become_tasks(own: Values, nodes: Path, patterns: list[np.ndarray]) -> None:
+    """Two appear while the first task is learned and none later, so there are two tasks of three that could be."""
+    values = appearing(own) | {"local-epochs": 3}
+    new = [lambda: store(nodes / "north", 4, patterns[4]), lambda: store(nodes / "west", 5, patterns[5])]
+    results = run(values, Changing(parse(values).flat(), {2: lambda: [find() for find in new]}))
+    assert results["tasks"] == [[0, 1, 2, 3], [4, 5]]
+    assert results["class_names"] == list(NAMES)
+    assert [r["task"] for r in results["rounds"]] == [1, 1, 2, 2]
+    assert results["num_tasks"] == 2
+    assert results["metrics"]["last_accuracy"] > 0.7
+    assert len(results["clients"][0]["class_counts"]) == 6
+
+
+def test_the_run_waits_for_classes_to_appear(
+    own: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            store(nodes / "west", 5, patterns[5])
+
+    monkeypatch.setattr(server_app.run.time, "sleep", sleep)
+    results = run(appearing(own) | {"class-wait": 3600.0, "num-tasks": 2})
+    assert results["tasks"] == [[0, 1, 2, 3], [4]]
+    assert slept == [server_app.run.POLL] * 2
+
+
+def test_an_open_ended_run_is_resumed_with_the_classes_it_had(
+    own: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut() -> None:
+        raise PowerCutError
+
+    values = appearing(own)
+    arrives = {2: lambda: store(nodes / "north", 4, patterns[4])}
+    with pytest.raises(PowerCutError):
+        run(values | {"run-name": "cut"}, Changing(parse(values).flat(), {**arrives, 4: cut}))
+    store(nodes / "north", 5, patterns[5])  # while nobody looks: it comes in its turn, after the task that was cut
+    resumed = run({"resume": str(Path(own["output-dir"]) / "cut")})
+    for name in ("elk", "fox"):
+        shutil.rmtree(nodes / "north" / name)
+    arrives |= {4: lambda: store(nodes / "north", 5, patterns[5])}
+    whole = run(values | {"run-name": "whole"}, Changing(parse(values).flat(), arrives))
+    assert without_times(resumed) == without_times(whole)
+    assert resumed["tasks"] == [[0, 1, 2, 3], [4], [5]]
+
+
+def test_where_a_node_keeps_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    config = parse(OWN | {"data-dir": "/data"})
+    node = Node({}, {"name": "Klinik Süd/1", "data-dir": "/data"})
+    assert own_data_dir(config, node) == "/data"
+    assert state_dir(config, node).parent == tmp_path / "fcil"
+    assert "/" not in state_dir(config, node).name
+    assert state_dir(config, Node({}, {"name": "a", "state-dir": "/var/a"})) == Path("/var/a")
+    assert own_data_dir(config, Node({}, {"name": "a"})) == "/data"  # one path for all, as in containers
+    with pytest.raises(ConfigError, match="data-dir"):
+        own_data_dir(parse(OWN), Node({}, {"name": "a"}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"evaluate": "server"}, "evaluate"),
+        ({"partition": "iid"}, "partition"),
+        ({"dirichlet-beta": 0.1}, "dirichlet-beta"),
+        ({"method": "joint"}, "joint"),
+        ({"federated-bias": True}, "federated-bias"),
+        ({"validation-share": 0.1}, "validation-share"),
+        ({"class-wait": 5.0}, "class-wait"),
+        ({"dataset": "digits", "class-order": "appearing"}, "appearing"),
+        ({"dataset": "digits", "unreadable-share": 0.5}, "unreadable-share"),
+        ({"dataset": "digits", "similar-classes": True}, "similar-classes"),
+    ],
+)
+def test_what_cannot_work_with_own_data(values: Values, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(OWN | values)
