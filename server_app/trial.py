@@ -6,6 +6,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
@@ -17,16 +20,18 @@ from server_app.launcher import default_workers
 from strategies.base import Moment
 from task.backbones import load_backbone
 from task.config import Config
-from task.data import default_augmentation, load_dataset
+from task.data import Dataset, default_augmentation, load_dataset
 from task.device import resolve_device
+from task.holdings import Inventory, open_holdings, take_stock
 from task.keys import ConfigError
-from task.lessons import lesson_of
+from task.lessons import lesson_of, own_lesson
 from task.methods import load_half
 from task.model import Model, build_model
 from task.packet import Packet
+from task.plan import first_plan
 from task.seeding import torch_rng
 from task.transforms import prepare
-from task.world import build_world, image_size
+from task.world import World, build_world, image_size
 
 SIDE = 224  # of decoded images where the backbone cannot say
 CONTEXT = 0.5 * GB  # of a GPU's memory, which every process takes before its first array
@@ -80,11 +85,37 @@ def _data(config: Config) -> Finding:
         side = image_size(config)
     except ConfigError:
         side = config.image_size or SIDE
-    data = load_dataset(config.dataset, config.data_dir, side, config.validation_share, config.seed)
+    data = _dataset(config, side)
     for images, labels in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
         images[np.unique(labels, return_index=True)[1]]
     text = f"data {config.dataset}: {len(data.train_labels)} training and {len(data.test_labels)} test images, "
     return Finding("ok", text + _counts(data.class_names, np.bincount(data.train_labels)))
+
+
+def _dataset(config: Config, side: int) -> Dataset:
+    if config.own_data:
+        return open_holdings(_stock(config), side)
+    return load_dataset(config.dataset, config.data_dir, side, config.validation_share, config.seed)
+
+
+@lru_cache(maxsize=1)
+def _stock(config: Config) -> Inventory:
+    """Of a node that is tried out alone; what a run remembers there stays as it is."""
+    if not config.data_dir:
+        raise ConfigError("data-dir = '': where nodes have data of their own, name those of this one.")
+    with TemporaryDirectory() as state:
+        return take_stock(config.data_dir, Path(state), config.unreadable_share)
+
+
+@lru_cache(maxsize=1)
+def _world(config: Config) -> World:
+    """The run's, or what it would be if this node with data of its own were the only one."""
+    if not config.own_data:
+        return build_world(config)
+    stock = _stock(config)
+    own = open_holdings(stock, image_size(config))
+    alone = replace(config, num_tasks=min(config.num_tasks, len(own.class_names)))
+    return build_world(config, first_plan(alone, own.class_names, own.image_shape), stock)
 
 
 def _counts(names: tuple[str, ...], counts: np.ndarray) -> str:
@@ -96,17 +127,20 @@ def _counts(names: tuple[str, ...], counts: np.ndarray) -> str:
 
 
 def _tasks(config: Config) -> Finding:
+    if config.own_data:
+        images = len(own_lesson(_world(config), 0).positions)
+        return Finding("ok", f"alone, this node would learn from {images} images in the first task")
     clients = range(config.num_clients)
     sizes = [len(lesson_of(config, c, task=0, round=0, holds_pool=c == 0).positions) for c in clients]
-    tasks = len(build_world(config).schedule.tasks)
+    tasks = len(_world(config).schedule.tasks)
     text = f"{tasks} tasks; in the first, {len(sizes)} clients learn from {min(sizes)} to {max(sizes)} images each"
     return Finding("ok", text)
 
 
 def _forward(config: Config) -> Finding:
-    world, model = build_world(config), _model(config)
-    some = np.arange(len(world.dataset.test_labels))[: config.batch_size]
-    images = prepare(world.dataset.test_images[some], model.backbone)
+    world, model = _world(config), _model(config)
+    some = np.arange(len(world.dataset.train_labels))[: config.batch_size]
+    images = prepare(world.dataset.train_images[some], model.backbone)
     with torch.inference_mode():
         seconds = _seconds(lambda: model(images), model)
     return Finding("ok", f"a forward pass of {len(some)} images takes {1000 * seconds:.0f} ms")
@@ -115,7 +149,7 @@ def _forward(config: Config) -> Finding:
 def _step(config: Config) -> Finding:
     if not config.row.client:
         return Finding("ok", f"method {config.method} has no training step")
-    world, model = build_world(config), _model(config)
+    world, model = _world(config), _model(config)
     positions = np.flatnonzero(np.isin(world.dataset.train_labels, world.schedule.tasks[0]))[: config.batch_size]
     rows = world.rows[world.dataset.train_labels[positions]]
     augmentation = default_augmentation(world.dataset, config.augmentation)
@@ -130,7 +164,7 @@ def _step(config: Config) -> Finding:
 
 
 def _model(config: Config) -> Model:
-    return build_model(config, build_world(config).task_sizes(0))
+    return build_model(config, _world(config).task_sizes(0))
 
 
 def _seconds(action: Callable[[], object], model: Model) -> float:

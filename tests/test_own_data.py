@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 import server_app.run
+from client_app.client import handle
 from client_app.node import Node, own_data_dir, state_dir
 from server_app.cli import main
 from server_app.errors import RunError
@@ -261,6 +262,18 @@ def test_an_open_ended_run_is_resumed_with_the_classes_it_had(
     whole = run(values | {"run-name": "whole"}, Changing(parse(values).flat(), arrives))
     assert without_times(resumed) == without_times(whole)
     assert resumed["tasks"] == [[0, 1, 2, 3], [4], [5]]
+
+
+def test_a_nodes_device_and_paths_win_over_the_runs(nodes: Path) -> None:
+    """The device only where it computes, and a path only where the run reads it: digits need none."""
+    node = Node({}, {"name": "a", "partition-id": 0, "device": "cuda:7", "data-dir": str(nodes)})
+    asked = {"dataset": "synthetic", "num-clients": 1, "device": "cpu"}
+    answer = handle("hello", Packet(config={"run-config": json.dumps(parse(asked).flat())}), node)
+    assert "cuda:7" in answer.config["error"]  # type: ignore[operator]
+    folder = parse({"dataset": "folder", "data-dir": "/server", "num-clients": 1}).flat()
+    settings = {"partition-id": 0, "device": "cpu", "data-dir": str(nodes / "north")}
+    answer = handle("hello", Packet(config={"run-config": json.dumps(folder)}), Node({}, settings))
+    assert answer.config["classes"] == ["ant", "bee", "cow", "doe"]
 
 
 def test_where_a_node_keeps_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
