@@ -270,7 +270,7 @@ def test_a_nodes_device_and_paths_win_over_the_runs(nodes: Path) -> None:
     asked = {"dataset": "synthetic", "num-clients": 1, "device": "cpu"}
     answer = handle("hello", Packet(config={"run-config": json.dumps(parse(asked).flat())}), node)
     assert "cuda:7" in answer.config["error"]  # type: ignore[operator]
-    folder = parse({"dataset": "folder", "data-dir": "/server", "num-clients": 1}).flat()
+    folder = parse({"dataset": "folder", "data-dir": "/server", "num-clients": 1, "num-tasks": 2}).flat()
     settings = {"partition-id": 0, "device": "cpu", "data-dir": str(nodes / "north")}
     answer = handle("hello", Packet(config={"run-config": json.dumps(folder)}), Node({}, settings))
     assert answer.config["classes"] == ["ant", "bee", "cow", "doe"]
