@@ -163,13 +163,17 @@ def _check_counts(classes: Sequence[str], *counts: np.ndarray) -> None:
 def _check_own(classes: Sequence[str], counts: np.ndarray, config: Mapping[str, Any]) -> None:
     if ((counts < 1) | (counts > MOST_IMAGES)).any():
         raise ValueError(f"its class_counts are not 1 to {MOST_IMAGES} images of each class")
-    if len(set(classes)) < len(classes) or not all(name.strip() and len(name) <= LONGEST_NAME for name in classes):
-        raise ValueError(f"its class names are not distinct texts of 1 to {LONGEST_NAME} characters")
+    if len(set(classes)) < len(classes) or not all(map(_is_name, classes)):
+        raise ValueError(f"its class names are not distinct texts of 1 to {LONGEST_NAME} printable characters")
     shape, unreadable = config.get("image-shape"), config.get("unreadable")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n <= MOST_SIDE for n in shape):
         raise ValueError(f"its image-shape is {shape!r}; height and width were expected")
     if type(unreadable) is not int or unreadable < 0:
         raise ValueError(f"its number of unreadable files is {unreadable!r}")
+
+
+def _is_name(text: str) -> bool:
+    return bool(text.strip()) and text.isprintable() and len(text) <= LONGEST_NAME
 
 
 def mismatch(member: Member, backbone: str, code: str) -> str:

@@ -110,7 +110,7 @@ class Run:
         if self.plan:
             self.roster.place(self.plan.class_names)
             ignored = {name for m in self.roster.members for name in m.classes} - set(self.plan.class_names)
-            if ignored:
+            if ignored and self.config.class_order != APPEARING:
                 log.warning("not in the plan of this run, so left out: %s", ", ".join(sorted(ignored)))
         return world
 
@@ -174,6 +174,7 @@ class Run:
         if not self.plan or self.config.class_order != APPEARING or len(self.plan.tasks) >= self.config.num_tasks:
             return False
         deadline = time.monotonic() + self.config.class_wait
+        log.info("looking for new classes, for %g s at most", self.config.class_wait)
         while True:
             self.roster.welcome()
             self.roster.ask_again()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -90,14 +91,18 @@ def open_holdings(inventory: Inventory, side: int) -> Dataset:
         side: of decoded image files, in pixels.
 
     Raises:
-        ConfigError: an .npz file that cannot be used.
+        ConfigError: an .npz file that cannot be used, or a class name that cannot travel.
     """
     root = Path(inventory.data_dir)
     if root.is_file():
         return npz(root, side)
     split = _is_split(root)
-    by_class = np.array([PurePosixPath(name).parts[split] for name in inventory.readable], np.str_)
-    names, labels = np.unique(by_class, return_inverse=True)
+    # two systems may write one letter in two ways, and a class must have one name on all nodes
+    by_class = [unicodedata.normalize("NFC", PurePosixPath(name).parts[split]) for name in inventory.readable]
+    names, labels = np.unique(np.array(by_class, np.str_), return_inverse=True)
+    odd = [name for name in names.tolist() if not name.isprintable()]
+    if odd:
+        raise ConfigError(f"data-dir = {inventory.data_dir!r}: rename the class folder {odd[0]!r}, it cannot be shown.")
     test = _in_test(inventory.readable) if split else _held_out(inventory.readable, labels)
     parts = [_part(root, inventory.readable, labels, np.flatnonzero(mask), side) for mask in (~test, test)]
     return Dataset(tuple(map(str, names)), *parts[0], *parts[1])

@@ -100,6 +100,14 @@ def test_only_new_and_changed_files_are_read(data: Path, tmp_path: Path, monkeyp
     assert read == ["099.png"]
 
 
+def test_class_names_travel_and_are_written_in_one_way(tmp_path: Path) -> None:
+    paint(tmp_path / "data" / "Bu\u0308gel", 2)  # as some systems store an umlaut: u and two dots
+    assert open_holdings(take_stock(str(tmp_path / "data"), tmp_path / "state", 0.0), 8).class_names == ("B\u00fcgel",)
+    paint(tmp_path / "data" / "li\ne", 2)
+    with pytest.raises(ConfigError, match=r"rename the class folder 'li\\ne'"):
+        open_holdings(take_stock(str(tmp_path / "data"), tmp_path / "state", 0.0), 8)
+
+
 def test_no_such_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         take_stock(str(tmp_path / "nowhere"), tmp_path / "state", 0.0)
