@@ -39,7 +39,7 @@ def run(values: Values, cut_in_round: int = 0) -> None:
             raise PowerCutError
         return packet
 
-    transport = InProcessTransport(config.flat(), config.num_clients)
+    transport = InProcessTransport(config.flat(), config.num_clients or 4)
     original = transport.exchange
 
     def exchange(kind: str, packets: Any, timeout: float) -> Any:
@@ -84,6 +84,30 @@ def test_a_resumed_run_ends_as_if_nothing_had_happened(method: str, tiny: Values
     run(whole)
     folder = interrupted(cut, cut_in_round=4)
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
+    run({"resume": str(folder)})
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+RESNET: Values = {"method": "fedavg", "prompt": "none", "backbone": "resnet18_cifar", "backbone-weights": "random"}
+WORLDS: dict[str, tuple[int, Values]] = {
+    # of how many rounds the last one is cut, and run keys
+    "own class sequences": (4, {"method": "fedavg", "partition": "consensus"}),
+    "images drawn anew in each round": (4, {"partition": "split-ratio", "split-ratio": 0.5}),
+    "running statistics": (2, RESNET | {"image-size": 8, "num-clients": 2, "clients-per-round": 1, "num-tasks": 1}),
+    "as many clients as nodes": (4, {"num-clients": 0}),
+}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_resumed_run_ends_the_same_whatever_clients_learn(
+    world: str, tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server_app.members.SETTLED", 0.0)  # no more nodes will come
+    rounds, own = WORLDS[world]
+    whole, cut = two_runs(tiny, **own)
+    run(whole)
+    folder = interrupted(cut, cut_in_round=rounds)
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == rounds - 1
     run({"resume": str(folder)})
     assert all_of(folder) == all_of(folder.with_name("whole"))
 
