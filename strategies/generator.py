@@ -5,10 +5,12 @@ Shapes: J prompted blocks, C models, B samples, N prompts in a pool, V = 2 L_p D
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.methods import HePCoOptions
@@ -63,6 +65,15 @@ class Latent:
         shares = weights[:, :, None] * cosines(z, self.keys)  # [J, C, B, N]
         return shares.permute(0, 2, 1, 3).flatten(2) @ self.pools.flatten(1, 2)
 
+    def blend_map(self, weights: Tensor) -> Tensor:
+        """The matrix by which :meth:`blend` acts on z / |z| with S kinds of weights, [C, S] -> [J, S D, V].
+
+        rho(z; c) = sum_i (z / |z|) . (k_i / |k_i|) P_i is linear in z / |z|.
+        """
+        keys = F.normalize(self.keys, dim=-1).flatten(1, 2)  # [J, C N, D]
+        shares = weights.T.repeat_interleave(self.keys.shape[2], dim=1)  # [S, C N]
+        return (shares[:, :, None] * keys[:, None]).mT.flatten(1, 2) @ self.pools.flatten(1, 2)
+
 
 class PromptGap:
     """|rho(z; server) - rho(z; teacher)|^2 of eq. 4 as a quadratic form in the cosine weights.
@@ -88,7 +99,13 @@ class PromptGap:
 
 
 def generator_loss(
-    z: Tensor, labels: Tensor, shares: Tensor, server: Latent, teachers: Latent, gap: PromptGap, options: HePCoOptions
+    z: Tensor,
+    labels: Tensor,
+    shares: Tensor,
+    server: Latent,
+    teachers: Latent,
+    gap: PromptGap | None,
+    options: HePCoOptions,
 ) -> Tensor:
     """Eq. 2 to 5: right for every teacher, and where server and teachers disagree; a sum over samples and teachers.
 
@@ -103,18 +120,16 @@ def generator_loss(
         shares: weight of each teacher for each head row, [C, S].
         server: the provisional server, C = 1.
         teachers: C models.
-        gap: of these two.
+        gap: of these two; None leaves out the last term, which costs most and by default changes no gradient.
         options: the lambdas and whether the query has a gradient.
     """
     rows = teachers.bias.shape[1]
     q, p = teachers.log_softmax(z, rows), server.log_softmax(z, rows)
     cross_entropy = -q.gather(2, labels.expand(len(q), -1)[:, :, None])[:, :, 0]  # [C, B], as are the other two
     divergence = (p.exp() * (p - q)).sum(dim=2)
-    each = (
-        cross_entropy
-        - options.lambda_kl * divergence
-        - options.lambda_mse * gap(z if options.query_gradient else z.detach())
-    )
+    each = cross_entropy - options.lambda_kl * divergence
+    if gap:
+        each = each - options.lambda_mse * gap(z if options.query_gradient else z.detach())
     return (shares[:, labels] * each).sum()
 
 
@@ -135,15 +150,30 @@ class Source:
         labels = torch.multinomial(self.histogram, number, replacement=True, generator=rng)
         return self.generator(labels, rng), labels
 
+    @cached_property
+    def _map(self) -> Tensor | None:
+        """Of the S' head rows that are drawn, [J, S' D, V]; None where that is larger than the teachers' pools."""
+        drawn, (_, clients, prompts, dim) = self.histogram > 0, self.teachers.keys.shape
+        smaller = int(drawn.sum()) * dim < clients * prompts
+        return self.teachers.blend_map(self.shares[:, drawn]) if smaller else None
+
+    def target(self, z: Tensor, labels: Tensor) -> Tensor:
+        """sum_c w_c rho(z; c) of samples [B, D] and their head rows [B] -> [J, B, V]."""
+        if self._map is None:
+            return self.teachers.blend(z, self.shares[:, labels])
+        chosen = F.one_hot(labels, len(self.histogram))[:, self.histogram > 0]  # [B, S']
+        return (chosen[:, :, None] * F.normalize(z, dim=1)[:, None]).flatten(1) @ self._map
+
 
 def train_generator(source: Source, server: Latent, options: HePCoOptions, rng: torch.Generator) -> float:
     """Train the source's generator against its teachers (step 2); returns the last batch's loss per sample."""
     gap = PromptGap(server, source.teachers)
-    optimiser = torch.optim.Adam(source.generator.parameters(), options.generator_learning_rate)
+    optimiser = torch.optim.Adam(source.generator.parameters(), options.generator_learning_rate, fused=True)
     loss = torch.zeros(())
-    for _ in range(options.generator_steps):
+    for left in reversed(range(options.generator_steps)):
         z, labels = source.draw(options.batch_size, rng)
-        loss = generator_loss(z, labels, source.shares, server, source.teachers, gap, options)
+        needed = gap if options.query_gradient or not left else None
+        loss = generator_loss(z, labels, source.shares, server, source.teachers, needed, options)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()

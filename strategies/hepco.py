@@ -1,6 +1,7 @@
 """HePCo, server half: heterogeneous prompt consolidation (Halbe et al., TMLR 2024, section 4)."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from strategies.generator import Generator, Latent, Source, train_generator
 from task.config import Config
 from task.methods import HePCoOptions
 from task.model import Head, Model
-from task.prompt_decomposed import DecomposedPrompt, combine, cosines
+from task.prompt_decomposed import DecomposedPrompt, cosines
 from task.seeding import torch_rng
 
 
@@ -88,7 +89,7 @@ def distil_prompts(
     for _ in range(options.prompt_steps):
         with torch.no_grad():
             drawn = [(source, *source.draw(size, rng)) for source, size in sources]
-            target = torch.cat([s.teachers.blend(z, s.shares[:, labels]) for s, z, labels in drawn], dim=1)
+            target = torch.cat([s.target(z, labels) for s, z, labels in drawn], dim=1)
         loss = prompt_loss(prompt, torch.cat([z for _, z, _ in drawn]), target)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -108,15 +109,32 @@ def prompt_loss(prompt: DecomposedPrompt, z: Tensor, target: Tensor) -> Tensor:
         z: samples [B, D].
         target: sum_c w_c rho(z; c), [J, B, V].
     """
-    rho = combine(cosines(z, prompt.keys), prompt.pool).flatten(2)
-    return F.mse_loss(rho, target, reduction="sum")
+    return _SquaredGap.apply(cosines(z, prompt.keys), prompt.pool.flatten(2), target)
+
+
+class _SquaredGap(torch.autograd.Function):
+    """|w P - target|^2 of weights [J, B, N], pool [J, N, V], target [J, B, V].
+
+    Written out, since the passes over [J, B, V] that autograd would make cost as much as the products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, pool: Tensor, target: Tensor) -> Tensor:
+        apart = torch.baddbmm(target, weights, pool, beta=-1)
+        ctx.save_for_backward(weights, pool, apart)
+        return apart.flatten().dot(apart.flatten())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        weights, pool, apart = ctx.saved_tensors
+        return 2 * gradient * (apart @ pool.mT), (2 * gradient * weights).mT @ apart, None
 
 
 def distil_head(
     head: Head, sources: Sequence[tuple[Source, int]], options: HePCoOptions, rng: torch.Generator
 ) -> float:
     """The head by cross-entropy over all seen classes, in place; returns the last batch's loss."""
-    optimiser = torch.optim.Adam(head.parameters(), options.distillation_learning_rate)
+    optimiser = torch.optim.Adam(head.parameters(), options.distillation_learning_rate, fused=True)
     loss = torch.zeros(())
     for _ in range(options.head_steps):
         with torch.no_grad():

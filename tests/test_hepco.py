@@ -225,6 +225,32 @@ def test_training_lowers_the_generators_loss():
     assert not after(1)[1].training
 
 
+def test_by_default_the_gap_is_reported_and_trains_nothing():
+    def after(**keys):
+        where = source([single(1), single(2)], COUNTS[:2])
+        rng = torch.Generator().manual_seed(1)
+        loss = train_generator(where, latent(single(0)), options(generator_steps=3, **keys), rng)
+        return loss, torch.cat([p.detach().flatten() for p in where.generator.parameters()])
+
+    (without, first), (loss, again) = after(lambda_mse=0.0), after(lambda_mse=0.3)
+    assert torch.equal(first, again)
+    assert loss < without - 1
+    assert not torch.equal(first, after(lambda_mse=0.3, query_gradient=True)[1])
+
+
+@pytest.mark.parametrize("drawn", [2, 3])  # 2 rows of 5 numbers are fewer than 3 clients' pools of 4 prompts
+def test_target_is_the_weighted_sum_of_the_teachers_prompts(drawn):
+    rng = np.random.default_rng(drawn)
+    counts = rng.integers(1, 9, (C, S)) * (np.arange(S) >= S - drawn)
+    labels, shares = rng.integers(S - drawn, S, B), counts / np.maximum(counts.sum(0), 1)
+    where = Source(latent(*CLIENTS), torch.from_numpy(shares), torch.from_numpy(counts).sum(0), None)
+    found = where.target(torch.from_numpy(Z), torch.from_numpy(labels)).unflatten(-1, (2, L, D))
+    assert (where._map is not None) == (drawn == 2)
+    for b, (z, y) in enumerate(zip(Z, labels, strict=True)):
+        expected = [sum(s[y] * numpy_rho(c, z, j) for s, c in zip(shares, CLIENTS, strict=True)) for j in range(J)]
+        assert np.allclose(found[:, b], expected)
+
+
 def test_labels_follow_the_histogram():
     where = source([single(1)], [[0, 0, 0, 1, 0, 3]])
     _, labels = where.draw(4000, torch.Generator().manual_seed(2))
