@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from server_app.errors import LaunchError
+from server_app.files import origin
 from server_app.launcher import POLL, end_processes, interruptible, last_lines
 from server_app.places import mark_failed, read_results
 from server_app.report import ReportError, load_run, write_comparison
 from server_app.report.groups import Group
-from server_app.report.runs import Run
+from server_app.report.runs import Run, flat
 from server_app.suite import PLACES, Planned, Suite
 from task.config import ConfigError, defaults
 
@@ -73,14 +74,22 @@ class Bench:
             time.sleep(POLL)
 
     def _plan(self) -> None:
+        now, foreign = flat(origin()), []
         for run in self._suite.runs:
             finished = finished_run(run)
             if finished is None:
                 self._waiting.append(run)
-            else:
-                self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
+                continue
+            self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
+            other = [name for name, value in now.items() if finished.settings.get(name) != value]
+            foreign += [f"{run.name} ({', '.join(other)})"] if other else []
         total, left = len(self._suite.runs), len(self._waiting)
         self._say(f"{total} runs, {total - left} of them finished already; results go to {self._suite.folder}")
+        if foreign:
+            self._say(
+                f"WARNING   {len(foreign)} of the finished runs were made by other code or versions, "
+                f"first {foreign[0]}; they are kept: remove their folders to run them anew"
+            )
 
     def _start(self, run: Planned, lock: int) -> None:
         # a half run's lines must not stay in the files of a new one

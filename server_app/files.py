@@ -47,11 +47,14 @@ def write_config(directory: Path, config: Config, model: "Model") -> None:
         **config.flat(),
         "used": {"device": str(model.device), "image-size": model.backbone.image_size},
         "backbone-sha256": model.backbone.sha256,
-        "code-sha256": code_sha256(),
-        "git-revision": _revision(),
-        "versions": versions(),
+        **origin(),
     }
     write_atomically(directory / "config.yaml", yaml.safe_dump(content, sort_keys=False).encode())
+
+
+def origin() -> dict[str, Any]:
+    """What makes a run now, as config.yaml has it: digest of the clients' code, commit, versions."""
+    return {"code-sha256": code_sha256(), "git-revision": _revision(), "versions": versions()}
 
 
 def _revision() -> str:

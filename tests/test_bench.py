@@ -15,6 +15,7 @@ import yaml
 
 from server_app import bench, cli
 from server_app.bench import Bench
+from server_app.files import origin
 from server_app.launcher import Interrupted
 from server_app.places import read_results
 from server_app.suite import Planned, read_suite
@@ -68,12 +69,12 @@ def run_results(accuracies, seconds=60.0, up=1000, status="finished"):
     }
 
 
-def fill(planned, results, **changed):
+def fill(planned, results, made_by=None, **changed):
     """Lay a run into a planned one's folder, with the planned keys but for those ``changed``."""
     planned.directory.mkdir(parents=True)
     (planned.directory / "results.json").write_text(json.dumps(results | {"seed": planned.seed}))
     keys = {**planned.config.flat(), **{name.replace("_", "-"): value for name, value in changed.items()}}
-    (planned.directory / "config.yaml").write_text(yaml.safe_dump({**keys, "versions": {"torch": "2.5"}}))
+    (planned.directory / "config.yaml").write_text(yaml.safe_dump(keys | (made_by or origin())))
 
 
 def table(folder):
@@ -255,6 +256,23 @@ def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
     assert [re.sub(r"\d+ s\b", "0 s", line) for line in out] == expected
     assert (first.directory / "results.json").read_text() == kept
     assert sorted(file.name for file in half.directory.iterdir()) == ["config.yaml", "results.json", "run.log"]
+
+
+def test_finished_runs_of_other_code_are_kept_and_told_of_in_one_line(write, quick, capsys):
+    path = write(seeds=[0, 1])
+    runs, now = read_suite(path, {}).runs, origin()
+    other = [now | {"code-sha256": "0"}, now | {"versions": now["versions"] | {"torch": "1.0"}}, now]
+    for run, made_by in zip(runs, other, strict=False):
+        fill(run, run_results((0.5, 0.5, 0.5)), made_by)
+    assert cli.main(["bench", str(path)]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert warnings == [
+        "WARNING   2 of the finished runs were made by other code or versions, first means/seed0 (code-sha256); "
+        "they are kept: remove their folders to run them anew"
+    ]
+    assert events(runs[0].directory.parents[1]) == ["begins head", "ends head"]
+    assert cli.main(["bench", str(path)]) == 0
+    assert "first means/seed0" in capsys.readouterr().out
 
 
 def test_a_failed_run_stops_no_other(write, quick, capsys, tmp_path):
