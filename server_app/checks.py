@@ -1,10 +1,10 @@
 """Checking a client's answer before it touches the global model."""
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from server_app.errors import one_line
 from server_app.members import Member, failure
 from server_app.transport import Reply
 from strategies.base import Update
@@ -16,11 +16,15 @@ from task.statistics import Nothing
 
 LARGEST = Nothing.largest  # of trained arrays
 MOST_IMAGES = 10**9
+LARGEST_METRIC = 1e12  # of loss, accuracy, seconds, images: sums over clients and rounds stay finite
 Spec = Mapping[str, tuple[int, ...]]  # array name -> shape
 
 
 class Refused(ValueError):
     """An answer is not used; the message is the reason that the results name."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(one_line(reason))
 
 
 def check_reply(
@@ -43,8 +47,8 @@ def check_reply(
         raise Refused(reason)
     packet = reply.packet or Packet()
     for name, value in packet.metrics.items():
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise Refused(f"{name} is {value!r}; a finite number was expected")
+        if type(value) not in (int, float) or not abs(value) <= LARGEST_METRIC:
+            raise Refused(f"{name} is {value!r}; a number of at most {LARGEST_METRIC:g} was expected")
     examples = packet.metrics.get("num-examples")
     most = int(member.class_counts[list(classes)].sum())
     if type(examples) is not int or not 0 <= examples <= most:

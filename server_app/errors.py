@@ -11,3 +11,13 @@ class LaunchError(RuntimeError):
 
 class ExportError(RuntimeError):
     """A model cannot be written in the form that was asked for."""
+
+
+LONGEST_REASON = 300  # characters
+
+
+def one_line(text: str) -> str:
+    """``text`` as one printable line of at most LONGEST_REASON characters: a client may call anything its reason."""
+    start = "".join(c if c.isprintable() else " " for c in text[: 10 * LONGEST_REASON])
+    line = " ".join(start.split())
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 1] + "…"

@@ -13,10 +13,10 @@ from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 
 from client_app.wire import MESSAGE_TYPES, from_records, to_records
+from server_app.errors import one_line
 from server_app.transport import Reply
 from task.packet import Kind, Packet
 
-_LONGEST_REASON = 300  # characters
 _LONGEST_ID = 2**64 - 1
 _RANDOM_IDS = ("_run_id", "_src_node_id", "_dst_node_id", "_src_task_id", "_dst_task_id")
 _WRAPPED = re.compile(r"<class '(?P<module>[\w.]*?)\.?(?P<kind>\w+)(?:\(\w+\))?'>:<'(?P<text>.*)'>", re.DOTALL)
@@ -84,8 +84,7 @@ def readable_reason(error: Error) -> str:
         prefix = "" if wrapped["module"].startswith("ray") else f"{wrapped['kind']}: "
     cause = text.split("\n\nThe above exception")[0].splitlines()
     last = max((i for i, line in enumerate(cause) if line.strip() and not line[0].isspace()), default=0)
-    reason = prefix + " ".join(" ".join(cause[last:]).split())
-    return reason if len(reason) <= _LONGEST_REASON else reason[: _LONGEST_REASON - 1] + "…"
+    return one_line(prefix + " ".join(cause[last:]))
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,12 @@ def solve_ridge(gram: Tensor, sums: Tensor, ridge: float) -> Tensor:
     """Weights [K, D] that minimise sum |onehot(y) - W f|^2 + lambda |W|^2.
 
     Args:
-        gram: sum f f^T, float64 [D, D].
+        gram: sum f f^T, float64 [D, D]; directions in which rounding or malice made it negative count as unseen.
         sums: sum onehot(y) f^T, float64 [K, D].
         ridge: lambda, above 0.
     """
-    regular = gram + ridge * torch.eye(len(gram), dtype=gram.dtype)
-    return torch.cholesky_solve(sums.T, torch.linalg.cholesky(regular)).T
+    factor, failed = torch.linalg.cholesky_ex(gram + ridge * torch.eye(len(gram), dtype=gram.dtype))
+    if not failed:
+        return torch.cholesky_solve(sums.T, factor).T
+    values, directions = torch.linalg.eigh(gram)
+    return sums @ directions / (values.clamp(min=0) + ridge) @ directions.T

@@ -20,6 +20,7 @@ from task.methods import Packing
 from task.packet import Arrays
 
 _ROWS = 1024  # rows drawn at once: they stay in the processor's cache
+_SLACK = 1e-6  # of the trace: rounding of a float32 covariance makes eigenvalues as low as about -1e-7 of it
 _CHUNK = 64  # prototypes drawn from at once: bounds the padding of a batched product
 
 
@@ -267,18 +268,23 @@ def _factorise(joined: Arrays, packing: Packing) -> tuple[Tensor, Tensor]:
     return deviations, torch.from_numpy(joined.get("factors", np.zeros((P, 0, D), np.float32)))
 
 
-def cholesky(covariances: Tensor) -> tuple[Tensor, Tensor]:
-    """Lower factors [P, D, D] of covariances [P, D, D], and which are not positive semi-definite, bool [P]."""
+def cholesky(covariances: Tensor, slack: float = _SLACK) -> tuple[Tensor, Tensor]:
+    """Lower factors [P, D, D] of covariances [P, D, D], and which are not positive semi-definite, bool [P].
+
+    Eigenvalues down to -``slack`` of the trace count as zero.
+    """
     wide = covariances.double()
     trace = wide.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
-    # rounding of a float32 covariance makes eigenvalues as low as about -1e-7 of its trace
-    factor, info = torch.linalg.cholesky_ex(wide + (1e-6 * trace + 1e-12) * torch.eye(wide.shape[-1]))
+    factor, info = torch.linalg.cholesky_ex(wide + (slack * trace + 1e-12) * torch.eye(wide.shape[-1]))
     return factor.float(), info != 0
 
 
 def cholesky_fails(packed: np.ndarray, dim: int) -> bool:
-    """Whether any of the packed covariances [P, D (D + 1) / 2] is not positive semi-definite."""
-    return bool(cholesky(torch.from_numpy(unpack_symmetric(packed, dim)))[1].any())
+    """Whether any of the packed covariances [P, D (D + 1) / 2] is not positive semi-definite.
+
+    Half the slack is left to what merging and rounding do to those that pass.
+    """
+    return bool(cholesky(torch.from_numpy(unpack_symmetric(packed, dim)), _SLACK / 2)[1].any())
 
 
 def merge_means(class_ids: Tensor, counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
