@@ -1,5 +1,6 @@
 """Checking a client's answer before it touches the global model."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from task.statistics import Nothing
 LARGEST = Nothing.largest  # of trained arrays
 MOST_IMAGES = 10**9
 LARGEST_METRIC = 1e12  # of loss, accuracy, seconds, images: sums over clients and rounds stay finite
+FEWEST_FOR_MEDIAN = 3
 Spec = Mapping[str, tuple[int, ...]]  # array name -> shape
 
 
@@ -62,6 +64,28 @@ def check_reply(
     elif packet.prototypes:
         raise Refused(f"statistics {sorted(packet.prototypes)} came; none were expected")
     return Update(member.name, examples, packet.arrays, packet.prototypes)
+
+
+def update_norm(update: Update, sent: Arrays) -> float:
+    """L2 norm, over all trained arrays together, of what a client changed; ``sent`` are the arrays that it got."""
+    return math.sqrt(sum(np.square(a - sent[name].astype(np.float64)).sum() for name, a in update.arrays.items()))
+
+
+def too_far(updates: Sequence[Update], sent: Arrays, config: Config) -> dict[str, str]:
+    """Clients whose update is longer than the run allows, and the reason.
+
+    The median of the run key ``max-update-ratio`` is that of the updates that ``max-update-norm`` lets through.
+    """
+    norms = {u.client: update_norm(u, sent) for u in updates if u.arrays}
+    most = config.max_update_norm or math.inf
+    found = {name: f"max-update-norm = {most:g}" for name, norm in norms.items() if norm > most}
+    left = [norm for name, norm in norms.items() if name not in found]
+    if config.max_update_ratio and len(left) >= FEWEST_FOR_MEDIAN:
+        median = float(np.median(left))
+        words = f"max-update-ratio = {config.max_update_ratio:g} times the median {median:.4g}"
+        far = [name for name, norm in norms.items() if norm > config.max_update_ratio * median]
+        found = dict.fromkeys(far, words) | found
+    return {name: f"its update has the norm {norms[name]:.4g}, which is above {limit}" for name, limit in found.items()}
 
 
 def _check_arrays(arrays: Arrays, spec: Spec) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from server_app.errors import RunError
+from server_app.errors import RunError, one_line
 from server_app.transport import Reply, Transport
 from task.config import Config
 from task.data import Dataset
@@ -110,8 +110,9 @@ def greet(
         try:
             members.append(_member(reply, dataset))
         except ValueError as error:
-            log.warning("node %s does not take part: %s", reply.node, error)
-            absent.append(Absence(reply.node, f"node {reply.node}", str(error), answered=reply.packet is not None))
+            reason = one_line(str(error))
+            log.warning("node %s does not take part: %s", reply.node, reason)
+            absent.append(Absence(reply.node, f"node {reply.node}", reason, answered=reply.packet is not None))
     return sorted(members, key=lambda m: m.name), absent
 
 

@@ -15,7 +15,7 @@ import torch
 from server_app.agreement import common_shape
 from server_app.bias import local_distance, response_entropies
 from server_app.checkpoints import read_checkpoint, write_checkpoint
-from server_app.checks import LARGEST, Refused, check_counts, check_reply
+from server_app.checks import LARGEST, Refused, check_counts, check_reply, too_far
 from server_app.errors import RunError
 from server_app.files import write_config, write_model
 from server_app.members import Member, draw, wait_for_nodes
@@ -250,16 +250,19 @@ class Run:
     ) -> list[Update]:
         spec = {name: tuple(value.shape) for name, value in self.model.trained().items()}
         classes = learnable(self.config, moment.schedule, moment.task)
-        updates = []
+        updates, refused = [], {}
         for member, reply in zip(drawn, replies, strict=True):
             try:
                 update = check_reply(reply, member, spec, classes, moment.ends_task, self.config)
             except Refused as error:
-                log.warning("%s is left out of this round: %s", member.name, error)
-                report.failures.append({"name": member.name, "reason": str(error)})
+                refused[member.name] = str(error)
             else:
                 (updates.append(update) if update.num_examples else report.idle.append(member.name))
-        return updates
+        refused |= too_far(updates, self.model.export(), self.config)
+        for name, reason in refused.items():
+            log.warning("%s is left out of this round: %s", name, reason)
+            report.failures.append({"name": name, "reason": reason})
+        return [u for u in updates if u.client not in refused]
 
     def _note_clients(self, updates: Sequence[Update], replies: Mapping[str, Reply], report: RoundReport) -> None:
         mine = [packet.metrics for u in updates if (packet := replies[u.client].packet)]

@@ -140,6 +140,13 @@ class Config:
     quorum: int = key(1, "clients that must answer in every round", minimum=1)
     round_timeout: float = key(3600.0, "seconds to wait for the answers of a round", above=0)
 
+    max_update_norm: float = key(
+        0.0, "L2 norm, over all arrays, above which what a client changed is refused; 0 = off", minimum=0
+    )
+    max_update_ratio: float = key(
+        0.0, "likewise, in medians of a round's norms, if three or more updates came; 0 = off", minimum=0
+    )
+
     output_dir: str = key("runs", "folder of all runs")
     run_name: str = key("", "folder of this run; empty = method, data set, seed and time")
 
@@ -327,6 +334,7 @@ def _check_combination(config: Config) -> None:
     _check_method(config)
     _check_sizes(config)
     _check_own_data(config)
+    _check_bounds(config)
     if config.dataset in FROM_PATH and not config.data_dir:
         raise ConfigError(
             f"data-dir = '' is not possible with dataset {config.dataset!r}: name the data's path "
@@ -369,6 +377,17 @@ def _check_own_data(config: Config) -> None:
     if config.row.pooled or config.federated_bias:
         what = f"method = {config.method!r}" if config.row.pooled else "federated-bias = True"
         raise ConfigError(f"{what} is not possible with dataset {OWN!r}: the server has none of the nodes' images.")
+
+
+def _check_bounds(config: Config) -> None:
+    if 0 < config.max_update_ratio < 1:
+        raise ConfigError(
+            f"max-update-ratio = {config.max_update_ratio:g} is not possible: below 1 it would refuse most honest "
+            "clients; 0 means no bound."
+        )
+    for name, value in {"norm": config.max_update_norm, "ratio": config.max_update_ratio}.items():
+        if value and not config.row.client:
+            raise ConfigError(f"max-update-{name} = {value:g} would be ignored: {config.method!r} trains no arrays.")
 
 
 def _check_sizes(config: Config) -> None:

@@ -62,9 +62,9 @@ class Ground:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.honest = run._exchange("train", self.moment, run.members)
+        self.honest = run._exchange("train", self.moment, run.roster.members)
         self.model, self.memory = run.model.export(), copy.copy(vars(run.strategy))
-        silent = Reply(run.members[VICTIM].node, None, "no answer", 0, 0)
+        silent = Reply(run.roster.members[VICTIM].node, None, "no answer", 0, 0)
         # where data are pooled, nobody but the victim has any
         self.without = self.model if run.config.row.pooled else self.play(self.with_one(silent))[1]
 
@@ -217,13 +217,13 @@ def same(ours: Arrays, theirs: Arrays) -> bool:
 
 def check(ground: Ground, bad: Reply, seen: list[Reply]) -> None:
     """A refused reply is named and touches nothing; one that gets through leaves a finite model."""
-    run, name = ground.run, ground.run.members[VICTIM].name
-    report = RoundReport(1, 1, [m.name for m in run.members])
-    updates = run._checked(run.members, ground.with_one(bad), ground.moment, report)
+    run, name = ground.run, ground.run.roster.members[VICTIM].name
+    report = RoundReport(1, 1, [m.name for m in run.roster.members])
+    updates = run._checked(run.roster.members, ground.with_one(bad), ground.moment, report)
     others = [u for u in updates if u.client != name]
-    assert [u.client for u in others] == [m.name for m in run.members if m.name not in [name, *report.idle]]
+    assert [u.client for u in others] == [m.name for m in run.roster.members if m.name not in [name, *report.idle]]
     for update in others:
-        packet = ground.honest[[m.name for m in run.members].index(update.client)].packet
+        packet = ground.honest[[m.name for m in run.roster.members].index(update.client)].packet
         assert packet
         assert update.arrays is packet.arrays
         assert update.prototypes is packet.prototypes
@@ -258,9 +258,9 @@ def whole_rounds(ground: Ground, bad: Reply) -> None:
     """One bad reply of several: as if it had never come. Nothing but bad ones: nothing changes, and the run says so."""
     if not ground.run.config.row.pooled:
         report, model = ground.play(ground.with_one(bad))
-        assert [f["name"] for f in report.failures] == [ground.run.members[VICTIM].name]
+        assert [f["name"] for f in report.failures] == [ground.run.roster.members[VICTIM].name]
         assert same(model, ground.without)
-    ground.run.transport = Given([replace(bad, node=m.node) for m in ground.run.members])
+    ground.run.transport = Given([replace(bad, node=m.node) for m in ground.run.roster.members])
     with pytest.raises(RunError, match="0 of 3 clients answered, the quorum is 1"):
         ground.run._round(ground.moment)
     assert same(ground.run.model.export(), ground.model)
