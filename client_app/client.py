@@ -20,6 +20,7 @@ from task.methods import load_half
 from task.model import Model, build_model, to_arrays
 from task.packet import Arrays, Kind, Packet
 from task.plan import Plan
+from task.privacy import Guard
 from task.seeding import torch_rng
 from task.statistics import Sample
 from task.versions import code_sha256, package_version
@@ -109,12 +110,15 @@ def _train(packet: Packet, config: Config, node: Node) -> Packet:
     model.load(packet.arrays)
     model.learn(world.rows[lesson.classes])
     data = _local_data(world, lesson.positions, config)
+    place = stream_of(config, node), int(packet.config["server-round"])  # type: ignore[arg-type]
+    guard = Guard.of(config, *place)
     if config.row.client:
-        rng = torch_rng(config.seed, "local", stream_of(config, node), int(packet.config["server-round"]))  # type: ignore[arg-type]
-        answer.metrics |= _fit(model, packet, config, data, rng)
-        answer.arrays = to_arrays(model.trained())
+        answer.metrics |= _fit(model, packet, config, data, torch_rng(config.seed, "local", *place))
+        answer.arrays = guard.arrays(to_arrays(model.trained()), packet.arrays)
+    if guard.noise:
+        model.load(answer.arrays or packet.arrays)  # what the server may know is all that statistics may depend on
     started = time.perf_counter()
-    answer.prototypes = _statistics(model, data, world.dataset.train_labels[lesson.positions], packet, config)
+    answer.prototypes = _statistics(model, data, world.dataset.train_labels[lesson.positions], packet, config, guard)
     answer.metrics["seconds-statistics"] = time.perf_counter() - started
     return answer
 
@@ -129,17 +133,21 @@ def _fit(model: Model, packet: Packet, config: Config, data: LocalData, rng: tor
     started = time.perf_counter()
     objective = load_half(config.row.client)(config, packet)
     loss, accuracy = train_locally(model, objective, data, config, rng)
-    return {"loss": loss, "accuracy": accuracy, "seconds-train": time.perf_counter() - started}
+    measured = {} if config.privacy_noise else {"loss": loss, "accuracy": accuracy}
+    return measured | {"seconds-train": time.perf_counter() - started}
 
 
-def _statistics(model: Model, data: LocalData, labels: np.ndarray, packet: Packet, config: Config) -> Arrays:
+def _statistics(
+    model: Model, data: LocalData, labels: np.ndarray, packet: Packet, config: Config, guard: Guard
+) -> Arrays:
     kind = load_half(config.row.statistics)()
-    if not kind.carries or (kind.at_task_end and not packet.config["ends-task"]):
+    many = np.bincount(labels)[labels] >= config.min_class_count
+    if not kind.carries or (kind.at_task_end and not packet.config["ends-task"]) or not many.any():
         return {}
     model.eval()
     model.prompt.train()  # the task is known here: the prompt acts as in training
-    on_device = (torch.from_numpy(values).to(model.device) for values in (labels, data.rows))
-    return kind.collect(model, Sample(data.images, data.positions, *on_device), config.options)
+    on_device = (torch.from_numpy(values[many]).to(model.device) for values in (labels, data.rows))
+    return kind.collect(model, Sample(data.images, data.positions[many], *on_device), config.options, guard)
 
 
 def _evaluate(packet: Packet, config: Config, node: Node) -> Packet:

@@ -59,7 +59,7 @@ def check_reply(
         return Update(member.name, 0, {}, {})
     _check_arrays(packet.arrays, arrays if config.row.client else {})
     kind = load_half(config.row.statistics)()
-    if kind.carries and (ends_task or not kind.at_task_end):
+    if kind.carries and (ends_task or not kind.at_task_end) and (packet.prototypes or not config.min_class_count):
         _check_statistics(kind, packet.prototypes, member.class_counts, classes, arrays, config)
     elif packet.prototypes:
         raise Refused(f"statistics {sorted(packet.prototypes)} came; none were expected")

@@ -59,6 +59,7 @@ class Results:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.started, self.status, self.error = time.perf_counter(), "running", ""
         self.absent: list[dict[str, str]] = []
+        self.privacy: dict[str, Any] = {}
         self.environment: dict[str, Any] = {"versions": versions(), "machine": platform.machine()}
 
     def memory(self) -> dict[str, Any]:
@@ -146,6 +147,7 @@ class Results:
             "communication": self._communication(),
             "seconds": dict(self.seconds),
             "absent": self.absent,
+            **({"privacy": self.privacy} if self.privacy else {}),
             "rounds": [vars(r) for r in self.rounds],
             "environment": self.environment,
         }

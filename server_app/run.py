@@ -20,6 +20,7 @@ from server_app.errors import RunError
 from server_app.files import write_config, write_model
 from server_app.members import Member, draw, wait_for_nodes
 from server_app.places import claim, run_directory
+from server_app.privacy import charged, open_account, reopened
 from server_app.report import PicturesUnavailable, write_report
 from server_app.results import Results, RoundReport, mean_or_none
 from server_app.resume import require_same_ground
@@ -75,7 +76,7 @@ class Run:
     def __init__(self, config: Config, transport: Transport, directory: Path, initial: Arrays | None) -> None:
         # settings, weights, data and partitions that cannot work end the run here, before it waits for anybody
         backbone = build_model(config, []).backbone
-        dataset = None if config.own_data else build_world(config).dataset
+        dataset, account = None if config.own_data else build_world(config).dataset, open_account(config)
         nodes = wait_for_nodes(transport, config.num_clients)
         self.config = config.with_clients(config.num_clients or len(nodes))
         self.transport, self.directory = transport, directory
@@ -90,6 +91,7 @@ class Run:
         if initial:
             self.model.load(initial)
         self.results = Results(directory, self.config, self.world)
+        self.results.privacy = account
         self._note_members()
         if self.results.sharing:
             log.info("each client has %(common)d common classes and %(private)d private ones", self.results.sharing)
@@ -133,6 +135,7 @@ class Run:
         self.model.load(state["arrays"])
         vars(self.strategy).update(state["strategy"])
         self.results.restore(state["results"])
+        self.results.privacy = reopened(self.results.privacy)
         log.info("going on after round %d of %d", state["round"], self.world.schedule.total_rounds)
         return moment.server_round
 
@@ -219,6 +222,7 @@ class Run:
         report.bytes_up = sum(r.bytes_up for r in replies)
         report.bytes_down = sum(r.bytes_down for r in replies)
         updates = self._checked(drawn, replies, moment, report)
+        self.results.privacy = charged(self.results.privacy, self.results.rounds)
         self._note_clients(updates, dict(zip([m.name for m in drawn], replies, strict=True)), report)
         self._require_quorum(report)
         if moment.ends_task:

@@ -34,7 +34,7 @@ class AFCL(Strategy):
         order = moment.schedule.seen_classes(moment.task)
         self.gram, self.sums = _grown(self.gram, self.sums, len(order), model.head.weight.shape[1])
         for update in updates:
-            if (moment.task, update.client) not in self.counted:
+            if update.prototypes and (moment.task, update.client) not in self.counted:
                 self._add(update, order)
                 self.counted |= {(moment.task, update.client)}
         model.head.weight.data.copy_(solve_ridge(self.gram, self.sums, self.options.ridge))

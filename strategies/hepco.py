@@ -32,7 +32,8 @@ class HePCo(Strategy):
 
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
         """Train the generators and distil (steps 2 to 4); remember the server when a task ends."""
-        metrics = self._consolidate(model, updates, moment) if updates else {}
+        counted = [u for u in updates if u.prototypes]
+        metrics = self._consolidate(model, counted, moment) if counted else {}
         if moment.ends_task and self.known.any():  # a server that nobody has taught teaches nothing
             known = torch.from_numpy(self.known).float().to(model.device)
             self.previous = (Latent.stack([model.travelling()]), known)

@@ -29,7 +29,7 @@ class NearestMean(Strategy):
         """Merge the means of all classes reported so far and overwrite their rows; old ones may have grown."""
         if moment.round == 0:
             _silence(model, model.current_rows())
-        self.reported = self.reported | {(moment.task, u.client): u.prototypes for u in updates}
+        self.reported = self.reported | {(moment.task, u.client): u.prototypes for u in updates if u.prototypes}
         if self.reported:
             classes, _, means = merge_means(*_joined(list(self.reported.values())))
             order = moment.schedule.seen_classes(moment.task)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from task.keys import AUTO, ConfigError, Key, key, keys_of
-from task.methods import FROM_SCRATCH, METHODS, PROMPTS, Method, Options, adopt
+from task.methods import FROM_SCRATCH, METHODS, PROMPTS, Method, Options, adopt, load_half
 from task.packet import Scalar
 
 __all__ = ["Config", "ConfigError", "defaults", "known_keys", "parse", "parse_text", "typed"]
@@ -139,6 +139,19 @@ class Config:
     federated_bias: bool = key(False, "measure the local models of each task too: an evaluation per client and task")
     quorum: int = key(1, "clients that must answer in every round", minimum=1)
     round_timeout: float = key(3600.0, "seconds to wait for the answers of a round", above=0)
+
+    min_class_count: int = key(
+        0, "a client sends no statistics of classes of which it has fewer images", minimum=0, maximum=10**9
+    )
+    privacy_clip: float = key(0.0, "C: largest L2 norm of what a client's training changes; 0 = no clipping", minimum=0)
+    privacy_feature_clip: float = key(
+        0.0, "B: largest L2 norm of an image's features in class statistics; 0 = no clipping", minimum=0
+    )
+    privacy_noise: float = key(
+        0.0, "z: Gaussian noise in all that is sent, of deviation z C in arrays; 0 = none", minimum=0
+    )
+    privacy_delta: float = key(1e-5, "delta of the (epsilon, delta) that results.json names", above=0, maximum=0.5)
+    privacy_seeded: bool = key(False, "noise from the run's seed, which the server knows: for tests and simulations")
 
     max_update_norm: float = key(
         0.0, "L2 norm, over all arrays, above which what a client changed is refused; 0 = off", minimum=0
@@ -335,6 +348,7 @@ def _check_combination(config: Config) -> None:
     _check_sizes(config)
     _check_own_data(config)
     _check_bounds(config)
+    _check_privacy(config)
     if config.dataset in FROM_PATH and not config.data_dir:
         raise ConfigError(
             f"data-dir = '' is not possible with dataset {config.dataset!r}: name the data's path "
@@ -388,6 +402,47 @@ def _check_bounds(config: Config) -> None:
     for name, value in {"norm": config.max_update_norm, "ratio": config.max_update_ratio}.items():
         if value and not config.row.client:
             raise ConfigError(f"max-update-{name} = {value:g} would be ignored: {config.method!r} trains no arrays.")
+
+
+def _check_privacy(config: Config) -> None:
+    row, wanted = config.row, {n: getattr(config, n.replace("-", "_")) for n in _PRIVACY}
+    if not any(wanted.values()) and config.privacy_delta == Config.privacy_delta:
+        return
+    kind = load_half(row.statistics)()  # here and not above: it loads torch
+    unread = {
+        "min-class-count": "" if kind.carries else f"method {config.method!r} sends no class statistics",
+        "privacy-clip": "" if row.client else f"method {config.method!r} trains no arrays",
+        "privacy-feature-clip": "" if kind.needs_features else f"method {config.method!r} sends no feature statistics",
+        "privacy-seeded": "" if config.privacy_noise else "privacy-noise is 0",
+    }
+    for name, reason in unread.items():
+        if wanted[name] and reason:
+            raise ConfigError(f"{name} = {wanted[name]!r} would be ignored: {reason}.")
+    if not config.privacy_noise and config.privacy_delta != Config.privacy_delta:
+        raise ConfigError(f"privacy-delta = {config.privacy_delta:g} would be ignored: privacy-noise is 0.")
+    if config.privacy_noise:
+        _check_noise(config, kind)
+
+
+_PRIVACY = ("min-class-count", "privacy-clip", "privacy-feature-clip", "privacy-noise", "privacy-seeded")
+
+
+def _check_noise(config: Config, kind: Any) -> None:
+    """What noise needs, or cannot protect; ``kind`` are the method's statistics."""
+    from task.partition import REDRAWN  # loads torch
+
+    z = f"privacy-noise = {config.privacy_noise:g}"
+    if config.row.client and not config.privacy_clip:
+        raise ConfigError(f"{z} needs privacy-clip above 0: without it no amount of noise protects anything.")
+    if kind.needs_features and not config.privacy_feature_clip:
+        raise ConfigError(f"{z} needs privacy-feature-clip above 0, as {config.method!r} sends feature statistics.")
+    if what := kind.unprotected(config.options):
+        raise ConfigError(f"{z} is not possible: method {config.method!r} sends {what}, which cannot be noised here.")
+    if config.backbone in FROM_SCRATCH:
+        raise ConfigError(f"{z} is not possible with {config.backbone!r}: noise makes running variances negative.")
+    if config.row.pooled or config.partition in REDRAWN:
+        what = f"method {config.method!r}" if config.row.pooled else f"partition {config.partition!r}"
+        raise ConfigError(f"{z} is not possible with {what}: there an image is many clients', and its epsilon unknown.")
 
 
 def _check_sizes(config: Config) -> None:

@@ -19,6 +19,7 @@ from task.images import Images
 from task.methods import Options
 from task.model import Model
 from task.packet import Arrays
+from task.privacy import Guard, nearest_semi_definite, spread_indices, spread_of
 from task.prototypes import gaussian_statistics, mean_statistics, pack_symmetric
 from task.transforms import prepare
 
@@ -41,7 +42,8 @@ class Nothing:
 
     ``carries`` says whether anything travels, ``at_task_end`` that it does in a task's last round only,
     ``needs_features`` what it takes. The server refuses numbers that are not of ``dtype`` or above ``largest``, and
-    arrays that are not what ``not_negative`` and ``semi_definite`` (packed symmetric matrices) promise.
+    arrays that are not what ``not_negative`` and ``semi_definite`` (packed symmetric matrices) promise. A message with
+    noise makes so many ``releases`` of the Gaussian mechanism (task/privacy.py).
     """
 
     carries = False
@@ -51,13 +53,23 @@ class Nothing:
     not_negative = frozenset({"variances", "fisher"})
     semi_definite = frozenset({"covariances", "gram"})
     largest = 1e6  # no sane prompt, head row or feature statistic comes near; more would drown every other client
+    releases = 0
 
-    def collect(self, model: Model, sample: Sample, options: Options) -> Arrays:
-        """The arrays for a client's images, which are seen without augmentation."""
+    def collect(self, model: Model, sample: Sample, options: Options, guard: Guard) -> Arrays:
+        """The arrays for a client's images, which are seen without augmentation, as they may leave the client."""
         features = torch.empty(len(sample.labels), 0, device=model.device)
         if self.needs_features:
-            features = model.head.lift(extract_features(model, sample.images, sample.positions))
-        return self.compute(features, sample.labels, options)
+            features = guard.features(model.head.lift(extract_features(model, sample.images, sample.positions)))
+        found = self.compute(features, sample.labels, options)
+        return self.noised(found, guard) if guard.noise else found
+
+    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+        """What :meth:`compute` found, with noise in it; class ids and counts stay as they are."""
+        return found
+
+    def unprotected(self, options: Options) -> str:
+        """Why these statistics cannot be noised, or an empty text."""
+        return ""
 
     def expected(self, classes: int, arrays: Mapping[str, tuple[int, ...]], options: Options) -> Shapes:
         """Arrays of numbers by name for K = ``classes`` local classes, given the shapes of the trained ``arrays``."""
@@ -76,10 +88,15 @@ class Means(Nothing):
     """Class means [K, D]."""
 
     carries = needs_features = True
+    releases = 1
 
     def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
         """Counts and means of the classes present."""
         return mean_statistics(features, labels)
+
+    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+        """Noise in the means."""
+        return found | {"means": guard.means(found["means"], found["counts"]).astype(np.float32)}
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means only."""
@@ -90,6 +107,7 @@ class Gaussians(Nothing):
     """Class means and covariances in the method's packing (HGP section 3.3)."""
 
     carries = needs_features = True
+    releases = 2
 
     def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
         """Counts, means and packed covariances of the classes present."""
@@ -104,15 +122,45 @@ class Gaussians(Nothing):
         }
         return {"means": (classes, dim)} | packed[options.packing]
 
+    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+        """Noise in means and mean squares, from which valid covariances are made."""
+        counts = found["counts"]
+        (name,) = found.keys() - {"class_ids", "counts", "means"}
+        unbiased = np.maximum(counts - 1, 1) / counts
+        means, spread = _noised_moments(found["means"], found[name] * unbiased[:, None], counts, guard)
+        return found | {"means": means.astype(np.float32), name: (spread / unbiased[:, None]).astype(np.float32)}
+
+    def unprotected(self, options: Options) -> str:
+        """Nobody has bounded how far one image turns the directions of the low-rank packing."""
+        return "a low-rank covariance" if options.packing == "low-rank" else ""
+
+
+def _noised_moments(
+    means: np.ndarray, spread: np.ndarray, counts: np.ndarray, guard: Guard
+) -> tuple[np.ndarray, np.ndarray]:
+    """Noised means [K, D] and, made from noised mean squares, valid variances or packed covariances [K, S]."""
+    row, column = spread_indices(spread.shape[1], means.shape[1])
+    wide = means.astype(np.float64)
+    squares = guard.squares(spread + wide[:, row] * wide[:, column], counts)
+    moved = guard.means(wide, counts)
+    return moved, spread_of(squares, moved, counts)
+
 
 class Variances(Means):
     """Class means and variances, the latter divided by n (PIP eq. 8), so 0 for a single image."""
+
+    releases = 2
 
     def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
         """Counts, means and variances of the classes present."""
         found = gaussian_statistics(features, labels, "diagonal", rank=1)
         counts = found["counts"][:, None].astype(np.float32)
         return found | {"variances": found["variances"] * ((counts - 1) / counts)}
+
+    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+        """Noise in means and mean squares."""
+        means, spread = _noised_moments(found["means"], found["variances"], found["counts"], guard)
+        return found | {"means": means.astype(np.float32), "variances": spread.astype(np.float32)}
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means and variances."""
@@ -139,6 +187,7 @@ class Gram(Nothing):
     carries = needs_features = True
     dtype = np.float64
     largest = 1e15
+    releases = 2
 
     def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
         """Counts, sums and the upper triangle of the Gram matrix, row by row."""
@@ -156,13 +205,23 @@ class Gram(Nothing):
         """Class sums, and one Gram matrix for all classes."""
         return {"sums": (classes, dim), "gram": (1, dim * (dim + 1) // 2)}
 
+    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+        """Noise in both; the Gram matrix becomes positive semi-definite again."""
+        sums = found["sums"] + guard.noised(found["sums"].shape, guard.feature_clip)
+        gram = nearest_semi_definite(guard.squares(found["gram"]), sums.shape[1])
+        return found | {"sums": sums, "gram": gram}
+
 
 class Fisher(Nothing):
     """Diagonal of the empirical Fisher information of a trained backbone, in a task's last round (Kirkpatrick 2017)."""
 
     carries = at_task_end = True
 
-    def collect(self, model: Model, sample: Sample, options: Options) -> Arrays:
+    def unprotected(self, options: Options) -> str:
+        """A gradient has no bound."""
+        return "Fisher information"
+
+    def collect(self, model: Model, sample: Sample, options: Options, guard: Guard) -> Arrays:
         """F_i = mean over images of (d log p(y | x) / d theta_i)^2, p over the current task's classes."""
         class_ids, counts = sample.labels.unique(return_counts=True)
         fisher = empirical_fisher(model, sample)

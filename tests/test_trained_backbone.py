@@ -19,6 +19,7 @@ from task.backbone import ViT
 from task.config import ConfigError, parse
 from task.model import Model, build_model
 from task.packet import Packet
+from task.privacy import Guard, system_normal
 from task.prompts import Prompt
 from task.queries import Inputs
 from task.resnet import load_resnet18
@@ -152,7 +153,10 @@ def test_fisher_of_a_resnet_leaves_running_statistics_alone():
     model.eval()
     before = model.packed_backbone().detach().clone()
     found = Fisher().collect(
-        model, Sample(some_images(3), np.arange(3), torch.tensor([0, 1, 1]), torch.tensor([0, 1, 1])), None
+        model,
+        Sample(some_images(3), np.arange(3), torch.tensor([0, 1, 1]), torch.tensor([0, 1, 1])),
+        None,
+        Guard(0, 0, 0, system_normal),
     )
     assert torch.equal(model.packed_backbone(), before)
     assert found["fisher"].shape == tuple(before.shape)

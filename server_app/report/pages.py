@@ -75,6 +75,7 @@ def single_page(run: Run, pictures: Mapping[str, bytes]) -> str:
         "Tasks": _table(["Task", "Classes"], tasks, text=2),
         "Rounds": _rounds_table(results["rounds"]),
         f"Failures ({len(failures)})": _table(["Task", "Round", "Client", "Reason"], failures, text=4),
+        **({"Privacy": _pairs(results["privacy"])} if results.get("privacy") else {}),
         "Communication": _pairs(results["communication"]),
         "Seconds": _pairs(results["seconds"]),
         "Settings": _pairs(run.settings),
