@@ -53,14 +53,16 @@ def reopened(account: dict[str, Any]) -> dict[str, Any]:
 
 
 def charged(account: dict[str, Any], rounds: Sequence[RoundReport]) -> dict[str, Any]:
-    """The account after the last of ``rounds``: all clients that were asked to train, but for those without data, pay.
+    """The account after the last of ``rounds``: that of the client and task with the most releases so far.
 
-    Also one whose answer was late or refused: it may have left the client all the same.
+    All who were asked to train pay, but for those without data; also one whose answer was late or refused, as it may
+    have left the client all the same. An image, being of one class, is learned in the rounds of one task only, so that
+    tasks do not add up.
     """
     if not account:
         return {}
-    times = Counter(name for r in rounds for name in set(r.participants) - set(r.idle))
-    name, most = max(sorted(times.items()), key=lambda pair: pair[1], default=("", 0))
+    times = Counter((name, r.task) for r in rounds for name in set(r.participants) - set(r.idle))
+    (name, _), most = max(sorted(times.items()), key=lambda pair: pair[1], default=(("", 0), 0))
     releases = (most + account["resumed"]) * account["releases_per_message"]
     found = epsilon(account["noise"] / 2, releases, account["delta"])
     spent = {"releases": [*account["releases"], releases], "epsilon": [*account["epsilon"], found]}
