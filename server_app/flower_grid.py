@@ -17,6 +17,7 @@ from server_app.errors import one_line
 from server_app.transport import Reply
 from task.packet import Kind, Packet
 
+_LOOK = 10.0  # seconds between two looks for nodes that were started anew
 _LONGEST_ID = 2**64 - 1
 _RANDOM_IDS = ("_run_id", "_src_node_id", "_dst_node_id", "_src_task_id", "_dst_task_id")
 _WRAPPED = re.compile(r"<class '(?P<module>[\w.]*?)\.?(?P<kind>\w+)(?:\(\w+\))?'>:<'(?P<text>.*)'>", re.DOTALL)
@@ -27,7 +28,8 @@ class GridTransport:
     """Nodes, send and receive over a Grid.
 
     A node gets one message at a time, for Flower may run two at once. While it owes the answer to a message that an
-    earlier exchange has given up, its next one is held back; the late answer is thrown away when it comes.
+    earlier exchange has given up, its next one is held back; the late answer is thrown away when it comes. A node that
+    is started anew has forgotten its message, and Flower does not say so: it is looked for.
     """
 
     def __init__(self, grid: Grid) -> None:
@@ -89,12 +91,16 @@ def readable_reason(error: Error) -> str:
 
 @dataclass(frozen=True)
 class _Envelope:
-    """A message of an exchange, which is dropped once sent: it may be large, and its answer may never come."""
+    """A message of an exchange, which is dropped once sent: it may be large, and its answer may never come.
+
+    ``started`` is when its node had last come online when it was sent, empty where that is unknown.
+    """
 
     node: int
     size: int
     expires: float
     message: Message | None
+    started: str = ""
 
 
 class _Exchange:
@@ -107,6 +113,8 @@ class _Exchange:
         self._held = {envelope.node: envelope for envelope in envelopes}
         self._sent: dict[str, _Envelope] = {}
         self._replies: dict[int, Reply] = {}
+        self._starts: dict[int, str] = {}
+        self._next_look = 0.0
 
     def finished(self) -> bool:
         """Whether nothing is left that is worth waiting for."""
@@ -114,6 +122,7 @@ class _Exchange:
 
     def send(self) -> None:
         """Push what is held back for nodes that are free; all in one list, as a generator fails over HTTP."""
+        self._look()
         busy = {envelope.node for envelope in self._owed.values()}
         free = [self._held.pop(node) for node in list(self._held) if node not in busy]
         messages = [envelope.message for envelope in free if envelope.message is not None]
@@ -121,9 +130,22 @@ class _Exchange:
         for envelope, message in zip(free, messages, strict=True):
             # refused messages are missing from the answer or None in it, so it cannot be matched by position
             if message.metadata.message_id in accepted:
-                self._sent[message.metadata.message_id] = replace(envelope, message=None)
+                started = self._starts.get(envelope.node, "")
+                self._sent[message.metadata.message_id] = replace(envelope, message=None, started=started)
             else:
                 self._fail(envelope, "Flower did not accept the message: the node is gone or the message too large", 0)
+
+    def _look(self) -> None:
+        """Give up what was sent to a node that has been started anew since, or was out of reach so long that it may."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK
+        self._starts = {node.node_id: node.last_activated_at for node in self._grid.get_nodes()}
+        for awaited in (self._owed, self._sent):
+            anew = [k for k, e in awaited.items() if e.started and self._starts.get(e.node, e.started) != e.started]
+            for lost in map(awaited.pop, anew):
+                if awaited is self._sent:
+                    self._fail(lost, "was restarted or out of reach before it answered", lost.size)
 
     def collect(self) -> None:
         """Pull the answers that have come, to this exchange's messages and to those still owed."""

@@ -71,11 +71,19 @@ class Member:
         return replace(self, class_counts=np.array([held.get(name, 0) for name in class_names], np.int64))
 
 
-def wait_for_nodes(transport: Transport, expected: int, timeout: float = START_TIMEOUT) -> list[int]:
+def wait_for_nodes(
+    transport: Transport, expected: int, least: int | None = None, timeout: float = START_TIMEOUT
+) -> list[int]:
     """Handles of the connected nodes: at least ``expected``, or when that is 0 all there are once no more appear.
 
+    Args:
+        transport: reaches them.
+        expected: how many there should be, 0 for as many as connect.
+        least: with how many to make do when no more appear; none but ``expected`` if not given.
+        timeout: seconds.
+
     Raises:
-        RunError: too few nodes within ``timeout`` seconds.
+        RunError: too few nodes.
     """
     deadline, seen, since = time.monotonic() + timeout, -1, 0.0
     while True:
@@ -85,6 +93,9 @@ def wait_for_nodes(transport: Transport, expected: int, timeout: float = START_T
         if (expected and len(nodes) >= expected) or (not expected and nodes and now - since >= SETTLED):
             return nodes
         if now > deadline or (seen and now - since > PATIENCE):
+            if least and len(nodes) >= least:
+                log.warning("going on with %d of %d nodes; the others may join later", len(nodes), expected)
+                return nodes
             raise RunError(
                 f"num-clients = {expected or 'as many as connect'}, but {len(nodes)} nodes are connected and no more "
                 f"appear. In simulation, add --federation-config num-supernodes={expected or 2}."

@@ -77,7 +77,8 @@ class Run:
         # settings, weights, data and partitions that cannot work end the run here, before it waits for anybody
         backbone = build_model(config, []).backbone
         dataset, account = None if config.own_data else build_world(config).dataset, open_account(config)
-        nodes = wait_for_nodes(transport, config.num_clients)
+        # what has begun goes on at night too, when nobody is there to start a node that failed
+        nodes = wait_for_nodes(transport, config.num_clients, config.quorum if config.resume else None)
         self.config = config.with_clients(config.num_clients or len(nodes))
         self.transport, self.directory = transport, directory
         if dataset:

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 flwr = pytest.importorskip("flwr")
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.inflatable.inflatable_object import InflatableObject, get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
@@ -36,7 +37,7 @@ import client_app.client
 from client_app.app import app as client
 from client_app.plain import detached
 from client_app.wire import from_records, to_records
-from server_app import cli, launcher, places
+from server_app import cli, flower_grid, launcher, places
 from server_app.app import RunFailed
 from server_app.app import app as server
 from server_app.flower_grid import GridTransport, readable_reason, serialised_bytes
@@ -112,6 +113,12 @@ class LoopbackGrid(Grid):
 
     def get_node_ids(self) -> list[int]:
         return list(reversed(self._contexts))
+
+    def get_nodes(self) -> list[NodeInfo]:
+        return [NodeInfo(node_id=n, last_activated_at=self.started(n)) for n in self.get_node_ids()]
+
+    def started(self, node: int) -> str:
+        return "yesterday"
 
     def push_messages(self, messages: Iterable[Message]) -> list[str | None]:
         assert isinstance(messages, list), "generators fail over HTTP"
@@ -373,6 +380,34 @@ def test_a_message_that_flower_has_forgotten_is_not_asked_for(monkeypatch):
     monkeypatch.setattr(time, "time", lambda: now + 13 * 3600)
     [reply] = transport.exchange("train", {N[0]: packet(2)}, 5)
     assert reply.error == ""
+
+
+@pytest.fixture
+def restarted(monkeypatch: pytest.MonkeyPatch) -> LoopbackGrid:
+    """A node that gets its message, and forgets it as it is started anew half a second later."""
+    grid, began = LoopbackGrid(echo, 2), time.monotonic()
+    grid.silent.add(N[0])
+    late = {N[0]: lambda: time.monotonic() > began + 0.5}
+    monkeypatch.setattr(grid, "started", lambda node: "now" if late.get(node, bool)() else "yesterday")
+    monkeypatch.setattr(flower_grid, "_LOOK", 0.1)
+    return grid
+
+
+def test_a_node_that_was_restarted_is_not_waited_for(restarted):
+    began = time.monotonic()
+    replies = GridTransport(restarted).exchange("train", {n: packet(1) for n in N[:2]}, 60)
+    assert [r.error for r in replies] == ["was restarted or out of reach before it answered", ""]
+    assert time.monotonic() - began < 5
+
+
+def test_a_node_that_was_restarted_owes_nothing(restarted):
+    transport = GridTransport(restarted)
+    transport.exchange("train", {N[0]: packet(1)}, 0.1)
+    time.sleep(0.5)
+    restarted.silent.clear()
+    restarted._working.clear()
+    [reply] = transport.exchange("train", {N[0]: packet(2)}, 5)
+    assert reply.packet.metrics == {"mark": 2}
 
 
 @pytest.mark.parametrize(

@@ -8,19 +8,24 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.numpy
 
+from server_app import members
 from server_app.cli import main
+from server_app.errors import RunError
 from server_app.in_process import InProcessTransport
 from server_app.resume import continued
 from server_app.run import execute
+from server_app.transport import Reply
 from strategies.base import Strategy
 from task.config import ConfigError, parse
 from task.methods import METHODS, load_half
+from task.packet import Kind, Packet
 from tests.test_invariants import without_times
 
 Values = dict[str, Any]
@@ -157,6 +162,32 @@ def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys:
     assert json.loads((folder / "results.json").read_text())["status"] == "running"
     assert main(["run", "--in-process", f"resume={folder}"]) == 0
     assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_returns(
+    tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh run waits for all its nodes instead."""
+    monkeypatch.setattr(members, "PATIENCE", 0.2)
+    values = tiny | {"rounds-per-task": 2, "quorum": 2}
+    folder = interrupted(values, cut_in_round=2)
+    config = parse(continued({"resume": str(folder)}))
+    transport, connected = InProcessTransport(config.flat(), 3), [0, 2]
+    monkeypatch.setattr(transport, "nodes", lambda: list(connected))
+    original = transport.exchange
+
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+        if kind == "train":
+            connected[:] = [0, 1, 2]
+        return original(kind, packets, timeout)
+
+    monkeypatch.setattr(transport, "exchange", exchange)
+    execute(config, transport)
+    rounds = json.loads((folder / "results.json").read_text())["rounds"]
+    assert [len(r["participants"]) for r in rounds] == [3, 2, 3, 3]
+    connected[:] = [0, 2]
+    with pytest.raises(RunError, match="num-clients = 3, but 2 nodes are connected"):
+        execute(parse(values | {"run-name": "fresh"}), transport)
 
 
 def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
