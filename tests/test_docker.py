@@ -21,6 +21,7 @@ import yaml
 from flwr.common.config import parse_config_args
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
+from task.config import OF_THE_NODE
 from tests.test_make_keys import make_keys
 
 FOLDER = Path(__file__).parents[1] / "docker"
@@ -38,9 +39,16 @@ PATHS = [path for _, path in PROTOBUF_REQUEST_TYPES]
 FLEET = {p for p in PATHS if p.startswith("/v1/fleet/") and not p.endswith("register-node")}
 
 
+def filled(text: str, **environment: str) -> str:
+    """A text of the compose file with its ${NAME:-default} filled in."""
+    while found := re.search(r"\$\{(\w+):-([^${}]*)\}", text):
+        text = text.replace(found[0], environment.get(found[1], found[2]))
+    return text
+
+
 def parsed(service: str) -> argparse.Namespace:
     """A service's command as Flower's own parser of 1.41 reads it; an unknown flag is an error."""
-    program, *words = SERVICES[service]["command"]
+    program, *words = map(filled, SERVICES[service]["command"])
     module, parser = PARSERS[program]
     return getattr(import_module(module), parser)().parse_args(words)
 
@@ -113,6 +121,32 @@ def test_every_node_has_a_key_and_a_partition():
     assert len({parsed(node).auth_supernode_private_key for node in NODES}) == len(NODES)
     settings = [parse_config_args([parsed(node).node_config]) for node in NODES]
     assert settings == [{"partition-id": i, "num-partitions": len(NODES)} for i in range(len(NODES))]
+
+
+def test_a_node_may_have_images_and_a_memory_of_its_own():
+    """As the README's exports fill the compose file, and no node sees what another one has."""
+    exports = dict(re.findall(r"(\w+_\d)=('[^']+'|\S+)", (FOLDER / "README.md").read_text()))
+    environment = {name: value.strip("'") for name, value in exports.items()}
+    seen = []
+    for i, node in enumerate(NODES):
+        command = [filled(word, **environment) for word in SERVICES[node]["command"]]
+        settings = parse_config_args([command[-1].removeprefix("--node-config=")])
+        assert settings == {"name": ("north", "south")[i], "data-dir": "/data", "state-dir": "/app/state"}
+        volumes = [filled(v, **environment) for v in SERVICES[f"superexec-{i}"]["volumes"]]
+        assert volumes == [f"/scans/{settings['name']}:/data:ro", f"node-{i}:/app/state"]
+        assert f"node-{i}" in COMPOSE["volumes"]
+        seen += [filled(v) for v in SERVICES[f"superexec-{i}"]["volumes"][:1]]
+    assert seen == ["./data:/data:ro"] * len(NODES)
+    assert "install -d -m 1777 /app/state" in (FOLDER / "Dockerfile").read_text()
+
+
+def test_the_keys_of_a_node_are_those_that_the_readme_explains():
+    text = (FOLDER / "README.md").read_text()
+    section = text[text.index("## Without Docker") : text.index("## When something fails")]
+    [own] = re.findall(r"--node-config '(name=[^']+)'", section)
+    rows = re.findall(r"^\| (`.+`) \|", section, re.MULTILINE)
+    explained = set(re.findall(r"`([\w-]+)`", " ".join(rows)))
+    assert set(parse_config_args([own])) < explained == {"name", "state-dir", *OF_THE_NODE}
 
 
 def test_a_service_has_the_secrets_that_its_command_reads_and_no_others():
