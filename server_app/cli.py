@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     # argparse takes no second group of settings once an option has come between
-    if any(word.startswith("-") for word in rest) or (rest and args.command in (_report, _export)):
+    if any(word.startswith("-") for word in rest) or (rest and args.command in (_report, _export, _privacy)):
         parser.error(f"unrecognised: {' '.join(rest)}")
     args.rest = rest
     return int(args.command(args))
@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _describe_bench(commands.add_parser("bench", help="a suite of runs, those left to do, and their table"))
     _describe_predict(commands.add_parser("predict", help="classes of images, by the model of a run"))
     _describe_export(commands.add_parser("export", help="the model of a run as one file for use elsewhere"))
+    _describe_privacy(commands.add_parser("privacy", help="attack the class statistics of a run; pictures"))
     _describe_doctor(commands.add_parser("doctor", help="whether this machine can do a run, and how fast"))
     return parser
 
@@ -128,6 +129,21 @@ def _describe_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="file to write, such as model.safetensors")
     parser.add_argument("--onnx", type=Path, metavar="OUT.onnx", help="an ONNX file too: pixels in, probabilities out")
     parser.set_defaults(command=_export)
+
+
+def _describe_privacy(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Reconstruct images from the class statistics that one client of a run sends, as a curious server could, and "
+        "compare them with its real images (SSIM). Writes privacy.json and privacy.png into the run's folder. Exit "
+        "code 1 if there is no model, 2 if the run's method sends nothing to invert."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder; its data set must be here")
+    parser.add_argument("--client", type=int, default=0, metavar="N", help="whose statistics, from 0 (default: 0)")
+    parser.add_argument("--target", choices=("mean", "sample"), default="mean", help="class mean, or a Gaussian's draw")
+    parser.add_argument("--classes", type=_positive, default=8, metavar="K", help="at most, fewest images first")
+    parser.add_argument("--steps", type=_positive, default=300, metavar="N", help="of the attack (default: 300)")
+    parser.add_argument("--device", default=AUTO, help="auto, cpu, cuda or cuda:N (default: auto)")
+    parser.set_defaults(command=_privacy)
 
 
 def _describe_doctor(parser: argparse.ArgumentParser) -> None:
@@ -207,6 +223,24 @@ def _export(args: argparse.Namespace) -> int:
     except (ModelError, ExportError, OSError) as error:
         return _complain(str(error), FAILED)
     print("\n".join(str(path) for path in (args.out, args.onnx) if path))
+    return OK
+
+
+def _privacy(args: argparse.Namespace) -> int:
+    from server_app.inversion import attack
+    from server_app.inversion_files import lines, write_inversions
+    from server_app.report import PicturesUnavailable
+    from task.inference import ModelError
+
+    try:
+        found = attack(args.run, args.client, args.target, args.classes, args.steps, args.device)
+        print("\n".join(lines(found)))
+        written = write_inversions(args.run, found, args.client, args.target)
+    except ConfigError as error:
+        return _complain(str(error), MISTAKE)
+    except (ModelError, PicturesUnavailable, OSError) as error:
+        return _complain(str(error), FAILED)
+    print("\n".join(map(str, written)))
     return OK
 
 
