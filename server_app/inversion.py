@@ -24,7 +24,7 @@ from task.statistics import Sample
 from task.transforms import normalise, resize
 from task.world import World, build_world
 
-STEP_SIZE = 0.1  # Adam, in pixels of 0 .. 1
+STEP_SIZE = 0.2  # Adam, in pixels of 0 .. 1
 SMOOTHNESS = 0.02  # weight of total variation against the relative squared distance of features
 WINDOW, DEVIATION = 11, 1.5  # of the Gaussian window of SSIM, in pixels
 
