@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from server_app.board import require_tensorboard
 from server_app.errors import ExportError, LaunchError, RunError
 from server_app.launcher import (
     POLL,
@@ -22,6 +22,7 @@ from server_app.launcher import (
     last_lines,
 )
 from server_app.places import mark_failed, project_folder, read_results, run_directory
+from server_app.progress import describe_round
 from server_app.settings import completed, read_words
 from task.config import Config, ConfigError, known_keys, parse
 from task.keys import AUTO, Key
@@ -262,12 +263,13 @@ def _run(args: argparse.Namespace) -> int:
     try:
         values = completed(read_words([*args.settings, *args.rest]))
         config = parse(values)
+        require_tensorboard(config)  # rather than when Flower has started
         directory = run_directory(config)
     except ConfigError as error:
         return _complain(str(error), MISTAKE)
     values |= {"output-dir": str(directory.parent), "run-name": directory.name}
     print(f"results go to {directory}", flush=True)
-    progress = Progress(directory, config)
+    progress = Progress(directory)
     if args.in_process:
         code = _run_here(values, progress)
     else:
@@ -349,16 +351,16 @@ def _complain(message: str, code: int) -> int:
 class Progress:
     """Shows rounds as they are finished, one line each, by following rounds.jsonl."""
 
-    def __init__(self, directory: Path, config: Config) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._config = config
         self._shown = len(self._lines())
 
     def show(self) -> None:
         """Print what has been finished since the last time."""
         lines = self._lines()
+        self._shown = min(self._shown, len(lines))  # a resumed run drops the lines after its checkpoint
         for number, line in enumerate(lines[self._shown :], start=self._shown + 1):
-            print("\n".join(describe_round(json.loads(line), number, self._config)), flush=True)
+            print("\n".join(describe_round(json.loads(line), number)), flush=True)
         self._shown = len(lines)
 
     @contextlib.contextmanager
@@ -386,38 +388,12 @@ class Progress:
         return []
 
 
-def describe_round(line: dict[str, Any], number: int, config: Config) -> list[str]:
-    """A finished round for people, and below it a line for each client that failed.
-
-    Args:
-        line: of rounds.jsonl.
-        number: of this round within the run, from 1.
-        config: the run's.
-    """
-    failures = line["failures"]
-    total = config.num_tasks * config.rounds_per_task
-    asked = len(line["participants"])
-    parts = [
-        f"task {line['task']}/{config.num_tasks}, round {line['round']}/{config.rounds_per_task}",
-        f"{asked} clients" + (f", {len(failures)} failed" if failures else ""),
-        f"loss {line['train_loss']:.3f}" if line["train_loss"] is not None else "",
-        f"accuracy on all seen classes {line['seen_accuracy']:.1%}" if line["seen_accuracy"] is not None else "",
-        f"{_clock(line['elapsed'])}, about {_clock(line['elapsed'] / number * (total - number))} left",
-    ]
-    return ["  ".join(filter(None, parts)), *(f"    {f['name']}: {f['reason']}" for f in failures)]
-
-
 def summary(directory: Path) -> list[str]:
     """The outcome of a finished run in one line, and the paths of its results that exist."""
     metrics = read_results(directory).get("metrics", {})
     shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
     outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)
     return [*filter(None, [outcome]), *(str(directory / n) for n in _RESULTS if (directory / n).exists())]
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
 
 
 if __name__ == "__main__":

@@ -112,12 +112,18 @@ class Results:
         self.seconds["total"] = time.perf_counter() - self.started
         write_json(self.directory / "results.json", self.as_dict())
 
-    def write_round(self) -> None:
-        """Bring both files up to date after a round (and its evaluation, if it had one)."""
+    def write_round(self) -> dict[str, Any]:
+        """Bring both files up to date after a round (and its evaluation, if it had one); returns the line about it."""
         last = self.rounds[-1]
-        line = vars(last) | {"seen_accuracy": self.seen[last.task - 1], "elapsed": time.perf_counter() - self.started}
+        line = vars(last) | {
+            "num_tasks": len(self.tasks),
+            "rounds_per_task": self.config.rounds_per_task,
+            "seen_accuracy": self.seen[last.task - 1],
+            "elapsed": time.perf_counter() - self.started,
+        }
         append_line(self.directory / "rounds.jsonl", line)
         self.write()
+        return line
 
     def as_dict(self) -> dict[str, Any]:
         """The contents of results.json."""

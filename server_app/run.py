@@ -14,6 +14,7 @@ import torch
 
 from server_app.agreement import common_shape
 from server_app.bias import local_distance, response_entropies
+from server_app.board import Board, require_tensorboard
 from server_app.checkpoints import read_checkpoint, write_checkpoint
 from server_app.checks import LARGEST, Refused, check_counts, check_reply, too_far
 from server_app.errors import RunError
@@ -21,6 +22,7 @@ from server_app.files import write_config, write_model
 from server_app.members import Member, draw, wait_for_nodes
 from server_app.places import claim, run_directory
 from server_app.privacy import charged, open_account, reopened
+from server_app.progress import describe_round
 from server_app.report import PicturesUnavailable, write_report
 from server_app.results import Results, RoundReport, mean_or_none
 from server_app.resume import require_same_ground
@@ -58,6 +60,7 @@ def execute(config: Config, transport: Transport, initial: Arrays | None = None)
         ConfigError: data, weights or settings cannot be used; raised before anything is written.
         RunError: no quorum, or clients that cannot work together.
     """
+    require_tensorboard(config)
     torch.set_num_threads(config.threads)
     directory = run_directory(config)
     log.info("results go to %s", directory)
@@ -98,6 +101,7 @@ class Run:
             log.info("each client has %(common)d common classes and %(private)d private ones", self.results.sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", self.results.sharing)
         self.done = self._restored(saved) if saved else self._begun()
+        self.board = Board(config, directory, self.done)
         self.results.write()
 
     def _first_plan(self, saved: Mapping[str, Any] | None, side: int) -> Plan | None:
@@ -164,12 +168,13 @@ class Run:
             if moment.ends_task:
                 self._evaluate(moment, report)
             self._write_model(moment)
-            self.results.write_round()
+            line = self.results.write_round()
+            self.board.add(line, self.results.matrix[moment.task], moment.server_round)
             self.done = moment.server_round
             self._save(moment)
             if moment.ends_task or moment.server_round == 1:
                 self._draw()  # so that a run that is killed leaves its pictures too
-            log.info(describe(self.results, moment.schedule.total_rounds))
+            log.info("\n".join(describe_round(line, moment.server_round)))
         self.results.status = "finished"
         self._conclude()
 
@@ -202,6 +207,7 @@ class Run:
             self._conclude()
 
     def _conclude(self) -> None:
+        self.board.close()
         self.results.write()
         self._draw()
 
@@ -358,17 +364,3 @@ class Run:
         started = time.perf_counter()
         yield
         self.results.seconds[name] += time.perf_counter() - started
-
-
-def describe(results: Results, total_rounds: int) -> str:
-    """One line about the last round, for people."""
-    last = results.rounds[-1]
-    seen = results.seen[last.task - 1]
-    parts = [
-        f"task {last.task}/{len(results.tasks)}, round {last.round}/{results.config.rounds_per_task}",
-        f"{len(last.participants) - len(last.failures)} of {len(last.participants)} clients",
-        f"loss {last.train_loss:.3f}" if last.train_loss is not None else "",
-        f"accuracy on all seen classes {seen:.1%}" if seen is not None else "",
-        f"{len(results.rounds)}/{total_rounds} rounds in {results.seconds['total']:.0f} s",
-    ]
-    return ", ".join(filter(None, parts))

@@ -98,7 +98,7 @@ class Config:
     image_size: int = key(0, "side of the input in pixels; 0 = the backbone's own", minimum=0)
 
     rounds_per_task: int = key(AUTO, "R: rounds of each task", minimum=1, auto=5)
-    local_epochs: int = key(5, "E: epochs of a local training", minimum=1)
+    local_epochs: int = key(5, "E: epochs of a local training; ncm and afcl read no key of it", minimum=1)
     batch_size: int = key(AUTO, "images per local step", minimum=1, auto=64)
     optimizer: str = key(AUTO, "local optimiser", choices=("adam", "sgd"), auto="adam")
     learning_rate: float = key(AUTO, "local step size, cosine within each local training", above=0, auto=1e-3)
@@ -163,6 +163,8 @@ class Config:
     output_dir: str = key("runs", "folder of all runs")
     run_name: str = key("", "folder of this run; empty = method, data set, seed and time")
 
+    tensorboard: bool = key(False, "write scalars for TensorBoard into the run's folder too")
+
     resume: str = key("", "folder of an unfinished run to go on with, by its own settings")
 
     options: Options = field(default_factory=Options)
@@ -211,8 +213,8 @@ class Config:
         return known
 
     def for_clients(self) -> dict[str, Scalar]:
-        """What travels to clients: all but the paths of the server's own files."""
-        own = {"output-dir", "run-name", "resume"}
+        """What travels to clients: all but what is about the server's own files."""
+        own = {"output-dir", "run-name", "tensorboard", "resume"}
         return {name: value for name, value in self.flat().items() if name not in own}
 
     def blocks(self) -> list[int]:

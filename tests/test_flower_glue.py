@@ -727,6 +727,8 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
     line = {
         "task": 2,
         "round": 1,
+        "num_tasks": 2,
+        "rounds_per_task": 2,
         "participants": ["a", "b"],
         "failures": [{"name": "a", "reason": "gone"}],
         "train_loss": None,
@@ -734,8 +736,7 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
         "elapsed": 3700.0,
     }
     (tmp_path / "rounds.jsonl").write_text(json.dumps(line) + "\n")
-    config = parse({"num-tasks": 2, "rounds-per-task": 2})
-    progress = cli.Progress(tmp_path, config)
+    progress = cli.Progress(tmp_path)
     with open(tmp_path / "rounds.jsonl", "a") as file:
         file.write(json.dumps(line) + "\n" + json.dumps(line)[:20])
     progress.show()
@@ -744,6 +745,11 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
         "task 2/2, round 1/2  2 clients, 1 failed  1:01:40, about 1:01:40 left",
         "    a: gone",
     ]
+    (tmp_path / "rounds.jsonl").write_text("")  # resumed before the first round
+    progress.show()
+    (tmp_path / "rounds.jsonl").write_text(json.dumps(line | {"failures": [], "elapsed": 60.0}) + "\n")
+    progress.show()
+    assert capsys.readouterr().out.splitlines() == ["task 2/2, round 1/2  2 clients  1:00, about 3:00 left"]
 
 
 def test_a_killed_run_is_marked_as_failed(tmp_path):
