@@ -17,8 +17,8 @@ from task.queries import Inputs
 class InjectedPrototypes(Objective):
     """Cross-entropy over the features of the images united with injected prototypes, plus the matching loss (eq. 9).
 
-    Only prototypes of the current task arrive, so the loss runs over its classes alone, though methods.md section 0
-    counts PIP among the methods that replay old ones. While none has arrived, the client's own, computed once after its
+    Only prototypes of the current task arrive, so the loss chooses among its classes alone: nothing of older
+    ones is replayed. While none has arrived, the client's own, computed once after its
     first epoch, take their place (algorithm 1, line 20).
     """
 

@@ -119,6 +119,14 @@ def test_a_preset_says_what_it_is_and_fixes_nothing_of_a_machine(name: str) -> N
     assert not {"seed", "device", "threads", "output-dir", "run-name"} & set(read_words([str(PRESETS[name])]))
 
 
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("hgp")])
+def test_what_is_not_the_papers_is_called_ours(name: str) -> None:
+    ours = [line for line in comments(name) if line.startswith("# ours")]
+    assert len(ours) == 1
+    assert ("gradient-clip" in ours[0]) != name.startswith("pip")  # PIP's is its public code's
+    assert load(name).gradient_clip == 1.0
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_commands_in_its_comments_are_other_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
