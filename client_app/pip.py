@@ -54,8 +54,13 @@ class InjectedPrototypes(Objective):
         features, targets = model.features(*inputs), model.places(rows)
         if self.injected:
             features, targets = torch.cat([features, self.injected[0]]), torch.cat([targets, self.injected[1]])
-        logits = model.head(features)[:, model.current_rows()]
-        return F.cross_entropy(logits, targets) + model.prompt.penalty, logits[: len(rows)]
+        logits = model.head(features)
+        current = logits[: len(rows), model.current_rows()]
+        if self.options.logits == "current":
+            logits = logits[:, model.current_rows()]
+        else:
+            targets = model.current_rows()[targets]
+        return F.cross_entropy(logits, targets) + model.prompt.penalty, current
 
 
 def choose_copies(rows: np.ndarray, batch_size: int, most: int) -> int:

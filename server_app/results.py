@@ -39,6 +39,11 @@ class RoundReport:
     bytes_down: int = 0
     seconds: float = 0.0
 
+    @property
+    def fruitless(self) -> bool:
+        """Whether nobody's training came through though somebody had data."""
+        return bool(self.failures) and len(self.failures) + len(self.idle) == len(self.participants)
+
 
 class Results:
     """Collects and writes; ``directory`` gets results.json after every round and rounds.jsonl line by line."""

@@ -64,6 +64,8 @@ def execute(config: Config, transport: Transport, initial: Arrays | None = None)
     torch.set_num_threads(config.threads)
     directory = run_directory(config)
     log.info("results go to %s", directory)
+    if unread := config.unread():
+        log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
     run = Run(config, transport, directory, initial)
     try:
         run.go()
@@ -231,7 +233,7 @@ class Run:
         updates = self._checked(drawn, replies, moment, report)
         self.results.privacy = charged(self.results.privacy, self.results.rounds)
         self._note_clients(updates, dict(zip([m.name for m in drawn], replies, strict=True)), report)
-        self._require_quorum(report)
+        self._require_quorum(report, moment)
         if moment.ends_task:
             self._measure_bias(updates, moment)
         self._improve(updates, moment, report)
@@ -284,15 +286,17 @@ class Run:
         for key in ("train", "statistics"):
             self.results.seconds[f"client_{key}"] += sum(float(m.get(f"seconds-{key}", 0.0)) for m in mine)
 
-    def _require_quorum(self, report: RoundReport) -> None:
-        answered = len(report.participants) - len(report.failures)
+    def _require_quorum(self, report: RoundReport, moment: Moment) -> None:
+        answered, asked = len(report.participants) - len(report.failures), len(report.participants)
+        problem = ""
         if answered < self.config.quorum:
+            problem = f"{answered} of {asked} clients answered, the quorum is {self.config.quorum}"
+        elif moment.ends_task and all(r.fruitless for r in self.results.rounds if r.task == report.task):
+            problem = "every client with data for the task has failed in each of its rounds"
+        if problem:
             self.results.write_round()
             reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])
-            raise RunError(
-                f"task {report.task}, round {report.round}: {answered} of {len(report.participants)} clients answered, "
-                f"the quorum is {self.config.quorum}. {reasons}"
-            )
+            raise RunError(f"task {report.task}, round {report.round}: {problem}. {reasons}")
 
     def _improve(self, updates: Sequence[Update], moment: Moment, report: RoundReport) -> None:
         """Aggregate and refine; a result that is not finite, or absurdly large, is dropped rather than spread."""
@@ -300,7 +304,8 @@ class Run:
         with self._timed("server_aggregate"):
             self.strategy.aggregate(self.model, updates)
         with self._timed("server_refine"):
-            report.server = self.strategy.refine(self.model, updates, moment)
+            measured = self.strategy.refine(self.model, updates, moment)
+        report.server = {name: value for name, value in measured.items() if np.isfinite(value)}
         # a method that trains nothing may write what no training reaches, such as a row that must never win
         limit = LARGEST if self.config.row.client else np.finfo(np.float32).max
         if not all((np.abs(a) <= limit).all() for a in self.model.export().values()):
@@ -309,7 +314,6 @@ class Run:
             report.dropped = True
             if all(r.dropped for r in self.results.rounds if r.task == report.task) and moment.ends_task:
                 raise RunError(f"no round of task {report.task} gave a usable model: lower the server's learning rate.")
-        report.server = {name: value for name, value in report.server.items() if np.isfinite(value)}
 
     def _measure_bias(self, updates: Sequence[Update], moment: Moment) -> None:
         entropies: list[float] = []

@@ -21,13 +21,15 @@ class PrefixAttention(nn.Module):
     """timm's attention with key and value vectors put in front of the projected ones.
 
     Prefix tuning (HGP section 3.2, PIP eq. 3): keys [P_k; K], values [P_v; V], queries unchanged. The prefix is split
-    over heads as K and V are, neither projected nor given a position. Without a prefix this is timm's own forward.
+    over heads as K and V are, and given no position. It is not projected, unless ``projects`` says so: then it stands
+    for tokens in front of the others, as in PIP's equations. Without a prefix this is timm's own forward.
     """
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
         self.attention = attention
         self.prefix: Tensor | None = None
+        self.projects = False
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Tokens [B, N, D] -> [B, N, D]."""
@@ -38,10 +40,20 @@ class PrefixAttention(nn.Module):
         qkv = inner.qkv(x).reshape(B, N, 3, inner.num_heads, inner.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, heads, N, D / heads]
         q, k = inner.q_norm(q), inner.k_norm(k)
-        front = self.prefix.to(q.dtype).unflatten(-1, (inner.num_heads, inner.head_dim)).expand(B, -1, -1, -1, -1)
+        front = self._projected(self.prefix) if self.projects else self.prefix
+        front = front.to(q.dtype).unflatten(-1, (inner.num_heads, inner.head_dim)).expand(B, -1, -1, -1, -1)
         front_k, front_v = front.permute(1, 0, 3, 2, 4).unbind(0)  # each [B, heads, L_p, D / heads]
+        if self.projects:
+            front_k = inner.k_norm(front_k)
         x = F.scaled_dot_product_attention(q, torch.cat([front_k, k], dim=2), torch.cat([front_v, v], dim=2))
         return inner.proj(inner.norm(x.transpose(1, 2).reshape(B, N, inner.attn_dim)))
+
+    def _projected(self, prefix: Tensor) -> Tensor:
+        """Keys and values of prefix vectors [B or 1, 2, L_p, D], by the frozen weights that project the tokens."""
+        weight = self.attention.qkv.weight.unflatten(0, (3, -1))[1:]
+        front = torch.einsum("bsld,sed->bsle", prefix, weight)
+        bias = self.attention.qkv.bias
+        return front if bias is None else front + bias.unflatten(0, (3, 1, -1))[1:]
 
 
 class PromptedBlock(nn.Module):
@@ -82,7 +94,7 @@ class Backbone(nn.Module):
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 
-    def forward(self, images: Tensor, prompted: Prompted | None = None) -> Tensor:
+    def forward(self, images: Tensor, prompted: Prompted | None = None, projects: bool = False) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, D]."""
         raise NotImplementedError
 
@@ -105,23 +117,23 @@ class ViT(Backbone):
         """Stay in evaluation mode: drop-out and drop-path belong to pre-training."""
         return super().train(False)
 
-    def forward(self, images: Tensor, prompted: Prompted | None = None) -> Tensor:
+    def forward(self, images: Tensor, prompted: Prompted | None = None, projects: bool = False) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, D]: the class token after the final norm.
 
-        (A ViT that timm pools otherwise gives its own pooled feature.)
+        (A ViT that timm pools otherwise gives its own pooled feature.) ``projects``: see :class:`PrefixAttention`.
 
         Without ``prompted`` this is q(x), exactly timm's forward_features and pre-logits head.
         """
-        with self._holding(prompted or {}):
+        with self._holding(prompted or {}, projects):
             return self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
 
     @contextmanager
-    def _holding(self, prompted: Prompted) -> Iterator[None]:
+    def _holding(self, prompted: Prompted, projects: bool) -> Iterator[None]:
         blocks = [self.vit.blocks[i] for i in prompted]
         try:
             for block, vectors in zip(blocks, prompted.values(), strict=True):
                 if vectors.ndim == 4:
-                    block.block.attn.prefix = vectors
+                    block.block.attn.prefix, block.block.attn.projects = vectors, projects
                 else:
                     block.tokens = vectors
             yield

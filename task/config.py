@@ -29,6 +29,8 @@ REGISTERED = EMBEDDED + FROM_PATH
 APPEARING = "appearing"
 OF_THE_NODE = ("device", "data-dir", "backbone-weights")  # a node's own settings of these names win over the run's
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
+LOCAL = ("local_epochs", "batch_size", "optimizer", "learning_rate", "gradient_clip", "augmentation")
+PREFIXED = tuple(name for name in PROMPTED if name != "l2p")  # the others are tokens
 ASYNCHRONOUS = ("consensus",)  # partitions whose clients have class sequences of their own
 PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASYNCHRONOUS)
 
@@ -46,6 +48,9 @@ class Config:
         maximum=10_000,
         auto=1,
         only=("prompt", *PROMPTED),
+    )
+    prompt_projected: bool = key(
+        False, "project prefixes as the block does its tokens (PIP eq. 3-4)", only=("prompt", *PREFIXED)
     )
     prompt_pool: int = key(AUTO, "prompts in the pool", minimum=1, auto=1, only=("prompt", "l2p", "coda", "decomposed"))
     prompt_matching: float = key(
@@ -195,6 +200,15 @@ class Config:
         names = {f.name: f.metadata["rule"].only for f in fields(self) if "rule" in f.metadata}
         return {n: getattr(self, n) for n, only in names.items() if only == ("partition", self.partition)}
 
+    def unread(self) -> list[str]:
+        """Keys of local training that are not at their defaults, where the method trains nothing locally.
+
+        They are accepted, as one set of keys may serve many methods.
+        """
+        usual = parse({"method": self.method, "prompt": self.prompt})
+        changed = [n for n in LOCAL if getattr(self, n) != getattr(usual, n)]
+        return [] if self.row.client else [n.replace("_", "-") for n in changed]
+
     def flat(self) -> dict[str, Scalar]:
         """The resolved keys as users write them, the method's own included; parsing them gives this object again."""
         core = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
@@ -296,6 +310,9 @@ def parse(values: Mapping[str, Scalar]) -> Config:
     core = {n.replace("-", "_"): _resolve(k, checked[n], method, prompt) for n, k in keys_of(Config).items()}
     own = {name.removeprefix(f"{method.name}-").replace("-", "_"): checked[name] for name in method.own_keys()}
     config = Config(**core, options=method.options(**own))  # type: ignore[arg-type]  # each was checked above
+    step = "backbone-learning-rate"
+    if not config.trains_backbone and config.backbone_learning_rate != _resolve(known[step], AUTO, method, prompt):
+        raise ConfigError(f"{step} = {checked[step]!r} would be ignored: this run's backbone is frozen.")
     _check_combination(config)
     return config
 
@@ -340,8 +357,9 @@ def _reader(key: Key, values: Mapping[str, Scalar], known: Mapping[str, Key]) ->
     """The settings under which a key is read, in words, unless they are the run's."""
     if not key.rule.only:
         return ""
-    if values[key.rule.only[0]] in key.rule.only[1:]:
-        return _reader(known[key.rule.only[0]], values, known)
+    owner = str(key.rule.only[0])
+    if values[owner] in key.rule.only[1:]:
+        return _reader(known[owner], values, known)
     return f"{key.rule.only[0]} = {' or '.join(map(repr, key.rule.only[1:]))}"
 
 

@@ -23,7 +23,7 @@ class Rule:
     above: float | None = None
     maximum: float | None = None
     auto: Scalar | None = None
-    only: tuple[str, ...] = ()
+    only: tuple[Scalar, ...] = ()
 
     def allowed(self, kind: type) -> str:
         """The limits in words."""
@@ -111,5 +111,5 @@ def _key_of(declared: Field, kind: type, prefix: str) -> Key:
         raise TypeError(f"run key {declared.name} has no default")
     rule: Rule = declared.metadata["rule"]
     if prefix and rule.only:
-        rule = replace(rule, only=(prefix + rule.only[0], *rule.only[1:]))
+        rule = replace(rule, only=(prefix + str(rule.only[0]), *rule.only[1:]))
     return Key(prefix + declared.name.replace("_", "-"), kind, declared.default, rule)

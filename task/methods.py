@@ -74,6 +74,7 @@ class PIPOptions(Options):
     """Keys of PIP (Ma'sum et al. 2024)."""
 
     copies: int = key(5, "largest m of eq. 11: noisy copies of an injected prototype; 0 = prototype alone", minimum=0)
+    logits: str = key("current", "classes that the loss chooses among", choices=("current", "seen"))
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,9 @@ class HePCoOptions(Options):
     """Keys of HePCo (Halbe et al. 2024, section 4)."""
 
     lambda_kl: float = key(1.0, "weight of the divergence that the generator seeks", minimum=0)
-    lambda_mse: float = key(0.1, "weight of the difference of prompts that the generator seeks", minimum=0)
+    lambda_mse: float = key(
+        0.1, "weight of the difference of prompts that the generator seeks", minimum=0, only=("query-gradient", True)
+    )
     query_gradient: bool = key(False, "let lambda-mse reach the generator (eq. 4); the public code detaches the query")
     generator_steps: int = key(100, "steps of each generator per round", minimum=1)
     generator_learning_rate: float = key(1e-4, "Adam step size of the generators", above=0)

@@ -64,6 +64,7 @@ class Model(nn.Module):
         precision: fp32 or bf16, of the backbone's arithmetic.
         projection: random features under the head; 0 = none.
         trains_backbone: train, and send, a copy of the backbone.
+        projects: prefixes as the backbone projects tokens.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Model(nn.Module):
         precision: str,
         projection: int = 0,
         trains_backbone: bool = False,
+        projects: bool = False,
     ) -> None:
         super().__init__()
         self._shared = [backbone]  # in a list: shared by all models of the process, so no sub-module of this one
@@ -82,7 +84,7 @@ class Model(nn.Module):
         self.task_sizes: list[int] = []
         self._rows: Tensor
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
-        self.precision = precision
+        self.precision, self.projects = precision, projects
         self.to(backbone.mean.device)
         self.eval()  # the prompts of a model in training know the task, which nobody says of a test image
 
@@ -142,7 +144,7 @@ class Model(nn.Module):
         if query is None and self.prompt.needs_query:
             query = self.query(images)
         with self._autocast():
-            return self.backbone(images, self.prompt(query)).float()
+            return self.backbone(images, self.prompt(query), self.projects).float()
 
     def forward(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only."""
@@ -231,8 +233,15 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
             f"prompt-blocks = {config.prompt_blocks!r} is not possible: {config.backbone} has {backbone.depth} blocks."
         )
     prompt = load_half(PROMPTS[config.prompt].path).build(config, backbone.dim)
-    projection = config.options.projection
-    model = Model(backbone, prompt, config.seed, config.precision, projection, config.trains_backbone)
+    model = Model(
+        backbone,
+        prompt,
+        config.seed,
+        config.precision,
+        config.options.projection,
+        config.trains_backbone,
+        config.prompt_projected,
+    )
     for classes in task_sizes:
         model.begin_task(classes)
     return model

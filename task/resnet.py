@@ -19,7 +19,7 @@ class ResNet18(Backbone):
         self.network = network.requires_grad_(False)
         self.eval()
 
-    def forward(self, images: Tensor, prompted: Prompted | None = None) -> Tensor:
+    def forward(self, images: Tensor, prompted: Prompted | None = None, projects: bool = False) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, 512]: the pooled last layer."""
         return self.network(images)
 

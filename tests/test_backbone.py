@@ -74,7 +74,8 @@ def prefix(batch=1, length=5, dim=12, seed=2):
 class NumpyViT:
     """A ViT in float64 from the weights by name alone; follows Dosovitskiy et al. 2021 and HGP section 3.2."""
 
-    def __init__(self, vit, heads=3, patch=4):
+    def __init__(self, vit, heads=3, patch=4, projects=False):
+        self.projects = projects
         self.w = {name: value.double().numpy() for name, value in vit.state_dict().items()}
         self.heads, self.patch = heads, patch
         self.depth = 1 + max(int(name.split(".")[1]) for name in self.w if name.startswith("blocks."))
@@ -116,6 +117,10 @@ class NumpyViT:
         q, k = self.norm(name + "q_norm", q), self.norm(name + "k_norm", k)
         if found is not None:
             found = np.broadcast_to(found.double().numpy(), (B, *found.shape[1:]))
+            if self.projects:  # PIP eq. 3-4: [P_k; h] W_k and [P_v; h] W_v, so each through its own third of qkv
+                keys, values = (np.split(self.linear(name + "qkv", found[:, i]), 3, axis=2)[1 + i] for i in (0, 1))
+                keys = self.norm(name + "k_norm", keys.reshape(B, -1, self.heads, size)).reshape(keys.shape)
+                found = np.stack([keys, values], axis=1)
             k = np.concatenate([found[:, 0].reshape(B, -1, self.heads, size), k], axis=1)
             v = np.concatenate([found[:, 1].reshape(B, -1, self.heads, size), v], axis=1)
         out = np.empty((B, N, D))
@@ -180,6 +185,17 @@ def test_prefix_equals_float64_numpy(changes, batch):
     assert np.abs(backbone(images(), {0: found}).numpy() - expected).max() < 2e-5
     assert np.abs(backbone(images()).numpy() - unprefixed).max() < 2e-5
     assert np.abs(expected - unprefixed).max() > 0.05  # so the prefix is really seen
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_a_projected_prefix_equals_float64_numpy(changes):
+    vit, found = tiny_vit(**changes), prefix(3)
+    expected = NumpyViT(vit, projects=True).features(images(), {0: found})
+    plain_prefix = NumpyViT(vit).features(images(), {0: found})
+    backbone = ViT(vit, *HALVES)
+    assert np.abs(backbone(images(), {0: found}, projects=True).numpy() - expected).max() < 2e-5
+    assert np.abs(backbone(images(), {0: found}).numpy() - plain_prefix).max() < 2e-5
+    assert np.abs(expected - plain_prefix).max() > 0.05
 
 
 def test_prefixes_of_several_blocks_reach_their_own_block():

@@ -50,12 +50,25 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"prompt-length": 3, "method": "ncm"}, ["prompt-length", "3", "'shared'"]),
         ({"hgp-rank": 4}, ["hgp-rank", "4", "hgp-covariance = 'low-rank'"]),
         ({"data-dir": "/somewhere"}, ["data-dir", "/somewhere", "'npz'"]),
+        ({"backbone-learning-rate": 0.5}, ["backbone-learning-rate", "0.5", "frozen"]),
+        ({"prompt-projected": True, "prompt": "l2p", "method": "fedavg"}, ["prompt-projected", "'dualprompt'"]),
+        ({"hepco-lambda-mse": 2.0, "method": "hepco"}, ["hepco-lambda-mse", "2.0", "hepco-query-gradient = True"]),
     ],
 )
 def test_bad_values_are_named(values: dict, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(values)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_keys_of_local_training_that_nothing_reads_are_named() -> None:
+    """They are not refused: a suite gives all its methods the same ones."""
+    assert parse({"method": "ncm", "local-epochs": 3, "learning-rate": 0.5}).unread() == [
+        "local-epochs",
+        "learning-rate",
+    ]
+    assert parse({"method": "ncm", "seed": 3}).unread() == []
+    assert parse({"method": "fedavg", "local-epochs": 3}).unread() == []
 
 
 def test_every_number_key_refuses_text_and_every_text_key_numbers() -> None:

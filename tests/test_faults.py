@@ -226,6 +226,19 @@ def test_a_refinement_that_diverges_ends_the_run_with_a_reason(tiny: dict) -> No
     assert results_of(tiny)["rounds"][0]["dropped"]
 
 
+def test_a_refinement_that_measures_no_number_ends_the_run_with_its_reason(tiny: dict) -> None:
+    """The loss is NaN as well as the model: results.json, which takes none, must not hide the reason."""
+    with pytest.raises(RunError, match="lower the server's learning rate"):
+        run(tiny | {"method": "ccvr", "prompt": "none", "ccvr-logit-temperature": 1e-40})
+    assert results_of(tiny)["status"] == "failed"
+
+
+def test_a_task_that_nobody_could_learn_ends_the_run(tiny: dict) -> None:
+    """Idle clients answer too, so the quorum is met: of joint's three clients one has all images, and diverges."""
+    with pytest.raises(RunError, match=r"task 1, round 2: every client with data for the task has failed"):
+        run(tiny | {"method": "joint", "learning-rate": 1e20, "rounds-per-task": 2})
+
+
 def test_a_dropped_round_leaves_no_trace(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """The method's own memory goes back with the model, so the next round is as if the bad one had not been."""
     from strategies.hgp import HGP

@@ -250,9 +250,10 @@ def sent_prototypes():
     }
 
 
-def test_injected_features_go_through_the_head_with_their_own_classes():
+@pytest.mark.parametrize(("logits", "first"), [("current", 3), ("seen", 0)])
+def test_injected_features_go_through_the_head_with_their_own_classes(logits, first):
     """Loss, gradient and targets against float64; head rows 3 and 4 are classes 5 and 0."""
-    model, method = small_model(2), objective(sent_prototypes())
+    model, method = small_model(2), objective(sent_prototypes(), **{"pip-logits": logits})
     model.head.weight.data = torch.randn(5, D, generator=rng(4))
     data = LocalData(np.empty(0), np.empty(0), np.array([3] * 6), "none")
     method.begin_epoch(model, data, 0, rng(5))
@@ -262,13 +263,15 @@ def test_injected_features_go_through_the_head_with_their_own_classes():
     injected = np.concatenate([wide[0] + step * wide[1] for step in steps])
     images, rows = torch.randn(6, 3, 8, 8, generator=rng(6)), torch.full((6,), 3)
     model.prompt.penalty = -0.25
-    loss, logits = method.loss(model, Inputs(images), rows)
+    loss, answers = method.loss(model, Inputs(images), rows)
     real = model.features(images).detach().double().numpy()
-    expected = numpy_loss(model, np.concatenate([real, injected]), np.array([0] * 6 + [1, 0] * 6), slice(3, 5))
+    expected = numpy_loss(
+        model, np.concatenate([real, injected]), np.array([0] * 6 + [1, 0] * 6) + 3 - first, slice(first, 5)
+    )
     assert float(loss.detach()) == pytest.approx(expected - 0.25, rel=1e-5)
-    assert logits.shape == (6, 2)
+    assert answers.shape == (6, 2)
     loss.backward()
-    assert model.head.weight.grad[:3].abs().max() == 0
+    assert (model.head.weight.grad[:3].abs().max() == 0) == (first == 3)
     assert model.head.weight.grad[3:].abs().min() > 0
 
 
