@@ -225,6 +225,19 @@ def test_training_lowers_the_generators_loss():
     assert not after(1)[1].training
 
 
+def test_first_generator_step_by_hand():
+    """Adam's first step is the step size against the sign of the gradient."""
+    server, own = latent(single(0)), options(generator_steps=1)
+    moved, still = (source([single(1), single(2)], COUNTS[:2]) for _ in range(2))
+    train_generator(moved, server, own, torch.Generator().manual_seed(1))
+    z, labels = still.draw(own.batch_size, torch.Generator().manual_seed(1))
+    generator_loss(z, labels, still.shares, server, still.teachers, None, own).backward()
+    for (name, p), q in zip(still.generator.named_parameters(), moved.generator.parameters(), strict=True):
+        clear = p.grad.abs() > 1e-3  # batch normalisation takes all effect from the biases before it
+        assert clear.any() or name in ("net.0.bias", "net.3.bias")
+        assert torch.allclose((q - p)[clear], -1e-4 * p.grad.sign()[clear], atol=1e-6), name
+
+
 def test_by_default_the_gap_is_reported_and_trains_nothing():
     def after(**keys):
         where = source([single(1), single(2)], COUNTS[:2])
@@ -293,6 +306,49 @@ def test_first_head_step_by_hand():
     assert np.allclose(head.weight.detach().numpy() - before, -1e-4 * np.sign(p.T @ x), atol=2e-6)
 
 
+def numpy_prompts(keys, pool, z):
+    """rho of samples [B, D], all blocks at once, [J, B, 2, L, D]."""
+    cosine = (
+        np.einsum("jnd,bd->jbn", keys, z) / np.linalg.norm(keys, axis=2)[:, None] / np.linalg.norm(z, axis=1)[:, None]
+    )
+    return np.einsum("jbn,jnvld->jbvld", cosine, pool)
+
+
+def numpy_slope(loss, value):
+    """Central differences of a loss of one float64 array."""
+    slope = np.zeros_like(value)
+    for place in np.ndindex(value.shape):
+        step = np.zeros_like(value)
+        step[place] = 1e-5
+        slope[place] = (loss(value + step) - loss(value - step)) / 2e-5
+    return slope
+
+
+def test_first_prompt_step_by_hand():
+    """Eq. 6 teacher by teacher: clients by their share of the label, the previous server alone for earlier tasks."""
+    teachers = [single(1), single(2), single(3, 3)]
+    new, old = source(teachers[:2], [[0, 0, 0, 1, 2, 9], [0, 0, 0, 7, 1, 1]]), source(teachers[2:], [[1, 1, 1]])
+    for where in (new, old):
+        where.generator.eval()
+    prompt, rng = DecomposedPrompt(range(J), N, L, D, 0), torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        (x, y), (u, v) = new.draw(8, rng), old.draw(4, rng)
+    z, rows = np.concatenate([x, u]).astype(np.float64), np.concatenate([y, v])
+    share = np.array([[0, 0, 0, 1 / 8, 2 / 3, 0.9], [0, 0, 0, 7 / 8, 1 / 3, 0.1], [1, 1, 1, 0, 0, 0]])
+    theirs = [numpy_prompts(m["prompt.keys"].astype(float), m["prompt.pool"].astype(float), z) for m in teachers]
+
+    def loss(keys, pool):
+        own = numpy_prompts(keys, pool, z)
+        return sum((w[rows] * ((own - t) ** 2).sum((0, 2, 3, 4))).sum() for w, t in zip(share, theirs, strict=True))
+
+    keys, pool = (p.detach().double().numpy().copy() for p in (prompt.keys, prompt.pool))
+    slopes = numpy_slope(lambda k: loss(k, pool), keys), numpy_slope(lambda p: loss(keys, p), pool)
+    distil_prompts(prompt, [(new, 8), (old, 4)], options(prompt_steps=1), torch.Generator().manual_seed(4))
+    for moved, before, slope in zip((prompt.keys, prompt.pool), (keys, pool), slopes, strict=True):
+        assert np.abs(slope).min() > 1e-3  # no sign is a matter of rounding
+        assert np.allclose(moved.detach().numpy() - before, -1e-4 * np.sign(slope), atol=1e-6)
+
+
 def test_counts_by_head_row():
     updates = [Update("a", 5, {}, {"class_ids": np.array([2, 5]), "counts": np.array([4, 1])})]
     updates += [Update("b", 3, {}, {"class_ids": np.array([0]), "counts": np.array([3])})]
@@ -336,13 +392,20 @@ def test_clients_count_alike():
 
 def test_sources_and_memory_over_two_tasks(monkeypatch):
     """Clients teach their own counts; the previous task's last server joins in task 2 with all counts before it."""
-    seen = []
+    seen, composites = [], []
 
     def spy(source, server, options, rng):
         seen.append((source, server))
         return 0.0
 
+    def counted(distil):
+        return lambda part, sources, *more: (composites.append([n for _, n in sources]), distil(part, sources, *more))[
+            1
+        ]
+
     monkeypatch.setattr(strategies.hepco, "train_generator", spy)
+    monkeypatch.setattr(strategies.hepco, "distil_prompts", counted(distil_prompts))
+    monkeypatch.setattr(strategies.hepco, "distil_head", counted(distil_head))
     strategy, model = hepco(), Server(1)
     strategy.refine(model, updates(1, {7: 3, 2: 1}, {7: 1}), Moment(SCHEDULE, 1))
     assert len(seen) == 1
@@ -363,6 +426,7 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
         assert torch.equal(past.teachers.pools[:, 0], left.flatten(2))
         assert past.teachers.bias.shape == (1, 2)
     assert set(metrics) > {"generator-loss", "replay-generator-loss"}
+    assert composites == 4 * [[64]] + 4 * [[64, 32]]  # keys and prompts, then the head, in each round
     assert strategy.known.tolist() == [4, 6, 8, 2]
     assert torch.equal(strategy.previous[0].weight[0], model.head.weight)
 
