@@ -196,8 +196,14 @@ def test_ewc_server_averages_by_images_and_adds_up_over_tasks():
     known = server.broadcast(Moment(schedule, 3))
     assert np.allclose(known["fisher"], 2.5)  # (10 * 1 + 30 * 3) / 40
     assert (known["anchor"] == model.export()["backbone"]).all()
+    with torch.no_grad():
+        model.own.vit.cls_token += 1.0
+    server.refine(model, updates(9.0), Moment(schedule, 3))
+    assert server.broadcast(Moment(schedule, 4)) is known  # within a task both stay
     server.refine(model, updates(4.0), Moment(schedule, 4))
-    assert np.allclose(server.broadcast(Moment(schedule, 4))["fisher"], 6.5)
+    renewed = server.broadcast(Moment(schedule, 4))
+    assert np.allclose(renewed["fisher"], 6.5)
+    assert np.allclose((renewed["anchor"] - known["anchor"])[:12], 1.0)  # the class token is packed first
 
 
 def test_lwf_loss_by_hand():
