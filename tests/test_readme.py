@@ -84,8 +84,9 @@ def test_the_model_is_used_as_written(
     for name in ("cat.jpg", "dog.jpg"):
         Image.new("RGB", (50, 40), "red").save(name)
     for words in FCIL:
-        if words[0] in ("predict", "export"):
-            assert cli.main(words) == 0, words
+        if words[0] in ("predict", "export", "privacy"):
+            assert cli.main([*words, *(["--steps", "2"] if words[0] == "privacy" else [])]) == 0, words
+    assert (tmp_path / "runs" / "pets" / "privacy.png").exists()
     assert (tmp_path / "pets.onnx").exists()
     (python,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     capsys.readouterr()
