@@ -307,7 +307,7 @@ def test_first_head_step_by_hand():
 
 
 def numpy_prompts(keys, pool, z):
-    """rho of samples [B, D], all blocks at once, [J, B, 2, L, D]."""
+    """Prompts of samples [B, D], all blocks at once, [J, B, 2, L, D]."""
     cosine = (
         np.einsum("jnd,bd->jbn", keys, z) / np.linalg.norm(keys, axis=2)[:, None] / np.linalg.norm(z, axis=1)[:, None]
     )
