@@ -11,6 +11,7 @@ from strategies.base import Moment, Update
 from strategies.generator import Generator, Latent, PromptGap, Source, generator_loss, train_generator
 from strategies.hepco import HePCo, class_counts, distil_head, distil_prompts, prompt_loss
 from task.config import parse
+from task.methods import HePCoOptions
 from task.model import Head, build_model
 from task.prompt_decomposed import DecomposedPrompt
 from task.statistics import Counts
@@ -23,7 +24,7 @@ SMALL = {"generator-steps": 2, "prompt-steps": 2, "head-steps": 2, "hidden-first
 
 
 def options(**keys):
-    return parse({"method": "hepco", **{f"hepco-{n.replace('_', '-')}": v for n, v in keys.items()}}).options
+    return HePCoOptions(**keys)
 
 
 def arrays(seed, rows=S, dtype=np.float64):
