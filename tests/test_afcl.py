@@ -54,8 +54,19 @@ def numpy_ridge(features: np.ndarray, labels: np.ndarray, order: list[int], ridg
         {"partition": "dirichlet", "dirichlet-beta": 0.05, "num-clients": 7},
         {"partition": "quantity", "classes-per-client": 2, "num-clients": 4, "class-order": "given"},
         {"partition": "iid", "num-clients": 3, "num-tasks": 6, "rounds-per-task": 2},
+        {"partition": "class-share", "class-share": 0.5, "num-clients": 4},
+        {"partition": "consensus", "consensus-rate": 0.2, "num-clients": 3},
+        {"partition": "consensus", "consensus-rate": 0.5, "num-clients": 3, "num-tasks": 3},
     ],
-    ids=["one client, one task", "dirichlet", "quantity", "two rounds"],
+    ids=[
+        "one client, one task",
+        "dirichlet",
+        "quantity",
+        "two rounds",
+        "class-share",
+        "consensus 0.2",
+        "consensus 0.5",
+    ],
 )
 def test_the_model_is_the_centralised_solution(changes, random_features, tiny, tmp_path):
     values = tiny | changes | {"method": "afcl", "afcl-random-features": random_features, "afcl-ridge": 2.0}
