@@ -9,7 +9,7 @@ from task.config import Config
 from task.keys import ConfigError
 from task.partition import REDRAWN, Partition, partition
 from task.stream import Schedule
-from task.world import World, build_world
+from task.world import World, build_world, in_run_keys
 
 
 @dataclass(frozen=True)
@@ -98,4 +98,4 @@ def _partition(config: Config, tasks: list[list[int]], **more: int) -> Partition
     try:
         return partition(config.partition, labels, config.num_clients, tasks, config.seed, **parameters)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{in_run_keys(config, error)}.") from error

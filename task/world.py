@@ -66,7 +66,7 @@ def build_world(config: Config, plan: Plan | None = None, inventory: Inventory |
         tasks = split_tasks(order, config.num_tasks)
         streams = _streams(config, tasks) if config.asynchronous else []
     except ValueError as error:
-        raise ConfigError(f"{error} of {config.dataset!r}.") from error
+        raise ConfigError(f"{in_run_keys(config, error)} of {config.dataset!r}.") from error
     return _laid_out(dataset, Schedule(stages(streams, order) if streams else tasks, config.rounds_per_task), streams)
 
 
@@ -90,6 +90,14 @@ def _nobodys(plan: Plan) -> Dataset:
 
 def _streams(config: Config, tasks: list[list[int]]) -> Streams:
     return consensus_tasks(tasks, config.num_clients, config.seed, **config.partition_parameters)
+
+
+def in_run_keys(config: Config, error: ValueError) -> str:
+    """What a partition complains of, in the names of the run keys: its parameters have underscores for hyphens."""
+    text = str(error)
+    for name in config.partition_parameters:
+        text = text.replace(name, name.replace("_", "-"))
+    return text
 
 
 def image_size(config: Config) -> int:

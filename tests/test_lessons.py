@@ -51,6 +51,23 @@ def ask(config: Config, client: int, task: int = 0, round: int = 0) -> Packet:
     return handle("train", Packet(arrays=model.export(), config=place), Node(config.flat(), {"partition-id": client}))
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"partition": "quantity", "classes-per-client": 100},
+            "classes-per-client=100: allowed are .* change classes-per",
+        ),
+        ({"partition": "dirichlet", "dirichlet-min-size": 10**6}, "dirichlet-min-size=1000000: allowed are"),
+        ({"method": "fedavg", "partition": "consensus", "num-tasks": 11}, "num-tasks=11: .* at consensus-rate=0.5"),
+    ],
+)
+def test_partitions_name_the_run_keys(changes: dict, words: str, tiny: dict) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        lesson_of(parse(tiny | changes), 0, 0, 0)
+    assert "_" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_nobody_ever_holds_more_than_hello_said(name: str, tiny: dict) -> None:
     config = parse(tiny | EACH[name])
