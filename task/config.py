@@ -365,6 +365,8 @@ def _reader(key: Key, values: Mapping[str, Scalar], known: Mapping[str, Key]) ->
 
 def _check_combination(config: Config) -> None:
     _check_method(config)
+    _check_backbone(config)
+    _check_prompt(config)
     _check_sizes(config)
     _check_own_data(config)
     _check_bounds(config)
@@ -376,7 +378,20 @@ def _check_combination(config: Config) -> None:
         )
     if "/" in config.run_name or config.run_name in (".", ".."):
         raise ConfigError(f"run-name = {config.run_name!r} is not possible: it names a folder, output-dir says where.")
-    config.blocks()
+
+
+def _check_prompt(config: Config) -> None:
+    kind, blocks = PROMPTS[config.prompt], config.blocks()
+    if len(blocks) < kind.fewest_blocks:
+        raise ConfigError(
+            f"prompt-blocks = {config.prompt_blocks!r} is not possible with prompt {config.prompt!r}: it needs at "
+            f"least {kind.fewest_blocks} blocks."
+        )
+    if kind.shared_out and config.prompt_pool < config.num_tasks:
+        raise ConfigError(
+            f"prompt-pool = {config.prompt_pool} is not possible with prompt {config.prompt!r}: "
+            f"each of the {config.num_tasks} tasks needs at least one component."
+        )
 
 
 def _check_method(config: Config) -> None:
@@ -393,11 +408,26 @@ def _check_method(config: Config) -> None:
         )
     if config.federated_bias and not config.row.client:
         raise ConfigError(f"federated-bias = True is not possible: method {config.method!r} trains no local model.")
-    if config.backbone in FROM_SCRATCH and (config.row.backbone == "frozen" or config.prompt != "none"):
+
+
+def _check_backbone(config: Config) -> None:
+    if config.backbone not in FROM_SCRATCH:
+        return
+    if config.row.backbone == "frozen" or config.prompt != "none":
         fitting = [m.name for m in METHODS.values() if m.backbone != "frozen" and "none" in m.prompts]
         raise ConfigError(
             f"backbone = {config.backbone!r} is trained from scratch and has no blocks to prompt, which does not go "
             f"with method {config.method!r} and prompt {config.prompt!r}: use prompt none and {' or '.join(fitting)}."
+        )
+    if config.backbone_weights == AUTO:
+        raise ConfigError(
+            f"backbone-weights = {AUTO!r} is not possible with backbone {config.backbone!r}, which has no pre-trained "
+            "ones: write random, to train it from scratch, or name a file."
+        )
+    if 0 < config.image_size < FROM_SCRATCH[config.backbone]:
+        raise ConfigError(
+            f"image-size = {config.image_size} is not possible: {config.backbone!r} needs at least "
+            f"{FROM_SCRATCH[config.backbone]}, for the batch normalisation of a batch of one image."
         )
 
 

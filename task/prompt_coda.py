@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from task.backbone import Prompted
 from task.config import Config
-from task.keys import ConfigError
 from task.prompt_decomposed import combine
 from task.prompts import Prompt
 from task.seeding import torch_rng
@@ -39,17 +38,8 @@ class CodaPrompt(Prompt):
 
     @classmethod
     def build(cls, config: Config, dim: int) -> Self:
-        """Pool, tasks, L_p, blocks, penalty and seed from the run keys.
-
-        Raises:
-            ConfigError: fewer components than tasks.
-        """
+        """Pool, tasks, L_p, blocks, penalty and seed from the run keys."""
         components = config.prompt_pool // config.num_tasks
-        if not components:
-            raise ConfigError(
-                f"prompt-pool = {config.prompt_pool} is not possible with prompt 'coda': "
-                f"each of the {config.num_tasks} tasks needs at least one component."
-            )
         penalty, length = config.prompt_orthogonality, config.prompt_length
         return cls(config.blocks(), components, config.num_tasks, length, dim, penalty, config.seed)
 

@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from task.backbone import Prompted
 from task.config import Config
-from task.keys import ConfigError
+from task.methods import PROMPTS
 from task.prompts import Prompt
 from task.seeding import torch_rng
 
-GENERAL = 2  # of the prompted blocks, the first ones; the others take the expert
+# of the prompted blocks, the first ones; the others, at least one, take the expert
+GENERAL = PROMPTS["dualprompt"].fewest_blocks - 1
 
 
 class DualPrompt(Prompt):
@@ -35,18 +36,8 @@ class DualPrompt(Prompt):
 
     @classmethod
     def build(cls, config: Config, dim: int) -> Self:
-        """Blocks, L_p, seed and lambda from the run keys.
-
-        Raises:
-            ConfigError: no block is left for the experts.
-        """
-        blocks = config.blocks()
-        if len(blocks) <= GENERAL:
-            raise ConfigError(
-                f"prompt-blocks = {config.prompt_blocks!r} is not possible with prompt 'dualprompt': it needs at least "
-                f"{GENERAL + 1} blocks, {GENERAL} for the general prefix and the others for experts."
-            )
-        return cls(blocks, config.prompt_length, dim, config.seed, config.prompt_matching)
+        """Blocks, L_p, seed and lambda from the run keys."""
+        return cls(config.blocks(), config.prompt_length, dim, config.seed, config.prompt_matching)
 
     def begin_task(self, task: int) -> None:
         """Freeze the earlier experts and their keys, and add a new pair."""

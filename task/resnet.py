@@ -7,7 +7,6 @@ import torchvision
 from torch import Tensor, nn
 
 from task.backbone import Backbone, Prompted, digest
-from task.keys import AUTO, ConfigError
 from task.weights import load_strictly, read_weights
 
 
@@ -28,13 +27,8 @@ def load_resnet18(weights: str, image_size: int) -> ResNet18:
     """ResNet-18 for images of ``image_size`` (0 = 32), from a file or from chance, with a fixed seed.
 
     Raises:
-        ConfigError: weights missing, broken or of another architecture; nobody pre-trained this network.
+        ConfigError: weights missing, broken or of another architecture; "auto" is no file, as nobody pre-trained this.
     """
-    if weights == AUTO:
-        raise ConfigError(
-            "backbone-weights = 'auto' is not possible with backbone 'resnet18_cifar', which has no pre-trained ones: "
-            "write random, to train it from scratch, or name a file."
-        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = torchvision.models.resnet18()

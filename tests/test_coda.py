@@ -63,7 +63,7 @@ def test_components_are_shared_out_evenly():
         "prompts.0": (5, 10, 2, 4, 16),  # a length of 8: four key and four value vectors
     }
     with pytest.raises(ConfigError, match="prompt-pool = 3"):
-        CodaPrompt.build(parse({"prompt": "coda", "method": "fedavg", "prompt-pool": 3}), 16)
+        parse({"prompt": "coda", "method": "fedavg", "prompt-pool": 3})
 
 
 def test_all_components_start_orthonormal_and_from_the_seed():

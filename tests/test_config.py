@@ -110,6 +110,54 @@ def test_prompt_blocks(text: str, blocks: list[int]) -> None:
     assert parse({"prompt-blocks": text}).blocks() == blocks
 
 
+# What the papers say, or where they are silent what the table of methods took from HGP's setting.
+PUBLISHED: dict[str, dict[str, object]] = {
+    "fppl": {"prompt-length": 20, "prompt-blocks": "1-5", "batch-size": 128, "optimizer": "adam", "learning-rate": 1e-3}
+    | {"local-epochs": 5, "fppl-tau": 0.2, "fppl-debias-epochs": 5}
+    | {"fppl-debias-batch-size": 128, "fppl-debias-learning-rate": 1e-3},
+    "ccvr": {"ccvr-covariance": "full", "ccvr-samples-per-class": 256, "ccvr-epochs": 5, "ccvr-learning-rate": 0.01}
+    | {"ccvr-logit-temperature": 0.0},
+    "fedslca": {"fedslca-logit-temperature": 0.1, "fedslca-covariance": "full", "fedslca-samples-per-class": 256}
+    | {"optimizer": "sgd", "learning-rate": 0.01, "backbone-learning-rate": 1e-4},
+    "fedavg-ft": {"backbone-learning-rate": 1e-4},
+    "fedewc": {"backbone-learning-rate": 1e-4, "fedewc-strength": 1000.0},
+    "fedlwf": {"backbone-learning-rate": 1e-4, "learning-rate": 0.01},
+    "fedprox": {"fedprox-mu": 0.01},
+    "fedprok": {"fedprok-beta": 0.5, "learning-rate": 0.01},
+    "fed-cprompt": {"prompt-length": 4, "prompt-pool": 100},
+    "head-only": {"learning-rate": 0.01, "prompt": "none"},
+    "ncm": {"rounds-per-task": 1},
+    "afcl": {"rounds-per-task": 1, "afcl-ridge": 1.0, "afcl-random-features": 0},
+}
+
+
+@pytest.mark.parametrize("method", PUBLISHED)
+def test_defaults_of_the_other_methods(method: str) -> None:
+    found = parse({"method": method}).flat()
+    assert {name: found[name] for name in PUBLISHED[method]} == PUBLISHED[method]
+
+
+@pytest.mark.parametrize(
+    ("name", "beyond"),
+    [
+        ("hgp-samples-per-class", 10**12),
+        ("ccvr-samples-per-class", 10**12),
+        ("fedslca-samples-per-class", 10**12),
+        ("hepco-embedding", 10**9),
+        ("hepco-noise", 10**9),
+        ("hepco-hidden-first", 10**9),
+        ("hepco-hidden-second", 10**9),
+        ("hepco-batch-size", 10**9),
+        ("hepco-replay-ratio", 1e9),
+        ("afcl-random-features", 20_001),
+        ("fppl-tau", 1e-9),
+    ],
+)
+def test_sizes_beyond_any_memory_are_refused(name: str, beyond: float) -> None:
+    with pytest.raises(ConfigError, match=f"^{name} = .* is not possible: it must be .* at (least|most)"):
+        parse({"method": name.split("-")[0], name: beyond})
+
+
 def test_defaults_of_hgp_are_the_papers() -> None:
     """HGP section 3, appendix B.1: s = 3, 256 per class, 5 epochs, SGD 0.01 with momentum 0.9, batch 256, L_p = 8."""
     config = parse({})

@@ -90,7 +90,23 @@ def test_impossible_combinations_are_named(values, words):
 
 def test_resnet_without_weights_is_never_random_in_silence():
     with pytest.raises(ConfigError, match=r"backbone-weights = 'auto'.*random"):
+        parse({"method": "fedavg", "prompt": "none", "backbone": "resnet18_cifar"})
+    with pytest.raises(ConfigError, match=r"backbone-weights = 'auto'.*random"):
         load_resnet18("auto", 0)
+
+
+def test_a_resnet_learns_from_a_batch_of_one_image_or_is_refused():
+    """At a side of 8 the last map has one place, and batch normalisation of one image nothing to average."""
+    values = {"method": "fedavg", "prompt": "none", "backbone": "resnet18_cifar", "backbone-weights": "random"}
+    with pytest.raises(ConfigError, match=r"image-size = 8 .* at least 9"):
+        parse(values | {"image-size": 8})
+    config = parse(values | {"image-size": 9, "batch-size": 2, "local-epochs": 1})
+    model = build_model(config, [2])
+    before = model.export()["backbone"]
+    data = LocalData(some_images(3), np.arange(3), np.array([0, 1, 1]), "none")
+    loss, _ = train_locally(model, Objective(config, Packet()), data, config, torch.Generator().manual_seed(0))
+    assert np.isfinite(loss)
+    assert not np.allclose(before, model.export()["backbone"])
 
 
 def trained(model: Model, objective: Objective, config, augmentation: str = "none") -> tuple[float, float]:
