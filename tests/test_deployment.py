@@ -16,7 +16,7 @@ from tests.test_make_keys import make_keys
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
-NODES = 2
+NODES = 3
 
 
 def place(number: int) -> str:
