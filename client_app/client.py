@@ -74,10 +74,12 @@ def _own_holdings(config: Config, node: Node) -> Packet:
     stock = take_stock(own_data_dir(config, node), state_dir(config, node), config.unreadable_share)
     own = open_holdings(stock, image_size(config))
     parts = {"class_counts": own.train_labels, "test_counts": own.test_labels}
+    counts = {name: np.bincount(labels, minlength=len(own.class_names)) for name, labels in parts.items()}
+    held = np.flatnonzero(sum(counts.values()))  # an .npz may name classes of which it holds no image
     return Packet(
-        {name: np.bincount(labels, minlength=len(own.class_names)) for name, labels in parts.items()},
+        {name: found[held] for name, found in counts.items()},
         config={
-            "classes": list(own.class_names),
+            "classes": [own.class_names[c] for c in held],
             "unreadable": len(stock.unreadable),
             "image-shape": list(own.image_shape),
         },

@@ -130,12 +130,12 @@ def _check_statistics(
             raise Refused(f"{name} are not positive semi-definite")
 
 
-def check_counts(reply: Reply, classes: int, seen: Sequence[int]) -> np.ndarray:
+def check_counts(reply: Reply, most: np.ndarray, seen: Sequence[int]) -> np.ndarray:
     """Images of each true class by predicted class, int64 [classes, classes], from an answer to an evaluate message.
 
     Args:
         reply: what the transport brought.
-        classes: number of classes of the data set.
+        most: int64 [classes], images of each class that the client can have been asked about.
         seen: class ids that can be asked for and predicted.
 
     Raises:
@@ -143,12 +143,12 @@ def check_counts(reply: Reply, classes: int, seen: Sequence[int]) -> np.ndarray:
     """
     if reason := failure(reply):
         raise Refused(reason)
-    arrays = (reply.packet or Packet()).arrays
+    arrays, classes = (reply.packet or Packet()).arrays, len(most)
     correct, total = arrays.get("correct", np.empty(0)), arrays.get("total", np.empty(0))
     if not correct.dtype == total.dtype == np.int64 or not correct.shape == total.shape == (classes,):
         raise Refused(f"correct and total must be int64 [{classes}] both")
-    if (correct < 0).any() or (correct > total).any() or total.sum() > MOST_IMAGES:
-        raise Refused("correct and total are no counts of images")
+    if (correct < 0).any() or (correct > total).any() or (total > most).any():
+        raise Refused("correct and total are no counts of the images that this client evaluates")
     confusion = _dense(arrays.get("confusion", np.empty(0)), classes, seen)
     if (confusion.diagonal() != correct).any() or (confusion.sum(axis=1) != total).any():
         raise Refused("confusion does not add up to correct and total")

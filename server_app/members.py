@@ -21,7 +21,9 @@ log = logging.getLogger(__name__)
 START_TIMEOUT = 60.0  # seconds for the expected nodes to connect
 PATIENCE = 15.0  # seconds without a new node after which the missing ones are given up
 MOST_IMAGES = 10**9  # of one class on one node
-LONGEST_NAME = 200  # characters of a class name
+LONGEST_NAME = 200  # characters of a name
+MOST_CLASSES = 10_000
+MOST_VERSIONS = 100
 MOST_SIDE = 100_000  # pixels
 SETTLED = 2.0  # seconds without a new node after which the connected ones are taken for all
 
@@ -67,8 +69,15 @@ class Member:
 
     def placed(self, class_names: Sequence[str]) -> "Member":
         """The same with its counts under the ids of ``class_names``; what has no id counts nothing."""
-        held = dict(zip(self.classes, self.own_counts.tolist(), strict=True))
-        return replace(self, class_counts=np.array([held.get(name, 0) for name in class_names], np.int64))
+        return replace(self, class_counts=self._by_id(self.own_counts, class_names))
+
+    def held_out(self, class_names: Sequence[str]) -> np.ndarray:
+        """Its held-out images under the ids of ``class_names``, int64 [classes]."""
+        return self._by_id(self.test_counts, class_names)
+
+    def _by_id(self, counts: np.ndarray, class_names: Sequence[str]) -> np.ndarray:
+        held = dict(zip(self.classes, counts.tolist(), strict=True))
+        return np.array([held.get(name, 0) for name in class_names], np.int64)
 
 
 def wait_for_nodes(
@@ -120,8 +129,8 @@ def greet(
     for reply in replies:
         try:
             members.append(_member(reply, dataset))
-        except ValueError as error:
-            reason = one_line(str(error))
+        except Exception as error:  # whatever a node says of itself must not end the run
+            reason = one_line(str(error) or type(error).__name__)
             log.warning("node %s does not take part: %s", reply.node, reason)
             absent.append(Absence(reply.node, f"node {reply.node}", reason, answered=reply.packet is not None))
     return sorted(members, key=lambda m: m.name), absent
@@ -141,15 +150,17 @@ def _member(reply: Reply, dataset: Dataset | None) -> Member:
     missing = {"name", "backbone-sha256", "code-sha256", "versions", "device", "classes"} - set(config)
     if missing:
         raise ValueError(f"its hello lacks {sorted(missing)}")
-    classes = tuple(map(str, config["classes"]))  # type: ignore[arg-type]  # a list of texts by the client's own code
+    classes, versions = _texts(config["classes"], MOST_CLASSES), _texts(config["versions"], MOST_VERSIONS)
+    words = [config[n] for n in ("name", "backbone-sha256", "code-sha256", "device")]
+    if not all(isinstance(word, str) and _is_name(word) for word in (*words, *versions)):
+        raise ValueError(f"what it says of itself is no printable text of 1 to {LONGEST_NAME} characters")
     test_counts = packet.arrays.get("test_counts", np.zeros(len(classes), np.int64))
     if dataset and classes != dataset.class_names:
         raise ValueError(f"its classes {list(classes)} are not those of the run")
     _check_counts(classes, counts, test_counts)
     if dataset and (counts > np.bincount(dataset.train_labels, minlength=len(classes))).any():
         raise ValueError("class_counts are above those of the whole data set")
-    if not dataset:
-        _check_own(classes, counts + test_counts, config)
+    own = {} if dataset else _own_facts(classes, counts + test_counts, config)
     return Member(
         name=str(config["name"]),
         node=reply.node,
@@ -157,11 +168,11 @@ def _member(reply: Reply, dataset: Dataset | None) -> Member:
         own_counts=counts,
         test_counts=test_counts,
         class_counts=counts,
-        unreadable=int(config.get("unreadable", 0)),  # type: ignore[arg-type]
-        image_shape=tuple(config.get("image-shape", ())),  # type: ignore[arg-type]
+        unreadable=own.get("unreadable", 0),
+        image_shape=own.get("image_shape", ()),
         backbone_sha256=str(config["backbone-sha256"]),
         code_sha256=str(config["code-sha256"]),
-        versions=tuple(config["versions"]),  # type: ignore[arg-type]
+        versions=versions,
         device=str(config["device"]),
     )
 
@@ -172,7 +183,14 @@ def _check_counts(classes: Sequence[str], *counts: np.ndarray) -> None:
             raise ValueError(f"class_counts are {found.dtype} {list(found.shape)}; {len(classes)} counts were expected")
 
 
-def _check_own(classes: Sequence[str], counts: np.ndarray, config: Mapping[str, Any]) -> None:
+def _texts(found: Any, most: int) -> tuple[str, ...]:
+    if not isinstance(found, list) or len(found) > most or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"its classes or versions are no list of at most {most} texts")
+    return tuple(found)
+
+
+def _own_facts(classes: Sequence[str], counts: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What only nodes with images of their own say."""
     if ((counts < 1) | (counts > MOST_IMAGES)).any():
         raise ValueError(f"its class_counts are not 1 to {MOST_IMAGES} images of each class")
     if len(set(classes)) < len(classes) or not all(map(_is_name, classes)):
@@ -182,6 +200,7 @@ def _check_own(classes: Sequence[str], counts: np.ndarray, config: Mapping[str, 
         raise ValueError(f"its image-shape is {shape!r}; height and width were expected")
     if type(unreadable) is not int or unreadable < 0:
         raise ValueError(f"its number of unreadable files is {unreadable!r}")
+    return {"unreadable": unreadable, "image_shape": tuple(shape)}
 
 
 def _is_name(text: str) -> bool:

@@ -1,10 +1,13 @@
 """What the noise of a run is worth: releases of every client, and the worst one's (epsilon, delta) after each round."""
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from server_app.files import append_line
 from server_app.flower_accountant import epsilon
 from server_app.results import RoundReport
 from task.config import Config
@@ -28,14 +31,13 @@ def open_account(config: Config) -> dict[str, Any]:
         log.warning("privacy-seeded = true: whoever knows the seed, as the server does, can take the noise away")
     return {
         "unit": UNIT,
-        "unprotected": "number of images of each class, class names, seconds",
+        "unprotected": "number of images of each class, class names, seconds, what evaluate = clients counts",
         "clip": config.privacy_clip,
         "feature_clip": config.privacy_feature_clip,
         "noise": config.privacy_noise,
         "delta": config.privacy_delta,
         "seeded": config.privacy_seeded,
         "releases_per_message": releases_per_message(config),
-        "resumed": 0,
         "worst_client": "",
         "releases": [],
         "epsilon": [],
@@ -47,23 +49,28 @@ def releases_per_message(config: Config) -> int:
     return bool(config.row.client) + load_half(config.row.statistics)().releases
 
 
-def reopened(account: dict[str, Any]) -> dict[str, Any]:
-    """The account of a run that is resumed: the round that was cut short had reached the clients, and comes again."""
-    return account | {"resumed": account["resumed"] + 1} if account else {}
+def note_asked(path: Path, task: int, names: Sequence[str]) -> None:
+    """Write down who is asked to train, before it is: rounds that a resumed run repeats are paid twice."""
+    path.parent.mkdir(exist_ok=True)
+    append_line(path, {"task": task, "names": list(names)})
 
 
-def charged(account: dict[str, Any], rounds: Sequence[RoundReport]) -> dict[str, Any]:
+def charged(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -> dict[str, Any]:
     """The account after the last of ``rounds``: that of the client and task with the most releases so far.
 
-    All who were asked to train pay, but for those without data; also one whose answer was late or refused, as it may
-    have left the client all the same. An image, being of one class, is learned in the rounds of one task only, so that
-    tasks do not add up.
+    All who were asked to train, as :func:`note_asked` has it, pay, but for those without data for the task; also one
+    whose answer was late or refused, as it may have left the client all the same. An image, being of one class, is
+    learned in the rounds of one task only, so that tasks do not add up.
     """
     if not account:
         return {}
-    times = Counter((name, r.task) for r in rounds for name in set(r.participants) - set(r.idle))
+    idle = {(name, r.task) for r in rounds for name in r.idle}
+    asked = [json.loads(line) for line in path.read_text().splitlines()]
+    times = Counter(
+        (name, line["task"]) for line in asked for name in line["names"] if (name, line["task"]) not in idle
+    )
     (name, _), most = max(sorted(times.items()), key=lambda pair: pair[1], default=(("", 0), 0))
-    releases = (most + account["resumed"]) * account["releases_per_message"]
+    releases = most * account["releases_per_message"]
     found = epsilon(account["noise"] / 2, releases, account["delta"])
     spent = {"releases": [*account["releases"], releases], "epsilon": [*account["epsilon"], found]}
     return account | {"worst_client": name} | spent

@@ -111,7 +111,8 @@ class Roster:
         return ""
 
     def _enter(self, member: Member) -> None:
-        others = [m for m in self.members if m.name != member.name]
+        # also one that has come back under another name: a node can be only one client
+        others = [m for m in self.members if m.name != member.name and m.node != member.node]
         self.members = sorted([*others, member], key=lambda m: m.name)
 
     def ask_again(self) -> None:

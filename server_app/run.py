@@ -21,7 +21,7 @@ from server_app.errors import RunError
 from server_app.files import write_config, write_model
 from server_app.members import Member, draw, wait_for_nodes
 from server_app.places import claim, run_directory
-from server_app.privacy import charged, open_account, reopened
+from server_app.privacy import charged, note_asked, open_account
 from server_app.progress import describe_round
 from server_app.report import PicturesUnavailable, write_report
 from server_app.results import Results, RoundReport, mean_or_none
@@ -142,9 +142,12 @@ class Run:
         self.model.load(state["arrays"])
         vars(self.strategy).update(state["strategy"])
         self.results.restore(state["results"])
-        self.results.privacy = reopened(self.results.privacy)
         log.info("going on after round %d of %d", state["round"], self.world.schedule.total_rounds)
         return moment.server_round
+
+    @property
+    def _asked(self) -> Path:
+        return self.directory / "checkpoint" / "asked.jsonl"
 
     def _save(self, moment: Moment) -> None:
         memory = {name: value for name, value in vars(self.strategy).items() if name not in ("config", "options")}
@@ -227,11 +230,13 @@ class Run:
         report = RoundReport(moment.task + 1, moment.round + 1, [m.name for m in drawn])
         self.results.add_round(report)
         started = time.perf_counter()
+        if self.results.privacy:
+            note_asked(self._asked, report.task, report.participants)
         replies = self._exchange("train", moment, drawn)
         report.bytes_up = sum(r.bytes_up for r in replies)
         report.bytes_down = sum(r.bytes_down for r in replies)
         updates = self._checked(drawn, replies, moment, report)
-        self.results.privacy = charged(self.results.privacy, self.results.rounds)
+        self.results.privacy = charged(self.results.privacy, self._asked, self.results.rounds)
         self._note_clients(updates, dict(zip([m.name for m in drawn], replies, strict=True)), report)
         self._require_quorum(report, moment)
         if moment.ends_task:
@@ -339,10 +344,12 @@ class Run:
         report.bytes_up += sum(r.bytes_up for r in replies)
         report.bytes_down += sum(r.bytes_down for r in replies)
         counts = []
-        classes, seen = len(self.world.dataset.class_names), moment.schedule.seen_classes(moment.task)
+        seen, whole = moment.schedule.seen_classes(moment.task), self.world.dataset
+        everybody = np.bincount(whole.test_labels, minlength=len(whole.class_names))
         for member, reply in zip(self.roster.members, replies, strict=True):
             try:
-                counts.append(check_counts(reply, classes, seen))
+                most = member.held_out(whole.class_names) if self.config.own_data else everybody
+                counts.append(check_counts(reply, most, seen))
             except Refused as error:
                 report.failures.append({"name": member.name, "reason": f"evaluation: {error}"})
         if len(counts) < self.config.quorum:

@@ -1,11 +1,11 @@
 """What a node holds: images of its own, read once and listed in a file of the node; only names and counts leave it."""
 
-import hashlib
 import json
 import logging
 import os
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,13 +14,14 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from task.atomic import write_atomically
-from task.images import HELD_OUT, Dataset, ImageFiles, class_folders, images_by_class, read_rgb
+from task.images import Dataset, ImageFiles, chosen_by_digest, class_folders, images_by_class, read_rgb
 from task.keys import ConfigError
 from task.own_data import npz
 
 log = logging.getLogger(__name__)
 
 PARTS = ("train", "test")
+_LISTS = ("readable", "unreadable", "held-out")
 _NAMED = 20  # unreadable files that the log names
 Stamps = Mapping[str, list[int]]  # by file: size in bytes and time of its last change in nanoseconds
 
@@ -33,11 +34,13 @@ class Inventory:
         data_dir: a folder per class, or train/ and test/ with a folder per class each, or an .npz file.
         readable: none for an .npz, whose arrays are opened as they are.
         unreadable: left out of everything.
+        held_out: those of the readable that nobody trains on.
     """
 
     data_dir: str
     readable: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
+    held_out: tuple[str, ...] = ()
 
 
 def take_stock(data_dir: str, state: Path, unreadable_share: float) -> Inventory:
@@ -66,8 +69,9 @@ def take_stock(data_dir: str, state: Path, unreadable_share: float) -> Inventory
             f"{len(bad)} of {len(stamps)} image files below data-dir = {data_dir!r} cannot be read, {min(bad)!r} "
             f"first; at most a share of {unreadable_share:g} may be (unreadable-share)."
         )
-    _keep(state, root, good, bad)
-    return Inventory(str(root), tuple(good), tuple(sorted(bad)))
+    held_out = _held_out(root, tuple(good), before["readable"].keys() - before["held-out"].keys())
+    _keep(state, root, good, bad, held_out)
+    return Inventory(str(root), tuple(good), tuple(sorted(bad)), held_out)
 
 
 def recall(data_dir: str, state: Path) -> Inventory | None:
@@ -76,15 +80,16 @@ def recall(data_dir: str, state: Path) -> Inventory | None:
     if root.is_file():
         return Inventory(str(root))
     kept = _kept(state, root)
-    return Inventory(str(root), tuple(kept["readable"]), tuple(kept["unreadable"])) if kept["readable"] else None
+    lists = (tuple(kept[part]) for part in _LISTS)
+    return Inventory(str(root), *lists) if kept["readable"] else None
 
 
 @lru_cache(maxsize=64)
 def open_holdings(inventory: Inventory, side: int) -> Dataset:
     """The images of an inventory with the node's own class names and ids.
 
-    Without train/ and test/ about a fifth of the files is held out, by a digest of their names: a file that is trained
-    on stays so whatever files come later. Of a class at least one file is trained on.
+    Without train/ and test/ about a fifth of the files is held out, by a digest of their names, but never one that was
+    trained on before. Of a class at least one file is trained on.
 
     Args:
         inventory: of this node.
@@ -95,15 +100,15 @@ def open_holdings(inventory: Inventory, side: int) -> Dataset:
     """
     root = Path(inventory.data_dir)
     if root.is_file():
-        return npz(root, side)
-    split = _is_split(root)
+        return npz(root, side, by_content=True)
     # two systems may write one letter in two ways, and a class must have one name on all nodes
-    by_class = [unicodedata.normalize("NFC", PurePosixPath(name).parts[split]) for name in inventory.readable]
+    by_class = [unicodedata.normalize("NFC", name) for name in _classes_of(root, inventory.readable)]
     names, labels = np.unique(np.array(by_class, np.str_), return_inverse=True)
     odd = [name for name in names.tolist() if not name.isprintable()]
     if odd:
         raise ConfigError(f"data-dir = {inventory.data_dir!r}: rename the class folder {odd[0]!r}, it cannot be shown.")
-    test = _in_test(inventory.readable) if split else _held_out(inventory.readable, labels)
+    held_out = set(inventory.held_out)
+    test = np.array([name in held_out for name in inventory.readable], bool)
     parts = [_part(root, inventory.readable, labels, np.flatnonzero(mask), side) for mask in (~test, test)]
     return Dataset(tuple(map(str, names)), *parts[0], *parts[1])
 
@@ -114,15 +119,21 @@ def _part(
     return ImageFiles(tuple(str(root / files[i]) for i in positions), side), labels[positions].astype(np.int64)
 
 
-def _in_test(files: tuple[str, ...]) -> np.ndarray:
-    return np.array([name.startswith("test/") for name in files], bool)
+def _classes_of(root: Path, files: Sequence[str]) -> list[str]:
+    """Name of the class folder of each file."""
+    level = int(_is_split(root))
+    return [PurePosixPath(name).parts[level] for name in files]
 
 
-def _held_out(files: tuple[str, ...], labels: np.ndarray) -> np.ndarray:
-    digests = np.array([int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:6]) for name in files], np.int64)
-    test = digests < HELD_OUT * 2**48
-    test[np.lexsort((digests, labels))[np.cumsum(np.bincount(labels)) - 1]] = False
-    return test
+def _held_out(root: Path, files: tuple[str, ...], trained: AbstractSet[str]) -> tuple[str, ...]:
+    if _is_split(root):
+        return tuple(name for name in files if name.startswith("test/"))
+    marked = chosen_by_digest([os.fsencode(name) for name in files])
+    left = [name for name, mark in zip(files, marked, strict=True) if mark and name not in trained]
+    # a class needs a file to be trained on: the first in order where all would be held out
+    for of_class in set(_classes_of(root, files)) - set(_classes_of(root, sorted(set(files) - set(left)))):
+        left.remove(min(name for name in left if name.startswith(f"{of_class}/")))
+    return tuple(left)
 
 
 def _listed(root: Path) -> list[str]:
@@ -167,14 +178,18 @@ def _kept(state: Path, root: Path) -> dict[str, dict[str, list[int]]]:
     try:
         kept = json.loads((state / "inventory.json").read_text())
         if kept["data-dir"] == str(root):
-            return {part: dict(kept[part]) for part in ("readable", "unreadable")}
+            return {part: dict(kept[part]) for part in _LISTS}
     except (OSError, ValueError, LookupError, TypeError):
         log.debug("no inventory in %s", state)
-    return {"readable": {}, "unreadable": {}}
+    return {part: {} for part in _LISTS}
 
 
-def _keep(state: Path, root: Path, good: Stamps, bad: Iterable[str]) -> None:
-    content = {"data-dir": str(root), "readable": good, "unreadable": {name: [] for name in sorted(bad)}}
+def _keep(state: Path, root: Path, good: Stamps, bad: Iterable[str], held_out: Iterable[str]) -> None:
+    named: dict[str, Stamps] = {
+        "unreadable": {name: [] for name in sorted(bad)},
+        "held-out": {name: [] for name in held_out},
+    }
+    content = {"data-dir": str(root), "readable": good, **named}
     try:
         state.mkdir(parents=True, exist_ok=True)
         write_atomically(state / "inventory.json", json.dumps(content).encode())

@@ -1,5 +1,6 @@
 """Images and labels as every other module sees them: the Dataset, lazily decoded files, and reproducible splits."""
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -158,6 +159,12 @@ def held_out(labels: np.ndarray, share: float, seed: int, purpose: str) -> np.nd
     mask = np.zeros(len(labels), dtype=bool)
     mask[by_class] = rank < np.repeat(np.round(share * counts), counts)
     return mask
+
+
+def chosen_by_digest(contents: Sequence[bytes]) -> np.ndarray:
+    """Mark about ``HELD_OUT`` of them; bool [N]. Whether one is marked depends on nothing but itself."""
+    digests = [int.from_bytes(hashlib.sha256(content).digest()[:6]) for content in contents]
+    return np.array(digests, np.int64) < HELD_OUT * 2**48
 
 
 def split_by(

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from task.images import HELD_OUT, Dataset, ImageFiles, class_folders, held_out, images_by_class, split_by
+from task.images import (
+    HELD_OUT,
+    Dataset,
+    ImageFiles,
+    chosen_by_digest,
+    class_folders,
+    held_out,
+    images_by_class,
+    split_by,
+)
 from task.keys import ConfigError
 from task.seeding import numpy_rng
 from task.weights import ASSETS
@@ -34,11 +43,13 @@ def synthetic(path: Path, side: int) -> Dataset:
     return split_by(held_out(labels, HELD_OUT, 0, "synthetic"), images, labels, names)
 
 
-def npz(path: Path, side: int) -> Dataset:
+def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
     """Arrays: images uint8 [N, H, W, 3] or [N, H, W], labels [N]; class names and split [N] (1 = test) are optional.
 
     ``path`` is an .npz file, read into memory whole, or a folder of images.npy, labels.npy, split.npy and
-    class_names.txt (one name per line), whose images are memory-mapped: only those that are used are read.
+    class_names.txt (one name per line), whose images are memory-mapped: only those that are used are read. Without a
+    split a fifth of each class is held out at random, or with ``by_content`` about a fifth by a digest of each image:
+    what is trained on stays so however the file grows.
 
     Raises:
         ConfigError: missing, unreadable, of the wrong shapes or types, or names or split that do not fit the labels.
@@ -52,10 +63,23 @@ def npz(path: Path, side: int) -> Dataset:
         raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({error}).") from error
     images, labels = _checked(arrays, path)
     names = arrays.get("class_names", np.arange(labels.max() + 1))
-    test = np.asarray(arrays["split"]) == 1 if "split" in arrays else held_out(labels, HELD_OUT, 0, "npz")
-    if names.ndim != 1 or len(names) <= labels.max() or test.shape != labels.shape or not test.any() or test.all():
+    test = _test_part(arrays, images, labels, by_content)
+    if (
+        names.ndim != 1
+        or len(names) <= labels.max()
+        or test.shape != labels.shape
+        or (test.all() or not test.any()) > by_content
+    ):
         raise ConfigError(f"data-dir = {str(path)!r}: class_names or split do not fit the {len(labels)} labels.")
     return split_by(test, images, labels, tuple(map(str, names)))
+
+
+def _test_part(arrays: dict[str, np.ndarray], images: np.ndarray, labels: np.ndarray, by_content: bool) -> np.ndarray:
+    if "split" in arrays:
+        return np.asarray(arrays["split"]) == 1
+    if by_content:
+        return chosen_by_digest([image.tobytes() for image in images])
+    return held_out(labels, HELD_OUT, 0, "npz")
 
 
 def _npz_file(path: Path) -> dict[str, np.ndarray]:

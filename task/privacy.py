@@ -74,6 +74,8 @@ class Guard:
             return trained
         steps = {name: a - sent[name].astype(np.float64) for name, a in trained.items()}
         norm = math.sqrt(sum(np.square(step).sum() for step in steps.values()))
+        if not math.isfinite(norm):  # nothing could be clipped to it
+            raise ValueError("the trained arrays hold NaN or infinite values")
         share = min(1.0, self.clip / norm) if norm else 1.0
         return {
             name: (sent[name] + share * step + self.noised(step.shape, self.clip)).astype(trained[name].dtype)

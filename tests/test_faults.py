@@ -170,6 +170,11 @@ HELLO: dict[str, tuple[Change, str]] = {
     ),
     "other classes": (lambda p: p.config.update(classes=["a"]), "classes ['a']"),
     "its own error": (lambda p: p.config.update(error="no disk"), "no disk"),
+    "a number for classes": (lambda p: p.config.update(classes=5), "no list of at most"),
+    "a number for versions": (lambda p: p.config.update(versions=3), "no list of at most"),
+    "a name that clears the screen": (lambda p: p.config.update(name="\x1b[2Jclient-0000"), "no printable text"),
+    "no letter in its name": (lambda p: p.config.update(name=" "), "no printable text"),
+    "a name without end": (lambda p: p.config.update(name="x" * 10**6), "no printable text"),
 }
 
 
@@ -205,6 +210,11 @@ def test_a_bad_hello_leaves_the_node_out_and_is_named(name: str, tiny: dict) -> 
         lambda p: p.arrays.update(confusion=p.arrays["confusion"] - [0, 99, 0]),
         lambda p: p.arrays.update(confusion=p.arrays["confusion"][[0, *range(len(p.arrays["confusion"]))]]),
         lambda p: p.arrays.update(confusion=p.arrays["confusion"] * [1, 1, 2**40]),
+        lambda p: p.arrays.update(
+            confusion=p.arrays["confusion"] * [1, 1, 1000],
+            correct=p.arrays["correct"] * 1000,
+            total=p.arrays["total"] * 1000,
+        ),
         lambda p: p.config.update(error="no disk"),
     ],
 )

@@ -10,6 +10,7 @@ from PIL import Image
 from server_app.agreement import misspelt
 from task.config import ConfigError, parse
 from task.holdings import open_holdings, recall, take_stock
+from task.images import chosen_by_digest
 from task.plan import Plan, first_plan
 from task.stream import class_order
 from task.world import build_world
@@ -30,13 +31,19 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_a_class_folder_is_split_and_each_class_is_trained_on(data: Path, tmp_path: Path) -> None:
-    paint(data / "owl", 1)
+    # one whose only file would be held out by its digest
+    lone = next(f"owl{i}" for i in range(99) if chosen_by_digest([f"owl{i}/000.png".encode()])[0])
+    paint(data / lone, 1)
     found = open_holdings(take_stock(str(data), tmp_path / "state", 0.0), 8)
-    assert found.class_names == ("cat", "dog", "owl")
+    assert found.class_names == ("cat", "dog", lone)
     train, test = np.bincount(found.train_labels), np.bincount(found.test_labels, minlength=3)
     assert (train + test).tolist() == [40, 20, 1]
     assert train[2] == 1
     assert 2 <= test[0] <= 16  # a fifth of 40 by digest: 8, four standard deviations either way would be 10
+    trained = {Path(p).name for p in found.train_images.paths if lone in p}  # type: ignore[attr-defined]
+    paint(data / lone, 9, first=1)
+    later = open_holdings(take_stock(str(data), tmp_path / "state", 0.0), 8)
+    assert trained <= {Path(p).name for p in later.train_images.paths if lone in p}  # type: ignore[attr-defined]
 
 
 def test_what_is_trained_on_is_never_held_out_later(data: Path, tmp_path: Path) -> None:
@@ -59,11 +66,25 @@ def test_train_and_test_folders_are_taken_as_they_are(tmp_path: Path) -> None:
 
 
 def test_arrays_in_one_file(tmp_path: Path) -> None:
-    images, labels = np.zeros((20, 9, 7, 3), np.uint8), np.repeat([0, 1], 10)
+    images, labels = np.random.default_rng(0).integers(0, 256, (20, 9, 7, 3), np.uint8), np.repeat([0, 1], 10)
     np.savez(tmp_path / "data.npz", images=images, labels=labels, class_names=["left", "right"])
     found = open_holdings(take_stock(str(tmp_path / "data.npz"), tmp_path / "state", 0.0), 8)
     assert found.class_names == ("left", "right")
     assert found.image_shape == (9, 7)
+
+
+def test_an_npz_that_grows_never_holds_out_what_was_trained_on(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (60, 6, 6, 3), np.uint8)
+    parts = []
+    for number in (50, 60):
+        np.savez(tmp_path / f"{number}.npz", images=images[:number], labels=np.arange(number) % 2)
+        found = open_holdings(take_stock(str(tmp_path / f"{number}.npz"), tmp_path / "state", 0.0), 8)
+        parts.append(
+            [{i.tobytes() for i in part[np.arange(len(part))]} for part in (found.train_images, found.test_images)]
+        )
+    assert parts[0][0] <= parts[1][0]
+    assert parts[0][1] <= parts[1][1]
+    assert len(parts[0][1]) >= 2
 
 
 def test_the_list_is_kept_until_stock_is_taken_again(data: Path, tmp_path: Path) -> None:

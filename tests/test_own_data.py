@@ -204,6 +204,59 @@ def test_a_node_that_comes_back_under_another_handle_takes_its_old_place(dataset
     assert [[f["name"] for f in r["failures"]] for r in results["rounds"]] == [[names[1]], [], [], []]
 
 
+def test_a_node_that_comes_back_under_another_name_is_one_client_still(own: Values, nodes: Path) -> None:
+    """The same key, so the same handle, as when somebody corrects its name; here its folder's."""
+
+    def leave() -> None:
+        transport.hidden = {2}
+        (nodes / "west").rename(nodes / "xeno")
+
+    values = own | {"rounds-per-task": 2}
+    transport = Changing(parse(values).flat(), {1: leave, 2: lambda: transport.hidden.clear()})
+    results = run(values, transport)
+    assert results["rounds"][0]["failures"] == [{"name": "west", "reason": "gone"}]
+    assert [r["participants"][-1] for r in results["rounds"]] == ["west", "west", "xeno", "xeno"]
+    assert [c["name"] for c in results["clients"]] == ["north", "south", "xeno"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda p: p.config.update({"backbone-sha256": "0" * 64}), "other backbone weights"),
+        (lambda p: p.config.update({"code-sha256": "0" * 64}), "another copy of the code"),
+        (lambda p: p.config.update({"classes": ["a", "a"]}), "not distinct texts"),
+        (lambda p: p.config.update({"classes": ["a", "\n"]}), "not distinct texts"),
+        (lambda p: p.arrays.update({"class_counts": p.arrays["class_counts"] + 10**10}), "images of each class"),
+        (lambda p: p.config.update({"image-shape": 5}), "image-shape is 5"),
+        (lambda p: p.config.update({"image-shape": [0, 16]}), "image-shape"),
+        (lambda p: p.config.update({"unreadable": [1]}), "unreadable files is [1]"),
+    ],
+)
+def test_a_late_node_that_does_not_fit_is_named(spoil: Callable[[Packet], object], reason: str, own: Values) -> None:
+    class Odd(Changing):
+        def _ask(self, kind: Kind, node: int, packet: Packet, timeout: float) -> Reply:
+            reply = super()._ask(kind, node, packet, timeout)
+            if node == 2 and kind == "hello" and reply.packet:
+                spoil(reply.packet)
+            return reply
+
+    transport = Odd(parse(own).flat(), {1: lambda: transport.hidden.clear()})
+    transport.hidden = {2}
+    results = run(own | {"num-clients": 2}, transport)
+    assert results["status"] == "finished"
+    assert [reason in a["reason"] for a in results["absent"]] == [True]
+
+
+def test_an_npz_may_name_classes_that_it_does_not_hold(own: Values, nodes: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
+    np.savez(nodes / "west.npz", images=images, labels=np.repeat([0, 2], 6), class_names=["ant", "bee", "cow"])
+    config = parse(own)
+    settings = [{}, {}, {"name": "west", "data-dir": str(nodes / "west.npz")}]
+    results = run(own, InProcessTransport(config.flat(), 3, settings))
+    assert results["status"] == "finished"
+    assert results["clients"][2]["class_counts"][1] == 0
+
+
 def test_a_second_node_of_one_name_has_to_wait(own: Values) -> None:
     transport = Changing(parse(own).flat(), {1: lambda: transport.aliases.update({7: 1})})
     results = run(own, transport)

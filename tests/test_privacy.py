@@ -11,7 +11,7 @@ from scipy import optimize, stats
 
 from client_app.client import Node, handle
 from server_app.flower_accountant import epsilon
-from server_app.privacy import charged, open_account, releases_per_message, reopened
+from server_app.privacy import charged, note_asked, open_account, releases_per_message
 from server_app.results import RoundReport
 from task.config import Config, ConfigError, parse
 from task.evaluation import extract_features
@@ -22,7 +22,7 @@ from task.packet import Packet
 from task.privacy import Guard, nearest_semi_definite, system_normal
 from task.prototypes import cholesky_fails, gaussian_statistics, pack_symmetric, unpack_symmetric
 from task.seeding import numpy_rng
-from task.statistics import Gaussians, Gram, Variances
+from task.statistics import Gaussians, Gram, Means, Variances
 from task.world import build_world
 from tests.test_faults import model_of, run
 from tests.test_invariants import train_message, without_times
@@ -175,31 +175,54 @@ def test_no_release_costs_nothing() -> None:
     assert epsilon(1.0, 0, 1e-5) == 0
 
 
-def test_the_worst_client_is_charged_for_every_round_of_a_task_in_which_it_had_data() -> None:
-    """Two rounds: b answered twice, a was idle once, c failed once, which may have been after it had sent.
+def test_the_worst_client_is_charged_for_every_round_of_a_task_in_which_it_had_data(tmp_path: Path) -> None:
+    """Two rounds: c was asked twice and failed, perhaps after it had sent; a has no data for the task; b answered once.
 
     The next task is learned from other images: its one round by a adds nothing to the worst.
     """
     config = parse({"method": "hgp", **PRIVATE, "privacy-delta": 1e-6})
     assert releases_per_message(config) == 3
     account = open_account(config)
-    rounds = [RoundReport(1, 1, ["a", "b", "c"], failures=[{"name": "c", "reason": "late"}], idle=["a"])]
-    account = charged(account, rounds)
-    rounds += [RoundReport(1, 2, ["a", "b"])]
-    account = charged(account, rounds)
-    rounds += [RoundReport(2, 1, ["a", "b"])]
-    assert charged(account, rounds)["releases"] == [3, 6, 6]
-    assert account["releases"] == [3, 6]
-    assert account["worst_client"] == "b"
-    assert account["epsilon"] == [epsilon(0.5, 3, 1e-6), epsilon(0.5, 6, 1e-6)]
-    assert charged(reopened(account), rounds)["releases"][-1] == 9
+    path, late = tmp_path / "checkpoint" / "asked.jsonl", [{"name": "c", "reason": "late"}]
+    rounds = []
+    for task, names in ((1, ["a", "b", "c"]), (1, ["a", "c"]), (2, ["a", "b"])):
+        note_asked(path, task, names)
+        rounds += [RoundReport(task, 1, names, failures=late if "c" in names else [], idle=["a"] if task == 1 else [])]
+        account = charged(account, path, rounds)
+    assert account["releases"] == [3, 6, 6]
+    assert account["worst_client"] == "c"
+    assert account["epsilon"] == [epsilon(0.5, n, 1e-6) for n in (3, 6, 6)]
+    for _ in range(3):  # a round that was cut short and repeated three times
+        note_asked(path, 1, ["b", "c"])
+    assert charged(account, path, rounds)["releases"][-1] == 15
     assert open_account(parse({"privacy-clip": 1.0})) == {}
-    assert reopened({}) == charged({}, rounds) == {}
+    assert charged({}, path, rounds) == {}
 
 
 def test_releases_are_counted_by_method() -> None:
     known = {"fedavg": 1, "hepco": 1, "ncm": 1, "fppl": 2, "fedprok": 2, "hgp": 3, "pip": 3, "ccvr": 3, "afcl": 2}
     assert {name: releases_per_message(parse({"method": name})) for name in known} == known
+
+
+@pytest.mark.parametrize("kind", [Means, Variances, Gaussians, Gram])
+def test_every_number_of_the_statistics_is_noised(kind: type, tiny: dict) -> None:
+    """And without noise none is: a mean that left as it is would make the named epsilon a lie."""
+    config = parse(tiny | {"method": "hgp", **PRIVATE})
+    features, labels = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 4
+    found = kind().compute(features, labels, config.options)
+    noised = kind().noised(dict(found), Guard.of(config, 0, 1))
+    numbers = found.keys() - {"class_ids", "counts"}
+    assert numbers
+    for name in numbers:
+        assert (noised[name] != found[name]).all(), name
+
+
+def test_what_is_not_finite_is_never_sent_unclipped() -> None:
+    guard = Guard(1.0, 0.0, 0.0, system_normal)
+    sent = {"a": np.zeros(3, np.float32), "b": np.zeros(3, np.float32)}
+    trained = {"a": np.full(3, 9.0, np.float32), "b": np.full(3, np.nan, np.float32)}
+    with pytest.raises(ValueError, match="NaN"):
+        guard.arrays(trained, sent)
 
 
 # Whole answers and runs

@@ -4,6 +4,7 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -205,6 +206,15 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
     for path in (folder / "checkpoint").iterdir():
         path.write_bytes(b"")
     with pytest.raises(ConfigError, match="no whole checkpoint"):
+        run({"resume": str(folder)})
+
+
+def test_other_backbone_weights_are_refused(tiny: Values) -> None:
+    _, cut = two_runs(tiny)
+    folder = interrupted(cut, 3)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(re.sub(r"backbone-sha256: \w+", "backbone-sha256: " + "0" * 64, text))
+    with pytest.raises(ConfigError, match="began with other backbone weights"):
         run({"resume": str(folder)})
 
 
