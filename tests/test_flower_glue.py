@@ -879,6 +879,8 @@ class Fcil:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # whoever runs the tests in the background has them ignore Ctrl-C, and what they start too
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def end(self) -> tuple[int, str, str]:
