@@ -218,7 +218,7 @@ log.open("a").write(f"ends {folder.parent.name}\\n")
         results = json.dumps(run_results((0.9, 0.8, 0.7)) | {"metrics": {"final_average_accuracy": 0.75}})
 
         def command(self: Bench, run: Planned) -> list[str]:
-            words = [str(run.directory), results, str(pause), json.dumps(run.config.flat())]
+            words = [str(run.directory), results, str(pause), yaml.safe_dump(run.config.flat())]
             return [sys.executable, "-c", program, *words]
 
         monkeypatch.setattr(Bench, "_command", command)
@@ -443,13 +443,16 @@ def test_a_run_that_outlives_its_suite_keeps_the_folder(write, quick, tmp_path, 
     wait_for(lambda: lock_is_free(tmp_path / "out"))
 
 
-def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path):
+def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path, request):
     program = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     program += "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
     pid = tmp_path / "pid"
     monkeypatch.setattr(Bench, "_command", lambda self, run: [sys.executable, "-c", program, str(pid)])
     monkeypatch.setattr(bench, "PATIENCE", 0.5)
     waited = []
+    # whoever runs the tests in the background has them ignore Ctrl-C
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def sleep(seconds: float) -> None:
         waited.append(seconds)

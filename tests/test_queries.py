@@ -38,9 +38,9 @@ def passes(monkeypatch):
     seen = {False: [], True: []}
     original = ViT.forward
 
-    def counted(self, images, prompted=None):
+    def counted(self, images, prompted=None, projects=False):
         seen[bool(prompted)].append(len(images))
-        return original(self, images, prompted)
+        return original(self, images, prompted, projects)
 
     monkeypatch.setattr(ViT, "forward", counted)
     return seen

@@ -32,7 +32,7 @@ class Pixels(nn.Module):
         self.register_buffer("mean", torch.full((1, 3, 1, 1), mean))
         self.register_buffer("std", torch.full((1, 3, 1, 1), std))
 
-    def forward(self, images, prefixes=None):
+    def forward(self, images, prefixes=None, projects=False):
         return images.flatten(1)
 
 
