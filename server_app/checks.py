@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from server_app.errors import one_line
-from server_app.members import Member, failure
+from server_app.members import MOST_IMAGES, Member, failure
 from server_app.transport import Reply
 from strategies.base import Update
 from task.config import Config
@@ -16,7 +16,6 @@ from task.prototypes import cholesky_fails
 from task.statistics import Nothing
 
 LARGEST = Nothing.largest  # of trained arrays
-MOST_IMAGES = 10**9
 LARGEST_METRIC = 1e12  # of loss, accuracy, seconds, images: sums over clients and rounds stay finite
 FEWEST_FOR_MEDIAN = 3
 Spec = Mapping[str, tuple[int, ...]]  # array name -> shape

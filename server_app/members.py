@@ -151,7 +151,7 @@ def _member(reply: Reply, dataset: Dataset | None) -> Member:
     if missing:
         raise ValueError(f"its hello lacks {sorted(missing)}")
     classes, versions = _texts(config["classes"], MOST_CLASSES), _texts(config["versions"], MOST_VERSIONS)
-    words = [config[n] for n in ("name", "backbone-sha256", "code-sha256", "device")]
+    name, backbone, code, device = words = [config[n] for n in ("name", "backbone-sha256", "code-sha256", "device")]
     if not all(isinstance(word, str) and _is_name(word) for word in (*words, *versions)):
         raise ValueError(f"what it says of itself is no printable text of 1 to {LONGEST_NAME} characters")
     test_counts = packet.arrays.get("test_counts", np.zeros(len(classes), np.int64))
@@ -162,7 +162,7 @@ def _member(reply: Reply, dataset: Dataset | None) -> Member:
         raise ValueError("class_counts are above those of the whole data set")
     own = {} if dataset else _own_facts(classes, counts + test_counts, config)
     return Member(
-        name=str(config["name"]),
+        name=str(name),
         node=reply.node,
         classes=classes,
         own_counts=counts,
@@ -170,10 +170,10 @@ def _member(reply: Reply, dataset: Dataset | None) -> Member:
         class_counts=counts,
         unreadable=own.get("unreadable", 0),
         image_shape=own.get("image_shape", ()),
-        backbone_sha256=str(config["backbone-sha256"]),
-        code_sha256=str(config["code-sha256"]),
+        backbone_sha256=str(backbone),
+        code_sha256=str(code),
         versions=versions,
-        device=str(config["device"]),
+        device=str(device),
     )
 
 
