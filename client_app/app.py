@@ -38,7 +38,8 @@ def _answer(kind: Kind, message: Message, context: Context) -> Message:
         from client_app.client import handle
         from client_app.node import Node
 
-        packet = handle(kind, from_records(message.content), Node(context.run_config, context.node_config))
+        node = Node(context.run_config, context.node_config, str(context.run_id))
+        packet = handle(kind, from_records(message.content), node)
         return Message(to_records(packet), reply_to=message)
     except Exception as error:
         log.exception("no answer to a %s message", kind)

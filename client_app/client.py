@@ -15,6 +15,7 @@ from task.config import Config, ConfigError, at_node, parse
 from task.data import default_augmentation
 from task.evaluation import confusion_counts
 from task.holdings import open_holdings, recall, take_stock
+from task.images import UnreadableImage
 from task.lessons import Lesson, ever_held, lesson_of, own_lesson
 from task.methods import load_half
 from task.model import Model, build_model, to_arrays
@@ -39,13 +40,31 @@ def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
         sent = packet.config.get("run-config")
         config = parse(at_node(json.loads(str(sent)) if sent else node.values, node.settings))
         torch.set_num_threads(config.threads)
-        return _HANDLERS[kind](packet, config, node)
+        return _without_lost(_HANDLERS[kind], packet, config, node)
     except (ConfigError, DivergedError) as error:
         log.warning("%s failed: %s", kind, error)
         return Packet(config={"error": str(error)})
     except Exception as error:
         log.exception("%s failed", kind)
         return Packet(config={"error": f"{type(error).__name__}: {error}"})
+
+
+def _without_lost(
+    answer: Callable[[Packet, Config, Node], Packet], packet: Packet, config: Config, node: Node
+) -> Packet:
+    """Answer once more without the files that can no longer be read, if few enough are lost; the log names them."""
+    try:
+        return answer(packet, config, node)
+    except UnreadableImage:
+        if not config.own_data:
+            raise
+    place = own_data_dir(config, node), state_dir(config, node), config.unreadable_share, node.run
+    take_stock(*place, recall(*place[:2], node.run))
+    try:
+        return answer(packet, config, node)
+    except UnreadableImage as error:
+        log.warning("%s", error)
+        raise ConfigError("image files of this node vanish while it works; its log names one.") from error
 
 
 def _hello(packet: Packet, config: Config, node: Node) -> Packet:
@@ -71,7 +90,7 @@ def _registered_share(config: Config, node: Node) -> Packet:
 
 
 def _own_holdings(config: Config, node: Node) -> Packet:
-    stock = take_stock(own_data_dir(config, node), state_dir(config, node), config.unreadable_share)
+    stock = take_stock(own_data_dir(config, node), state_dir(config, node), config.unreadable_share, node.run)
     own = open_holdings(stock, image_size(config))
     parts = {"class_counts": own.train_labels, "test_counts": own.test_labels}
     counts = {name: np.bincount(labels, minlength=len(own.class_names)) for name, labels in parts.items()}
@@ -90,7 +109,7 @@ def _world(packet: Packet, config: Config, node: Node) -> World:
     if not config.own_data:
         return build_world(config)
     data_dir, state = own_data_dir(config, node), state_dir(config, node)
-    stock = recall(data_dir, state) or take_stock(data_dir, state, config.unreadable_share)
+    stock = recall(data_dir, state, node.run) or take_stock(data_dir, state, config.unreadable_share, node.run)
     return build_world(config, Plan.read(packet.config), stock)
 
 

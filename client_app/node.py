@@ -14,10 +14,14 @@ from task.packet import Scalar
 
 @dataclass(frozen=True)
 class Node:
-    """The run's flat configuration and the node's own settings (name, partition-id, data-dir, state-dir, device)."""
+    """The run's flat configuration and the node's own settings (name, partition-id, data-dir, state-dir, device).
+
+    ``run`` tells apart runs that are under way at the same time.
+    """
 
     values: Mapping[str, Scalar]
     settings: Mapping[str, Scalar]
+    run: str = ""
 
 
 def partition_id(node: Node) -> int:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 
 from client_app.client import handle
@@ -42,8 +43,8 @@ class InProcessTransport:
         """
         given = node_settings or {}
         each = [given] * num_clients if isinstance(given, Mapping) else given
-        place = {"num-partitions": num_clients}
-        self._nodes = {i: Node(values, {**own, **place, "partition-id": i}) for i, own in enumerate(each)}
+        place, run = {"num-partitions": num_clients}, secrets.token_hex(8)
+        self._nodes = {i: Node(values, {**own, **place, "partition-id": i}, run) for i, own in enumerate(each)}
         self._tamper = tamper
         self._broken = broken
 

@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 PARTS = ("train", "test")
 _LISTS = ("readable", "unreadable", "held-out")
 _NAMED = 20  # unreadable files that the log names
+_RUNS = 8  # runs whose lists a node keeps
 Stamps = Mapping[str, list[int]]  # by file: size in bytes and time of its last change in nanoseconds
 
 
@@ -43,43 +44,48 @@ class Inventory:
     held_out: tuple[str, ...] = ()
 
 
-def take_stock(data_dir: str, state: Path, unreadable_share: float) -> Inventory:
+def take_stock(
+    data_dir: str, state: Path, unreadable_share: float, run: str = "", known: Inventory | None = None
+) -> Inventory:
     """List a node's images and read every file that is new or has changed; the list is kept in ``state``.
 
     Args:
         data_dir: see :class:`Inventory`.
         state: the node's folder, made if need be.
         unreadable_share: of the image files that may be unreadable, 0 to 1; they are named in the log.
+        run: whose list it is: what another run finds later does not change it.
+        known: list no other files than its readable ones, so as to go on without those that have been lost.
 
     Raises:
-        ConfigError: no such place, or too many unreadable files.
+        ConfigError: no such place, or too many unreadable files; names none, for this may travel.
     """
     root = Path(data_dir).expanduser()
     if root.is_file():
         return Inventory(str(root))
     if not root.is_dir():
         raise ConfigError(f"data-dir = {data_dir!r}: this node has no such folder or .npz file.")
-    before = _kept(state, root)
-    stamps = {name: _stamp(root / name) for name in _listed(root)}
-    fresh = [name for name, stamp in stamps.items() if before["readable"].get(name) != stamp]
+    before = _kept(_newest(state), root)
+    stamps = {name: _stamp(root / name) for name in (known.readable if known else _listed(root))}
+    # one that is lost may look as before: a damaged disk does not change its stamp
+    fresh = [name for name, stamp in stamps.items() if known or before["readable"].get(name) != stamp]
     bad = _unreadable(root, fresh)
     good = {name: stamp for name, stamp in stamps.items() if name not in bad}
     if len(bad) > unreadable_share * len(stamps):
         raise ConfigError(
-            f"{len(bad)} of {len(stamps)} image files below data-dir = {data_dir!r} cannot be read, {min(bad)!r} "
-            f"first; at most a share of {unreadable_share:g} may be (unreadable-share)."
+            f"{len(bad)} of {len(stamps)} image files below data-dir = {data_dir!r} cannot be read; at most a share of "
+            f"{unreadable_share:g} may be (unreadable-share). This node's log names them."
         )
     held_out = _held_out(root, tuple(good), before["readable"].keys() - before["held-out"].keys())
-    _keep(state, root, good, bad, held_out)
+    _keep(_list_of(state, run), root, good, bad, held_out)
     return Inventory(str(root), tuple(good), tuple(sorted(bad)), held_out)
 
 
-def recall(data_dir: str, state: Path) -> Inventory | None:
-    """What the node found when it last took stock; None if it has forgotten, or never did so there."""
+def recall(data_dir: str, state: Path, run: str = "") -> Inventory | None:
+    """What the node found when it last took stock for ``run``; None if it has forgotten, or never did so there."""
     root = Path(data_dir).expanduser()
     if root.is_file():
         return Inventory(str(root))
-    kept = _kept(state, root)
+    kept = _kept(_list_of(state, run), root)
     lists = (tuple(kept[part]) for part in _LISTS)
     return Inventory(str(root), *lists) if kept["readable"] else None
 
@@ -173,25 +179,40 @@ def _problem(path: Path) -> str:
     return ""
 
 
-def _kept(state: Path, root: Path) -> dict[str, dict[str, list[int]]]:
+def _list_of(state: Path, run: str) -> Path:
+    return state / f"inventory-{run}.json"
+
+
+def _lists(state: Path) -> list[Path]:
+    """Those of all runs, the newest first."""
+    return sorted(state.glob("inventory-*.json"), key=lambda path: (_stamp(path)[1], path.name), reverse=True)
+
+
+def _newest(state: Path) -> Path:
+    return next(iter(_lists(state)), _list_of(state, ""))
+
+
+def _kept(path: Path, root: Path) -> dict[str, dict[str, list[int]]]:
     """What :func:`_keep` wrote for this data-dir; nothing if it is gone, damaged or of another one."""
     try:
-        kept = json.loads((state / "inventory.json").read_text())
+        kept = json.loads(path.read_text())
         if kept["data-dir"] == str(root):
             return {part: dict(kept[part]) for part in _LISTS}
     except (OSError, ValueError, LookupError, TypeError):
-        log.debug("no inventory in %s", state)
+        log.debug("no inventory in %s", path)
     return {part: {} for part in _LISTS}
 
 
-def _keep(state: Path, root: Path, good: Stamps, bad: Iterable[str], held_out: Iterable[str]) -> None:
+def _keep(path: Path, root: Path, good: Stamps, bad: Iterable[str], held_out: Iterable[str]) -> None:
     named: dict[str, Stamps] = {
         "unreadable": {name: [] for name in sorted(bad)},
         "held-out": {name: [] for name in held_out},
     }
     content = {"data-dir": str(root), "readable": good, **named}
     try:
-        state.mkdir(parents=True, exist_ok=True)
-        write_atomically(state / "inventory.json", json.dumps(content).encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(content).encode())
+        for old in _lists(path.parent)[_RUNS:]:
+            old.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"state-dir = {str(state)!r} of this node cannot be written: {error}.") from error
+        raise ConfigError(f"state-dir = {str(path.parent)!r} of this node cannot be written: {error}.") from error

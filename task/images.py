@@ -18,6 +18,10 @@ HELD_OUT = 0.2  # test share of a data set that comes without a test split
 CACHE_BYTES = 2**29  # decoded images kept by one ImageFiles: 3,500 of 224 x 224, or 43,000 of 64 x 64
 
 
+class UnreadableImage(ConfigError):
+    """An image file is missing, truncated or no image; the message names it."""
+
+
 class Images(Protocol):
     """Images by position; a NumPy array is one."""
 
@@ -81,7 +85,7 @@ class ImageFiles:
         """uint8 [B, side, side, 3].
 
         Raises:
-            ConfigError: a file is not a readable image; names it.
+            UnreadableImage: a file is not a readable image.
         """
         batch = np.empty((len(positions), self.side, self.side, 3), np.uint8)
         for row, position in enumerate(positions):
@@ -97,7 +101,7 @@ def decode(path: str, side: int) -> np.ndarray:
     """An image file as uint8 [side, side, 3]: shorter side to ``side`` pixels (bicubic), centre crop, RGB.
 
     Raises:
-        ConfigError: the file is missing, truncated or no image; names it.
+        UnreadableImage: the file is missing, truncated or no image.
     """
     return fitted(read_rgb(path), side, side)
 
@@ -106,13 +110,13 @@ def read_rgb(path: str) -> Image.Image:
     """An image file in RGB, at its own size.
 
     Raises:
-        ConfigError: the file is missing, truncated or no image; names it.
+        UnreadableImage: the file is missing, truncated or no image.
     """
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
-        raise ConfigError(f"{path!r} cannot be read as an image ({error}); replace it or take it away.") from error
+        raise UnreadableImage(f"{path!r} cannot be read as an image ({error}); replace it or take it away.") from error
 
 
 def fitted(rgb: Image.Image, height: int, width: int) -> np.ndarray:

@@ -93,8 +93,38 @@ def test_the_list_is_kept_until_stock_is_taken_again(data: Path, tmp_path: Path)
     assert recall(str(data), tmp_path / "state") == first
     assert recall(str(tmp_path), tmp_path / "state") is None
     assert len(take_stock(str(data), tmp_path / "state", 0.0).readable) == 65
-    (tmp_path / "state" / "inventory.json").write_text('{"data-dir": ')
+    (tmp_path / "state" / "inventory-.json").write_text('{"data-dir": ')
     assert recall(str(data), tmp_path / "state") is None
+
+
+def test_each_run_has_its_own_list(data: Path, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    first = take_stock(str(data), state, 0.0, "first")
+    paint(data / "cat", 5, first=40)
+    second = take_stock(str(data), state, 0.0, "second")
+    assert (len(first.readable), len(second.readable)) == (60, 65)
+    assert recall(str(data), state, "first") == first
+    assert recall(str(data), state, "second") == second
+    assert recall(str(data), state, "third") is None
+    for n in range(8):
+        take_stock(str(data), state, 0.0, f"later-{n}")
+    assert recall(str(data), state, "second") is None
+    assert recall(str(data), state, "later-0")
+
+
+def test_what_is_lost_is_left_out_and_nothing_new_enters(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "state"
+    first = take_stock(str(data), state, 0.0)
+    paint(data / "cat", 5, first=40)
+    (data / "dog" / "001.png").unlink()
+    after = take_stock(str(data), state, 0.1, known=first)
+    assert set(after.readable) == set(first.readable) - {"dog/001.png"}
+    assert set(after.held_out) == set(first.held_out) - {"dog/001.png"}
+    sick = str(data / "dog" / "002.png")  # a disk error leaves size and time as they were
+    monkeypatch.setattr("task.holdings._problem", lambda path: "sick" if str(path) == sick else "")
+    assert set(after.readable) - set(take_stock(str(data), state, 0.1, known=after).readable) == {"dog/002.png"}
 
 
 def test_unreadable_files_are_named_and_skipped_up_to_a_share(

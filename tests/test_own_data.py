@@ -133,6 +133,17 @@ def test_a_mismatch_stops_the_run_at_once(spoil: Callable[[Path], object], messa
     assert not (Path(own["output-dir"]) / "run").exists()
 
 
+@pytest.mark.parametrize("lost", [2, 10])
+def test_files_that_vanish_are_left_out_up_to_the_share(lost: int, own: Values, nodes: Path) -> None:
+    gone = sorted((nodes / "south" / "ant").iterdir())[:lost]
+    results = run(own, Changing(parse(own).flat(), {1: lambda: [path.unlink() for path in gone]}))
+    reasons = [f["reason"] for r in results["rounds"] for f in r["failures"] if f["name"] == "south"]
+    assert results["status"] == "finished"
+    assert bool(reasons) == (lost == 10)  # 2 of 60 are below unreadable-share = 0.05
+    assert all("10 of 60 image files" in reason and ".png" not in reason for reason in reasons[:1])
+    assert sum(results["confusion"][0]) <= 40 - lost
+
+
 def test_a_node_without_any_image_stops_the_run(own: Values, nodes: Path) -> None:
     (nodes / "zulu").mkdir()
     with pytest.raises(RunError, match="zulu: no image found"):
