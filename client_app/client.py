@@ -127,8 +127,7 @@ def _train(packet: Packet, config: Config, node: Node) -> Packet:
     answer = Packet(metrics={"num-examples": len(lesson.positions)}, config={"name": name})
     if not len(lesson.positions):
         return answer
-    model = build_model(config, world.task_sizes(int(packet.config["task"]) - 1))  # type: ignore[arg-type]
-    model.load(packet.arrays)
+    model = _model(packet, config, world)
     model.learn(world.rows[lesson.classes])
     data = _local_data(world, lesson.positions, config)
     place = stream_of(config, node), int(packet.config["server-round"])  # type: ignore[arg-type]
@@ -142,6 +141,15 @@ def _train(packet: Packet, config: Config, node: Node) -> Packet:
     answer.prototypes = _statistics(model, data, world.dataset.train_labels[lesson.positions], packet, config, guard)
     answer.metrics["seconds-statistics"] = time.perf_counter() - started
     return answer
+
+
+def _model(packet: Packet, config: Config, world: World) -> Model:
+    """The global model; the node may have been restarted on other weights since it said hello."""
+    model = build_model(config, world.task_sizes(int(packet.config["task"]) - 1))  # type: ignore[arg-type]
+    if packet.config["backbone-sha256"] != model.backbone.sha256:
+        raise ConfigError("this node has other backbone weights than the server: give it the same backbone-weights.")
+    model.load(packet.arrays)
+    return model
 
 
 def _local_data(world: World, positions: np.ndarray, config: Config) -> LocalData:
@@ -174,8 +182,7 @@ def _statistics(
 def _evaluate(packet: Packet, config: Config, node: Node) -> Packet:
     """Counts over this client's part of the test images: all of its own, or every num-clients-th one."""
     world, task = _world(packet, config, node), int(packet.config["task"]) - 1  # type: ignore[arg-type]
-    model = build_model(config, world.task_sizes(task))
-    model.load(packet.arrays)
+    model = _model(packet, config, world)
     mine = np.arange(len(world.dataset.test_labels))
     mine = mine[world.dataset.test_labels >= 0] if config.own_data else mine[partition_id(node) :: config.num_clients]
     order = np.array(world.schedule.seen_classes(task))

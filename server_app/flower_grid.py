@@ -40,6 +40,10 @@ class GridTransport:
         """Ids of the connected nodes; Flower draws them at random for every run and lists them in any order."""
         return list(self._grid.get_node_ids())
 
+    def busy(self) -> set[int]:
+        """Those that owed an answer when the last exchange ended."""
+        return {envelope.node for envelope in self._owed.values()}
+
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
         """Send one packet to each node and wait; one reply per addressed node, in the order of ``packets``.
 

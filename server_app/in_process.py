@@ -52,6 +52,10 @@ class InProcessTransport:
         """All of them, always connected."""
         return list(self._nodes)
 
+    def busy(self) -> set[int]:
+        """None: a node that never answers does not even start."""
+        return set()
+
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
         """Hand one packet to each node in turn; one reply per addressed node, in the order of ``packets``.
 

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from filelock import BaseFileLock, FileLock, Timeout
+
 from server_app.errors import LaunchError
 from task.config import Config, ConfigError
 
@@ -47,16 +49,19 @@ def run_directory(config: Config) -> Path:
     return directory
 
 
-def claim(directory: Path) -> None:
-    """Make a run's folder and see that it can be written.
+def claim(directory: Path) -> BaseFileLock:
+    """Make a run's folder if need be, and keep other processes from writing it until the lock, or this process, goes.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be written, or another process writes it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "results.json.part").touch()
-        (directory / "results.json.part").unlink()
+        lock = FileLock(directory / ".lock")
+        lock.acquire(timeout=0)
+        return lock
+    except Timeout as error:
+        raise ConfigError(f"{str(directory)!r} is the folder of a run that another process is at.") from error
     except OSError as error:
         raise ConfigError(f"output-dir = {str(directory.parent)!r} cannot be written: {error}.") from error
 

@@ -44,15 +44,20 @@ class Roster:
         """
         self.config, self._transport, self._dataset, self._ground = config, transport, dataset, ground
         self.members, absent = greet(transport, nodes, self.config, dataset)
-        self._asked = set(nodes)
+        self._asked: set[int] = set()
         self.absent: list[dict[str, str]] = []
         self._note(absent)
+        self._tick_off(self.members, absent)
         self._require_enough(absent)
         self._require_same()
         if config.own_data:
             require_agreement(self.members, config)
         for line in overview(self.members):
             log.info(line)
+
+    def _tick_off(self, found: Sequence[Member], absent: Sequence[Absence]) -> None:
+        """Who has spoken is not asked again; who was silent is, once it is free."""
+        self._asked |= {m.node for m in found} | {a.node for a in absent if a.answered}
 
     def _require_enough(self, absent: Sequence[Absence]) -> None:
         wrong = [a for a in absent if a.answered and self.config.own_data]
@@ -73,18 +78,18 @@ class Roster:
             raise RunError(f"{len(odd)} clients have {odd[0][1]}. The first is {odd[0][0]}.")
 
     def welcome(self) -> list[Member]:
-        """Say hello to nodes that have connected since; returns those that take part from now on.
+        """Say hello to nodes that have connected or become free since; returns those that take part from now on.
 
-        One that comes back under the name of a client that is gone takes its place. One that cannot take part is
-        noted among the absent, and not asked again while it stays connected.
+        One that comes back under the name of a client that is gone takes its place. One that says it cannot take part
+        is noted among the absent, and not asked again while it stays connected.
         """
         connected = set(self._transport.nodes())
-        fresh = sorted(connected - self._asked)
+        fresh = sorted(connected - self._asked - self._transport.busy())
         self._asked &= connected
         if not fresh:
             return []
         found, absent = greet(self._transport, fresh, self.config, self._dataset)
-        self._asked |= set(fresh)
+        self._tick_off(found, absent)
         welcome = []
         for member in found:
             if reason := self._objection(member, connected):

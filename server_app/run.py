@@ -72,6 +72,8 @@ def execute(config: Config, transport: Transport, initial: Arrays | None = None)
     except BaseException as error:
         run.fail(error)
         raise
+    finally:
+        run.lock.release()
     return directory
 
 
@@ -102,6 +104,7 @@ class Run:
         if self.results.sharing:
             log.info("each client has %(common)d common classes and %(private)d private ones", self.results.sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", self.results.sharing)
+        self.lock = claim(directory)
         self.done = self._restored(saved) if saved else self._begun()
         self.board = Board(config, directory, self.done)
         self.results.write()
@@ -130,7 +133,6 @@ class Run:
             self.results.clients = [{"name": m.name, "class_counts": m.class_counts.tolist()} for m in members]
 
     def _begun(self) -> int:
-        claim(self.directory)
         write_config(self.directory, self.config, self.model)
         return 0
 
@@ -256,6 +258,7 @@ class Run:
                 "ends-task": moment.ends_task,
                 "classes": moment.schedule.current_classes(moment.task),
                 "run-config": json.dumps(self.config.for_clients()),
+                "backbone-sha256": self.model.backbone.sha256,
                 **(self.plan.message() if self.plan else {}),
                 # of clients that pool their data, the first one drawn has all of it
                 **({"pool": members[0].name} if self.config.row.pooled else {}),

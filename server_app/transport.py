@@ -27,6 +27,9 @@ class Transport(Protocol):
     def nodes(self) -> list[int]:
         """Handles of the connected nodes, in any order; stable while a node stays connected."""
 
+    def busy(self) -> set[int]:
+        """Those that still owe the answer to a message of an earlier exchange."""
+
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
         """Send one packet to each node and wait; one reply per addressed node, in the order of ``packets``.
 

@@ -53,6 +53,9 @@ class Given:
     def nodes(self) -> list[int]:
         return [r.node for r in self.replies]
 
+    def busy(self) -> set[int]:
+        return set()
+
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
         return list(self.replies)
 

@@ -55,7 +55,7 @@ def train_message(config: Config, task: int = 0) -> Packet:
     """The server's message of the first round of a task."""
     model = build_model(config, build_world(config).task_sizes(task))
     place = {"task": task + 1, "round": 1, "server-round": task + 1, "ends-task": True, "pool": "client-0000"}
-    return Packet(arrays=model.export(), config=place)
+    return Packet(arrays=model.export(), config=place | {"backbone-sha256": model.backbone.sha256})
 
 
 @EVERY

@@ -48,6 +48,7 @@ def ask(config: Config, client: int, task: int = 0, round: int = 0) -> Packet:
     """A client's answer to the train message of a round."""
     model = build_model(config, build_world(config).task_sizes(task))
     place = {"task": task + 1, "round": round + 1, "server-round": task * config.rounds_per_task + round + 1}
+    place["backbone-sha256"] = model.backbone.sha256
     return handle("train", Packet(arrays=model.export(), config=place), Node(config.flat(), {"partition-id": client}))
 
 

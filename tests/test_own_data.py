@@ -144,6 +144,28 @@ def test_files_that_vanish_are_left_out_up_to_the_share(lost: int, own: Values, 
     assert sum(results["confusion"][0]) <= 40 - lost
 
 
+def test_a_node_that_missed_hello_is_asked_again_once_it_is_free(own: Values) -> None:
+    deaf, busy = {2}, {2}
+    transport = Changing(parse(own).flat(), {1: deaf.clear, 2: busy.clear})
+    transport.busy, transport._broken = lambda: busy, lambda node, kind: node in deaf
+    results = run(own | {"rounds-per-task": 3}, transport)
+    assert results["absent"] == [{"name": "node 2", "reason": "no answer within 3600 s"}]
+    took_part = [len(r["participants"]) for r in results["rounds"]]
+    assert took_part == [2, 2, 3, 3, 3, 3]  # free from the second round on, and greeted before the third
+
+
+def test_a_node_that_comes_back_on_other_weights_is_refused(own: Values, nodes: Path) -> None:
+    values = parse(own).flat()
+    transport = Changing(values)
+    transport.before[2] = lambda: transport._nodes.update(
+        {2: Node(values, {"backbone-weights": "random", "partition-id": 2})}
+    )
+    results = run(own | {"backbone-weights": "auto"}, transport)
+    reasons = [[f["reason"] for f in r["failures"] if f["name"] == "west"] for r in results["rounds"]]
+    assert reasons[0] == []
+    assert "other backbone weights than the server" in reasons[1][0]
+
+
 def test_a_node_without_any_image_stops_the_run(own: Values, nodes: Path) -> None:
     (nodes / "zulu").mkdir()
     with pytest.raises(RunError, match="zulu: no image found"):

@@ -324,6 +324,7 @@ def test_local_statistics_are_of_the_current_tasks_expert(tiny):
         "round": 1,
         "server-round": 2,
         "ends-task": False,
+        "backbone-sha256": model.backbone.sha256,
         "classes": world.schedule.current_classes(1),
     }
     answers = []

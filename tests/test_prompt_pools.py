@@ -7,10 +7,10 @@ import torch
 from client_app.client import Node, handle
 from task.config import ConfigError, parse
 from task.model import build_model
-from task.packet import Packet
 from task.prompt_dualprompt import DualPrompt
 from task.prompt_l2p import L2P
 from task.world import build_world
+from tests.test_invariants import train_message
 
 D = 16
 
@@ -141,7 +141,7 @@ def test_earlier_experts_stay_on_the_server(tiny):
     """Task 2: everything goes down, the current expert, its key and what is shared come back, the rest stays."""
     config = parse(tiny | {"method": "fedavg", "prompt": "dualprompt"})
     model = build_model(config, build_world(config).task_sizes(1))
-    sent = Packet(arrays=model.export(), config={"task": 2, "round": 1, "server-round": 2, "ends-task": False})
+    sent = train_message(config, task=1)
     answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
     shared = {"head.weight", "head.bias", "prompt.general"}
     assert set(sent.arrays) == shared | {f"prompt.{name}.{t}" for name in ("experts", "keys") for t in (0, 1)}

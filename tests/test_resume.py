@@ -146,6 +146,26 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert all_of(folder) == all_of(folder.with_name("whole"))
 
 
+def test_two_processes_cannot_write_one_run(tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = interrupted(tiny, cut_in_round=2)
+    config = parse(continued({"resume": str(folder)}))
+    first, second = (InProcessTransport(config.flat(), 3) for _ in range(2))
+    original, refused = first.exchange, list[str]()
+
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+        if kind == "train":
+            with pytest.raises(ConfigError, match="another process is at") as caught:
+                execute(config, second)
+            refused.append(str(caught.value))
+        return original(kind, packets, timeout)
+
+    monkeypatch.setattr(first, "exchange", exchange)
+    execute(config, first)
+    assert len(refused) == 1
+    assert str(folder) in refused[0]
+    assert json.loads((folder / "results.json").read_text())["status"] == "finished"
+
+
 def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:
     whole, cut = two_runs(tiny)
     run(whole)
