@@ -1,7 +1,6 @@
 """Runs what a suite plans: finished runs are skipped, the others are a process each, and the table is always there."""
 
 import contextlib
-import fcntl
 import os
 import secrets
 import shutil
@@ -9,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from server_app.errors import LaunchError
 from server_app.files import origin
 from server_app.launcher import POLL, end_processes, interruptible, last_lines
-from server_app.places import mark_failed, read_results
+from server_app.places import locked, mark_failed, read_results
 from server_app.report import ReportError, load_run, write_comparison
 from server_app.report.groups import Group
 from server_app.report.runs import Run, flat
@@ -52,11 +52,11 @@ class Bench:
             PicturesUnavailable: matplotlib is not installed; nothing was started.
             Interrupted: somebody wants it to end; no run is left.
         """
-        with _locked(self._suite.folder) as lock, interruptible() as check:
+        with _held(self._suite.folder) as lock, interruptible() as check:
             self._plan()
             self._report()
             try:
-                self._work(lock, check)
+                self._work(lock.fileno(), check)
             finally:
                 self._stop()
         return self._failed
@@ -177,16 +177,12 @@ def finished_run(planned: Planned) -> Run | None:
     return run
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[int]:
-    """Keep other suites out of a folder; yields the descriptor of the lock, which whoever inherits it holds too."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.") from None
-        yield file.fileno()
+def _held(folder: Path) -> TextIO:
+    """The lock that keeps other suites out of a folder."""
+    try:
+        return locked(folder)
+    except BlockingIOError:
+        raise LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.") from None
 
 
 def _minutes(seconds: float) -> str:

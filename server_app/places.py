@@ -1,14 +1,13 @@
 """Where the project and its runs are, and how they ended; imports nothing heavy: the command line answers at once."""
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
 import time
 from pathlib import Path
-from typing import Any
-
-from filelock import BaseFileLock, FileLock, Timeout
+from typing import Any, TextIO
 
 from server_app.errors import LaunchError
 from task.config import Config, ConfigError
@@ -49,18 +48,31 @@ def run_directory(config: Config) -> Path:
     return directory
 
 
-def claim(directory: Path) -> BaseFileLock:
-    """Make a run's folder if need be, and keep other processes from writing it until the lock, or this process, goes.
+def locked(folder: Path) -> TextIO:
+    """Make a folder if need be and take its lock, which whoever inherits the file holds too, until all have closed it.
+
+    Raises:
+        OSError: BlockingIOError if another process has it, others if the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "w")  # noqa: SIM115, the lock lasts as long as it is open
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def claim(directory: Path) -> TextIO:
+    """Keep other processes out of a run's folder until the file is closed; see :func:`locked`.
 
     Raises:
         ConfigError: it cannot be written, or another process writes it.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(directory / ".lock")
-        lock.acquire(timeout=0)
-        return lock
-    except Timeout as error:
+        return locked(directory)
+    except BlockingIOError as error:
         raise ConfigError(f"{str(directory)!r} is the folder of a run that another process is at.") from error
     except OSError as error:
         raise ConfigError(f"output-dir = {str(directory.parent)!r} cannot be written: {error}.") from error

@@ -73,7 +73,7 @@ def execute(config: Config, transport: Transport, initial: Arrays | None = None)
         run.fail(error)
         raise
     finally:
-        run.lock.release()
+        run.lock.close()
     return directory
 
 

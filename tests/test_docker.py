@@ -182,7 +182,7 @@ def test_the_proxy_forwards_fleet_paths_only_as_configured():
     assert PROXY["admin"]["disabled"]
     assert set(PROXY["apps"]) == {"tls", "http"}
     (server,) = PROXY["apps"]["http"]["servers"].values()
-    assert server["tls_connection_policies"] == [{}]
+    assert server["tls_connection_policies"] == [{"default_sni": "localhost"}]  # who comes by address names none
     assert server["listen"] == [":8443"]
     fleet, rest = server["routes"]
     assert [handler["handler"] for handler in fleet["handle"]] == ["rewrite", "reverse_proxy"]
