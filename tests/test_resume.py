@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from server_app.resume import continued
 from server_app.run import execute
 from server_app.transport import Reply
 from strategies.base import Strategy
+from task.atomic import write_atomically
 from task.config import ConfigError, parse
 from task.methods import METHODS, load_half
 from task.packet import Kind, Packet
@@ -261,6 +263,20 @@ def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
     safetensors.numpy.load_file(folder / "model.safetensors")
     run({"resume": str(folder)})
     assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+def test_a_write_that_ends_half_way_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_atomically(path, b"before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_atomically(path, bytes(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -> None:
