@@ -192,6 +192,7 @@ def test_the_suites_have_every_method():
     assert {variant["method"] for variant in suites["digits.yaml"]["variants"]} == set(METHODS)
     for name, given in (("digits.yaml", {}), ("cifar-slice.yaml", {"data-dir": "slice.npz"})):
         assert read_suite(ROOT / "suites" / name, given).runs
+    assert read_suite(ROOT / "suites" / "readings.yaml", {}).runs
 
 
 # ------------------------------------------------------------------------------------------------ what is run

@@ -922,6 +922,7 @@ def test_a_run_through_flower(tmp_path, temporary):
 
 
 @pytest.mark.flower
+@pytest.mark.slow
 def test_a_run_that_fails_in_flower(tmp_path, temporary):
     run = Fcil(tmp_path, temporary, "dataset=npz", f"data-dir={tmp_path}/none.npz")
     code, _, err = run.end()

@@ -101,7 +101,7 @@ WORLDS: dict[str, tuple[int, Values]] = {
     # of how many rounds the last one is cut, and run keys
     "own class sequences": (4, {"method": "fedavg", "partition": "consensus"}),
     "images drawn anew in each round": (4, {"partition": "split-ratio", "split-ratio": 0.5}),
-    "running statistics": (2, RESNET | {"image-size": 16, "num-clients": 2, "clients-per-round": 1, "num-tasks": 1}),
+    "running statistics": (2, RESNET | {"image-size": 9, "num-clients": 2, "clients-per-round": 1, "num-tasks": 1}),
     "as many clients as nodes": (4, {"num-clients": 0}),
 }
 
