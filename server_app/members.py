@@ -146,35 +146,29 @@ def _member(reply: Reply, dataset: Dataset | None) -> Member:
     if reason := failure(reply):
         raise ValueError(reason)
     packet = reply.packet or Packet()
-    config, counts = packet.config, packet.arrays.get("class_counts", np.empty(0))
-    missing = {"name", "backbone-sha256", "code-sha256", "versions", "device", "classes"} - set(config)
-    if missing:
-        raise ValueError(f"its hello lacks {sorted(missing)}")
-    classes, versions = _texts(config["classes"], MOST_CLASSES), _texts(config["versions"], MOST_VERSIONS)
-    name, backbone, code, device = words = [config[n] for n in ("name", "backbone-sha256", "code-sha256", "device")]
-    if not all(isinstance(word, str) and _is_name(word) for word in (*words, *versions)):
-        raise ValueError(f"what it says of itself is no printable text of 1 to {LONGEST_NAME} characters")
+    said, counts = _said(packet.config), packet.arrays.get("class_counts", np.empty(0))
+    classes = said["classes"]
     test_counts = packet.arrays.get("test_counts", np.zeros(len(classes), np.int64))
     if dataset and classes != dataset.class_names:
         raise ValueError(f"its classes {list(classes)} are not those of the run")
     _check_counts(classes, counts, test_counts)
     if dataset and (counts > np.bincount(dataset.train_labels, minlength=len(classes))).any():
         raise ValueError("class_counts are above those of the whole data set")
-    own = {} if dataset else _own_facts(classes, counts + test_counts, config)
-    return Member(
-        name=str(name),
-        node=reply.node,
-        classes=classes,
-        own_counts=counts,
-        test_counts=test_counts,
-        class_counts=counts,
-        unreadable=own.get("unreadable", 0),
-        image_shape=own.get("image_shape", ()),
-        backbone_sha256=str(backbone),
-        code_sha256=str(code),
-        versions=versions,
-        device=str(device),
-    )
+    own = {"unreadable": 0, "image_shape": ()} if dataset else _own_facts(classes, counts + test_counts, packet.config)
+    return Member(node=reply.node, own_counts=counts, test_counts=test_counts, class_counts=counts, **said, **own)
+
+
+def _said(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What every node says of itself in words, by the attributes of :class:`Member`."""
+    words = {name: config.get(name.replace("_", "-")) for name in ("name", "backbone_sha256", "code_sha256", "device")}
+    missing = sorted(name for name in ("classes", "versions") if name not in config)
+    missing += sorted(name for name, word in words.items() if word is None)
+    if missing:
+        raise ValueError(f"its hello lacks {missing}")
+    classes, versions = _texts(config["classes"], MOST_CLASSES), _texts(config["versions"], MOST_VERSIONS)
+    if not all(isinstance(word, str) and _is_name(word) for word in (*words.values(), *versions)):
+        raise ValueError(f"what it says of itself is no printable text of 1 to {LONGEST_NAME} characters")
+    return {**words, "classes": classes, "versions": versions}
 
 
 def _check_counts(classes: Sequence[str], *counts: np.ndarray) -> None:
