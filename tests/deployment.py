@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import ssl
 import subprocess
@@ -235,8 +234,7 @@ class Deployment(Network):
         root = f"--root-certificates={self.keys}/ca.crt"
         secret = f"--superexec-auth-secret-file={self.keys}/server.secret"
         self.start("superexec", "flower-superexec", f"--runtime-api-address=127.0.0.1:{self.port}", root, secret)
-        has_proxy = shutil.which("caddy")
-        port = self._stack.enter_context(proxy(self.folder, self.keys, self.port)) if has_proxy else self.port
+        port = self._stack.enter_context(proxy(self.folder, self.keys, self.port))
         self._address = f"127.0.0.1:{port}"
         return self
 
