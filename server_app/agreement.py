@@ -43,33 +43,43 @@ def misspelt(classes: Mapping[str, set[str]]) -> str:
 
     Names that one node holds both are two classes, whatever they look like.
     """
-    owner = {name: node for node in sorted(classes, reverse=True) for name in classes[node]}
-    likenesses: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted(owner):
+    holders: dict[str, set[str]] = {}
+    for node, names in classes.items():
+        for name in names:
+            holders.setdefault(name, set()).add(node)
+    likenesses: dict[tuple[str, ...], dict[frozenset[str], str]] = {}
+    for name in sorted(holders):
         for likeness in _likenesses(name):
-            likenesses.setdefault(likeness, []).append(name)
-    for a, b in sorted({pair for names in likenesses.values() for pair in combinations(names, 2)}):
-        if not any({a, b} <= held for held in classes.values()):
-            return (
-                f"class {a!r} of {owner[a]} and {b!r} of {owner[b]} look like one class: rename one folder, "
-                "or run with similar-classes = true if they are two."
-            )
-    return ""
+            likenesses.setdefault(likeness, {}).setdefault(frozenset(holders[name]), name)
+    pairs = (pair for alike in likenesses.values() for pair in combinations(alike.items(), 2))
+    odd = min((tuple(sorted((a, b))) for (ours, a), (theirs, b) in pairs if not ours & theirs), default=None)
+    if not odd:
+        return ""
+    first, second = (f"{name!r} of {min(holders[name])}" for name in odd)
+    return (
+        f"class {first} and {second} look like one class: rename one folder, "
+        "or run with similar-classes = true if they are two."
+    )
 
 
 def _likenesses(name: str) -> set[tuple[str, ...]]:
     """What a name shares with those that part its words otherwise, or that one slip in a word makes of it.
 
     A slip is a letter more, less, other or elsewhere: the words then agree with one letter left out of each, or of
-    one (deletion neighbourhoods: T. Bocek et al., Fast Similarity Search in Large Dictionaries, 2007).
+    one (deletion neighbourhoods: T. Bocek et al., Fast Similarity Search in Large Dictionaries, 2007); in short words
+    only the s of a plural is one. Numbers have none, and a plus or minus behind a word is a word.
     """
-    words = re.findall(r"[^\W_]+", name.casefold())
-    found: set[tuple[str, ...]] = {("".join(words),)}
+    words = re.findall(r"[^\W\d_]+|\d+|[+-]+(?!\w)", name.casefold())
+    found: set[tuple[str, ...]] = {("".join(words),), ("plural", *map(_singular, words))}
     for i, word in enumerate(words):
-        if len(word) >= _SHORTEST and not re.search(r"\d", word):
+        if len(word) >= _SHORTEST and word.isalpha():
             cut = {word, *(word[:j] + word[j + 1 :] for j in range(len(word)))}
             found |= {("slip", str(i), *words[:i], short, *words[i + 1 :]) for short in cut}
     return found
+
+
+def _singular(word: str) -> str:
+    return word[:-1] if len(word) >= _SHORTEST and word.endswith("s") else word
 
 
 def common_shape(members: Sequence[Member], side: int) -> tuple[int, int]:

@@ -54,6 +54,8 @@ def check_reply(
     most = int(member.class_counts[list(classes)].sum())
     if type(examples) is not int or not 0 <= examples <= most:
         raise Refused(f"num-examples is {examples!r}; a whole number from 0 to {most} was expected")
+    if examples == 0 and most and config.own_data:
+        raise Refused(f"it has {most} images of the task and used none: its data-dir may have changed")
     if examples == 0:
         return Update(member.name, 0, {}, {})
     _check_arrays(packet.arrays, arrays if config.row.client else {})

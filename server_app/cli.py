@@ -21,7 +21,7 @@ from server_app.launcher import (
     interruptible,
     last_lines,
 )
-from server_app.places import mark_failed, project_folder, read_results, run_directory
+from server_app.places import claim, mark_failed, project_folder, read_results, run_directory
 from server_app.progress import describe_round
 from server_app.settings import completed, read_words
 from task.config import Config, ConfigError, known_keys, parse
@@ -265,6 +265,8 @@ def _run(args: argparse.Namespace) -> int:
         config = parse(values)
         require_tensorboard(config)  # rather than when Flower has started
         directory = run_directory(config)
+        if config.resume:  # before what a second process does shows in the run's folder
+            claim(directory).close()
     except ConfigError as error:
         return _complain(str(error), MISTAKE)
     values |= {"output-dir": str(directory.parent), "run-name": directory.name}
@@ -360,7 +362,8 @@ class Progress:
         lines = self._lines()
         self._shown = min(self._shown, len(lines))  # a resumed run drops the lines after its checkpoint
         for number, line in enumerate(lines[self._shown :], start=self._shown + 1):
-            print("\n".join(describe_round(json.loads(line), number)), flush=True)
+            with contextlib.suppress(ValueError):  # a line that was damaged before the run was resumed
+                print("\n".join(describe_round(json.loads(line), number)), flush=True)
         self._shown = len(lines)
 
     @contextlib.contextmanager

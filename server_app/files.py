@@ -1,6 +1,9 @@
 """Files of a run: written so that a crash at any moment leaves the previous version whole."""
 
+import errno
 import json
+import logging
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
     from task.model import Model
 
 
+log = logging.getLogger(__name__)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write strict JSON, a list of numbers on one line: NaN is refused, since other programs cannot read it."""
     text = json.dumps(value, indent=1, allow_nan=False)
@@ -30,15 +36,35 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Add one line of JSON."""
-    with open(path, "a") as file:
-        file.write(json.dumps(value, allow_nan=False) + "\n")
+    """Add one line of JSON in place of what a power cut has left of one.
+
+    Raises:
+        OSError: the disk is full; the lines before stay whole.
+    """
+    line = (json.dumps(value, allow_nan=False) + "\n").encode()
+    with open(path, "ab", buffering=0) as file:
+        file.truncate(whole := len(b"".join(_whole_lines(path))))
+        if file.write(line) < len(line):
+            file.truncate(whole)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[Any]:
+    """What :func:`append_line` has written; nothing if there is no such file."""
+    return [json.loads(line) for line in (_whole_lines(path) if path.exists() else [])]
 
 
 def keep_lines(path: Path, count: int) -> None:
-    """Cut a text file after its first ``count`` lines."""
-    lines = path.read_text().splitlines(keepends=True)
-    write_atomically(path, "".join(lines[:count]).encode())
+    """Cut a file after its first ``count`` lines; one that has lost some keeps what it has."""
+    lines = _whole_lines(path) if path.exists() else []
+    if len(lines) < count:
+        log.warning("%s has %d of %d lines", path, len(lines), count)
+    write_atomically(path, b"".join(lines[:count]))
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def write_config(directory: Path, config: Config, model: "Model") -> None:

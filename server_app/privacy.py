@@ -1,16 +1,15 @@
 """What the noise of a run is worth: releases of every client, and the worst one's (epsilon, delta) after each round."""
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from server_app.files import append_line
+from server_app.files import append_line, read_lines
 from server_app.flower_accountant import epsilon
 from server_app.results import RoundReport
-from task.config import Config
+from task.config import Config, ConfigError
 from task.methods import load_half
 
 log = logging.getLogger(__name__)
@@ -49,26 +48,35 @@ def releases_per_message(config: Config) -> int:
     return bool(config.row.client) + load_half(config.row.statistics)().releases
 
 
-def note_asked(path: Path, task: int, names: Sequence[str]) -> None:
+def note_asked(path: Path, report: RoundReport) -> None:
     """Write down who is asked to train, before it is: rounds that a resumed run repeats are paid twice."""
     path.parent.mkdir(exist_ok=True)
-    append_line(path, {"task": task, "names": list(names)})
+    append_line(path, {"task": report.task, "round": report.round, "names": report.participants})
+
+
+def require_asked(account: Mapping[str, Any], path: Path, rounds: Sequence[RoundReport]) -> None:
+    """A run that goes on must know whom it has asked.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if account and len(read_lines(path)) < len(rounds):
+        raise ConfigError(f"{path} has lost lines, so that what the clients have released cannot be told: start anew.")
 
 
 def charged(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -> dict[str, Any]:
     """The account after the last of ``rounds``: that of the client and task with the most releases so far.
 
-    All who were asked to train, as :func:`note_asked` has it, pay, but for those without data for the task; also one
-    whose answer was late or refused, as it may have left the client all the same. An image, being of one class, is
-    learned in the rounds of one task only, so that tasks do not add up.
+    All who were asked to train, as :func:`note_asked` has it, pay, but for the rounds for which they said to have no
+    data; also one whose answer was late or refused, as it may have left the client all the same, and what it answered
+    before the run was interrupted. An image, being of one class, is learned in the rounds of one task only, so that
+    tasks do not add up.
     """
     if not account:
         return {}
-    idle = {(name, r.task) for r in rounds for name in r.idle}
-    asked = [json.loads(line) for line in path.read_text().splitlines()]
-    times = Counter(
-        (name, line["task"]) for line in asked for name in line["names"] if (name, line["task"]) not in idle
-    )
+    asked = read_lines(path)
+    times = Counter((name, line["task"]) for line in asked for name in line["names"])
+    times -= Counter((name, r.task) for r in rounds for name in r.idle)
     (name, _), most = max(sorted(times.items()), key=lambda pair: pair[1], default=(("", 0), 0))
     releases = most * account["releases_per_message"]
     found = epsilon(account["noise"] / 2, releases, account["delta"])

@@ -21,7 +21,7 @@ from server_app.errors import RunError
 from server_app.files import write_config, write_model
 from server_app.members import Member, draw, wait_for_nodes
 from server_app.places import claim, run_directory
-from server_app.privacy import charged, note_asked, open_account
+from server_app.privacy import charged, note_asked, open_account, require_asked
 from server_app.progress import describe_round
 from server_app.report import PicturesUnavailable, write_report
 from server_app.results import Results, RoundReport, mean_or_none
@@ -95,6 +95,7 @@ class Run:
         saved = read_checkpoint(directory / "checkpoint") if config.resume else None
         self.plan = self._first_plan(saved, backbone.image_size)
         self.world = self._laid_out()
+        self._announce(0)
         self.model = build_model(self.config, self.world.task_sizes(0))
         if initial:
             self.model.load(initial)
@@ -126,6 +127,10 @@ class Run:
                 log.warning("not in the plan of this run, so left out: %s", ", ".join(sorted(ignored)))
         return world
 
+    def _announce(self, first: int) -> None:
+        for task, classes in enumerate(self.world.schedule.tasks[first:], first + 1):
+            log.info("classes of task %d: %s", task, ", ".join(self.world.dataset.class_names[c] for c in classes))
+
     def _note_members(self) -> None:
         self.results.absent = self.roster.absent
         if keeps_its_images(self.config):
@@ -144,6 +149,7 @@ class Run:
         self.model.load(state["arrays"])
         vars(self.strategy).update(state["strategy"])
         self.results.restore(state["results"])
+        require_asked(self.results.privacy, self._asked, self.results.rounds)
         log.info("going on after round %d of %d", state["round"], self.world.schedule.total_rounds)
         return moment.server_round
 
@@ -202,6 +208,7 @@ class Run:
             time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))
         self.plan = extended
         self.world = self._laid_out()
+        self._announce(len(extended.tasks) - 1)
         self.results.extend(self.world)
         self._note_members()
         return True
@@ -233,7 +240,7 @@ class Run:
         self.results.add_round(report)
         started = time.perf_counter()
         if self.results.privacy:
-            note_asked(self._asked, report.task, report.participants)
+            note_asked(self._asked, report)
         replies = self._exchange("train", moment, drawn)
         report.bytes_up = sum(r.bytes_up for r in replies)
         report.bytes_down = sum(r.bytes_down for r in replies)

@@ -1,20 +1,31 @@
 """What a node holds: images of its own, read once and listed in a file of the node; only names and counts leave it."""
 
+import hashlib
 import json
 import logging
 import os
+import time
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
 from task.atomic import write_atomically
-from task.images import Dataset, ImageFiles, chosen_by_digest, class_folders, images_by_class, read_rgb
+from task.images import (
+    Dataset,
+    ImageFiles,
+    chosen_by_digest,
+    class_folders,
+    images_by_class,
+    read_rgb,
+    require_classes,
+)
 from task.keys import ConfigError
 from task.own_data import npz
 
@@ -23,7 +34,7 @@ log = logging.getLogger(__name__)
 PARTS = ("train", "test")
 _LISTS = ("readable", "unreadable", "held-out")
 _NAMED = 20  # unreadable files that the log names
-_RUNS = 8  # runs whose lists a node keeps
+_KEPT = 60 * 86_400  # seconds that the list of a run is kept
 Stamps = Mapping[str, list[int]]  # by file: size in bytes and time of its last change in nanoseconds
 
 
@@ -36,12 +47,14 @@ class Inventory:
         readable: none for an .npz, whose arrays are opened as they are.
         unreadable: left out of everything.
         held_out: those of the readable that nobody trains on.
+        split: whether train/ and test/ were there.
     """
 
     data_dir: str
     readable: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
+    split: bool = False
 
 
 def take_stock(
@@ -64,8 +77,9 @@ def take_stock(
         return Inventory(str(root))
     if not root.is_dir():
         raise ConfigError(f"data-dir = {data_dir!r}: this node has no such folder or .npz file.")
-    before = _kept(_newest(state), root)
-    stamps = {name: _stamp(root / name) for name in (known.readable if known else _listed(root))}
+    before = _kept(_newest(state, root), root)
+    split = known.split if known else all((root / part).is_dir() for part in PARTS)
+    stamps = {name: _stamp(root / name) for name in (known.readable if known else _listed(root, split))}
     # one that is lost may look as before: a damaged disk does not change its stamp
     fresh = [name for name, stamp in stamps.items() if known or before["readable"].get(name) != stamp]
     bad = _unreadable(root, fresh)
@@ -75,9 +89,10 @@ def take_stock(
             f"{len(bad)} of {len(stamps)} image files below data-dir = {data_dir!r} cannot be read; at most a share of "
             f"{unreadable_share:g} may be (unreadable-share). This node's log names them."
         )
-    held_out = _held_out(root, tuple(good), before["readable"].keys() - before["held-out"].keys())
-    _keep(_list_of(state, run), root, good, bad, held_out)
-    return Inventory(str(root), tuple(good), tuple(sorted(bad)), held_out)
+    held_out = _held_out(split, tuple(good), before["readable"].keys() - before["held-out"].keys())
+    found = Inventory(str(root), tuple(good), tuple(sorted(bad)), held_out, split)
+    _keep(_list_of(state, root, run), found, good)
+    return found
 
 
 def recall(data_dir: str, state: Path, run: str = "") -> Inventory | None:
@@ -85,9 +100,9 @@ def recall(data_dir: str, state: Path, run: str = "") -> Inventory | None:
     root = Path(data_dir).expanduser()
     if root.is_file():
         return Inventory(str(root))
-    kept = _kept(_list_of(state, run), root)
-    lists = (tuple(kept[part]) for part in _LISTS)
-    return Inventory(str(root), *lists) if kept["readable"] else None
+    kept = _kept(_list_of(state, root, run), root)
+    readable, unreadable, held_out = (tuple(kept[part]) for part in _LISTS)
+    return Inventory(str(root), readable, unreadable, held_out, kept["split"]) if readable else None
 
 
 @lru_cache(maxsize=64)
@@ -106,17 +121,22 @@ def open_holdings(inventory: Inventory, side: int) -> Dataset:
     """
     root = Path(inventory.data_dir)
     if root.is_file():
-        return npz(root, side, by_content=True)
-    # two systems may write one letter in two ways, and a class must have one name on all nodes
-    by_class = [unicodedata.normalize("NFC", name) for name in _classes_of(root, inventory.readable)]
+        found = npz(root, side, by_content=True)
+        return replace(found, class_names=tuple(_travelling(found.class_names, root)))
+    by_class = _travelling(_classes_of(inventory.split, inventory.readable), root)
     names, labels = np.unique(np.array(by_class, np.str_), return_inverse=True)
-    odd = [name for name in names.tolist() if not name.isprintable()]
-    if odd:
-        raise ConfigError(f"data-dir = {inventory.data_dir!r}: rename the class folder {odd[0]!r}, it cannot be shown.")
     held_out = set(inventory.held_out)
     test = np.array([name in held_out for name in inventory.readable], bool)
     parts = [_part(root, inventory.readable, labels, np.flatnonzero(mask), side) for mask in (~test, test)]
     return Dataset(tuple(map(str, names)), *parts[0], *parts[1])
+
+
+def _travelling(names: Sequence[str], root: Path) -> list[str]:
+    """Class names as all nodes write them: two systems may write one letter in two ways."""
+    odd = [name for name in names if not name.isprintable()]
+    if odd:
+        raise ConfigError(f"data-dir = {str(root)!r}: rename the class {odd[0]!r}, it cannot be shown.")
+    return [unicodedata.normalize("NFC", name) for name in names]
 
 
 def _part(
@@ -125,31 +145,27 @@ def _part(
     return ImageFiles(tuple(str(root / files[i]) for i in positions), side), labels[positions].astype(np.int64)
 
 
-def _classes_of(root: Path, files: Sequence[str]) -> list[str]:
+def _classes_of(split: bool, files: Sequence[str]) -> list[str]:
     """Name of the class folder of each file."""
-    level = int(_is_split(root))
-    return [PurePosixPath(name).parts[level] for name in files]
+    return [PurePosixPath(name).parts[int(split)] for name in files]
 
 
-def _held_out(root: Path, files: tuple[str, ...], trained: AbstractSet[str]) -> tuple[str, ...]:
-    if _is_split(root):
+def _held_out(split: bool, files: tuple[str, ...], trained: AbstractSet[str]) -> tuple[str, ...]:
+    if split:
         return tuple(name for name in files if name.startswith("test/"))
     marked = chosen_by_digest([os.fsencode(name) for name in files])
     left = [name for name, mark in zip(files, marked, strict=True) if mark and name not in trained]
     # a class needs a file to be trained on: the first in order where all would be held out
-    for of_class in set(_classes_of(root, files)) - set(_classes_of(root, sorted(set(files) - set(left)))):
+    for of_class in set(_classes_of(split, files)) - set(_classes_of(split, sorted(set(files) - set(left)))):
         left.remove(min(name for name in left if name.startswith(f"{of_class}/")))
     return tuple(left)
 
 
-def _listed(root: Path) -> list[str]:
-    roots = [root / part for part in PARTS] if _is_split(root) else [root]
+def _listed(root: Path, split: bool) -> list[str]:
+    roots = [root / part for part in PARTS] if split else [root]
     folders = [folder for r in roots for folder in class_folders(r)]
+    require_classes(folders)
     return [Path(path).relative_to(root).as_posix() for path in images_by_class(folders, side=1)[0].paths]
-
-
-def _is_split(root: Path) -> bool:
-    return all((root / part).is_dir() for part in PARTS)
 
 
 def _stamp(path: Path) -> list[int]:
@@ -179,40 +195,40 @@ def _problem(path: Path) -> str:
     return ""
 
 
-def _list_of(state: Path, run: str) -> Path:
-    return state / f"inventory-{run}.json"
+def _list_of(state: Path, root: Path, run: str) -> Path:
+    """Where a run's list is; nodes that share a folder of state have others."""
+    return state / f"inventory-{hashlib.sha256(os.fsencode(root)).hexdigest()[:12]}-{run}.json"
 
 
-def _lists(state: Path) -> list[Path]:
-    """Those of all runs, the newest first."""
-    return sorted(state.glob("inventory-*.json"), key=lambda path: (_stamp(path)[1], path.name), reverse=True)
+def _newest(state: Path, root: Path) -> Path:
+    """The list of the run that took stock last."""
+    lists = state.glob(_list_of(state, root, "*").name)
+    return max(lists, key=lambda path: (_stamp(path)[1], path.name), default=_list_of(state, root, ""))
 
 
-def _newest(state: Path) -> Path:
-    return next(iter(_lists(state)), _list_of(state, ""))
-
-
-def _kept(path: Path, root: Path) -> dict[str, dict[str, list[int]]]:
+def _kept(path: Path, root: Path) -> dict[str, Any]:
     """What :func:`_keep` wrote for this data-dir; nothing if it is gone, damaged or of another one."""
     try:
         kept = json.loads(path.read_text())
         if kept["data-dir"] == str(root):
-            return {part: dict(kept[part]) for part in _LISTS}
+            return {part: dict(kept[part]) for part in _LISTS} | {"split": kept["split"]}
     except (OSError, ValueError, LookupError, TypeError):
         log.debug("no inventory in %s", path)
-    return {part: {} for part in _LISTS}
+    return {part: {} for part in _LISTS} | {"split": False}
 
 
-def _keep(path: Path, root: Path, good: Stamps, bad: Iterable[str], held_out: Iterable[str]) -> None:
+def _keep(path: Path, found: Inventory, stamps: Stamps) -> None:
     named: dict[str, Stamps] = {
-        "unreadable": {name: [] for name in sorted(bad)},
-        "held-out": {name: [] for name in held_out},
+        "readable": stamps,
+        "unreadable": {name: [] for name in found.unreadable},
+        "held-out": {name: [] for name in found.held_out},
     }
-    content = {"data-dir": str(root), "readable": good, **named}
+    content = {"data-dir": found.data_dir, "split": found.split, **named}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(content).encode())
-        for old in _lists(path.parent)[_RUNS:]:
-            old.unlink(missing_ok=True)
+        for old in path.parent.glob("inventory-*.json"):
+            if _stamp(old)[1] < (time.time() - _KEPT) * 1e9:
+                old.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"state-dir = {str(path.parent)!r} of this node cannot be written: {error}.") from error

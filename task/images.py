@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
@@ -15,6 +15,9 @@ from task.keys import ConfigError
 from task.seeding import numpy_rng
 
 HELD_OUT = 0.2  # test share of a data set that comes without a test split
+_MADE_BY_SYSTEMS = ("@eaDir", "__MACOSX")  # folders with copies of images
+_NO_PHOTOS = {"BUFR", "EMF", "GRIB", "HDF5", "MPEG", "WMF"}  # formats that Pillow knows of and cannot read
+_PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 CACHE_BYTES = 2**29  # decoded images kept by one ImageFiles: 3,500 of 224 x 224, or 43,000 of 64 x 64
 
 
@@ -107,28 +110,47 @@ def decode(path: str, side: int) -> np.ndarray:
 
 
 def read_rgb(path: str) -> Image.Image:
-    """An image file in RGB, at its own size.
+    """An image file in RGB, at its own size; see :func:`rgb`.
 
     Raises:
         UnreadableImage: the file is missing, truncated or no image.
     """
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # what Pillow's readers raise
+            return rgb(image)
+    except MemoryError:
+        raise
+    except Exception as error:  # readers of some formats raise whatever they like
         raise UnreadableImage(f"{path!r} cannot be read as an image ({error}); replace it or take it away.") from error
 
 
-def fitted(rgb: Image.Image, height: int, width: int) -> np.ndarray:
+def rgb(image: Image.Image) -> Image.Image:
+    """An image in RGB; grey of more than 8 bits is stretched from its own darkest to its brightest pixel.
+
+    Scanners use any part of 16 bits, and Pillow's own conversion cuts everything off at 255.
+
+    Raises:
+        ValueError: it holds NaN or infinite values.
+    """
+    if not image.mode.startswith(("I", "F")):
+        return image.convert("RGB")
+    values = np.asarray(image, np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError("it holds NaN or infinite values")
+    stretched = (values - values.min()) * (255 / (np.ptp(values) or 1))
+    return Image.fromarray(np.round(stretched).astype(np.uint8)).convert("RGB")
+
+
+def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:
     """An RGB image as uint8 [height, width, 3]: scaled until it just covers that (bicubic), then its centre."""
-    scale = max(height / rgb.height, width / rgb.width)
-    rgb = rgb.resize((max(width, round(rgb.width * scale)), max(height, round(rgb.height * scale))))
-    left, top = (rgb.width - width) // 2, (rgb.height - height) // 2
-    return np.asarray(rgb.crop((left, top, left + width, top + height)))
+    scale = max(height / image.height, width / image.width)
+    image = image.resize((max(width, round(image.width * scale)), max(height, round(image.height * scale))))
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    return np.asarray(image.crop((left, top, left + width, top + height)))
 
 
 def images_by_class(folders: Sequence[Path], side: int) -> tuple[ImageFiles, np.ndarray]:
-    """Every image file below each folder, sorted by name, hidden ones left out.
+    """Every image file below each folder, sorted by name; hidden files and folders are left out.
 
     Args:
         folders: one per class, in the order of the class ids; one that does not exist counts as empty.
@@ -137,11 +159,16 @@ def images_by_class(folders: Sequence[Path], side: int) -> tuple[ImageFiles, np.
     Returns:
         the N images and their class ids, int64 [N].
     """
-    endings = tuple(Image.registered_extensions())
-    found = [sorted(os.path.join(at, f) for at, _, files in os.walk(folder) for f in files) for folder in folders]
-    found = [[f for f in files if f.lower().endswith(endings) and not _hidden(f)] for files in found]
+    found = [sorted(_image_files(folder)) for folder in folders]
     labels = np.repeat(np.arange(len(folders)), np.array([len(files) for files in found], np.int64))
     return ImageFiles(tuple(f for files in found for f in files), side), labels
+
+
+def _image_files(folder: Path) -> Iterator[str]:
+    endings = tuple(e for e, kind in Image.registered_extensions().items() if kind in Image.OPEN.keys() - _NO_PHOTOS)
+    for place, inside, files in os.walk(folder):
+        inside[:] = [name for name in inside if not _hidden(name)]
+        yield from (os.path.join(place, f) for f in files if f.lower().endswith(endings) and not _hidden(f))
 
 
 def class_folders(path: Path) -> list[Path]:
@@ -150,8 +177,23 @@ def class_folders(path: Path) -> list[Path]:
     return [p for p in inside if p.is_dir() and not _hidden(p.name)]
 
 
-def _hidden(path: str) -> bool:
-    return os.path.basename(path).startswith(".")
+def require_classes(folders: Sequence[Path]) -> None:
+    """Refuse train/ and val/ and the like as names of classes: such a folder holds folders and no image.
+
+    Raises:
+        ConfigError: names one.
+    """
+    for folder in folders:
+        inside = class_folders(folder) if folder.name.casefold() in _PARTS else []
+        if inside and len(images_by_class(inside, side=1)[0]) == len(images_by_class([folder], side=1)[0]):
+            raise ConfigError(
+                f"{str(folder)!r} looks like a part of the data and not like a class: data-dir holds a folder per "
+                "class, or train/ and test/, both, so written, with a folder per class each."
+            )
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith((".", *_MADE_BY_SYSTEMS))
 
 
 def held_out(labels: np.ndarray, share: float, seed: int, purpose: str) -> np.ndarray:

@@ -16,7 +16,7 @@ from task.backbones import build_backbone
 from task.card import MODEL, Card
 from task.config import Config, parse
 from task.device import resolve_device
-from task.images import fitted, read_rgb
+from task.images import fitted, read_rgb, rgb
 from task.keys import ConfigError
 from task.model import Model, build_model
 from task.packet import Arrays
@@ -202,7 +202,7 @@ def _rgb(image: Picture) -> Image.Image:
     if isinstance(image, str | Path):
         return read_rgb(str(image))
     if isinstance(image, Image.Image):
-        return image.convert("RGB")
+        return rgb(image)
     grey = image.ndim == 2 or image.shape[2:] == (1,)
     if image.dtype != np.uint8 or not image.size or not (grey or (image.ndim == 3 and image.shape[2] == 3)):
         raise ValueError(f"an array must be uint8 [H, W, 3] or [H, W], but this is {image.dtype} {list(image.shape)}")

@@ -16,6 +16,7 @@ from task.images import (
     class_folders,
     held_out,
     images_by_class,
+    require_classes,
     split_by,
 )
 from task.keys import ConfigError
@@ -63,11 +64,13 @@ def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
         raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({error}).") from error
     images, labels = _checked(arrays, path)
     names = arrays.get("class_names", np.arange(labels.max() + 1))
+    names = np.char.decode(names, "utf-8") if names.dtype.kind == "S" else names
     test = _test_part(arrays, images, labels, by_content)
     if (
         names.ndim != 1
         or len(names) <= labels.max()
         or test.shape != labels.shape
+        or arrays.get("split", test).dtype.kind not in "biu"
         or (test.all() or not test.any()) > by_content
     ):
         raise ConfigError(f"data-dir = {str(path)!r}: class_names or split do not fit the {len(labels)} labels.")
@@ -108,7 +111,8 @@ def _checked(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray, np.
             + (", ".join(f"{n} {a.dtype} {list(a.shape)}" for n, a in arrays.items()) or "nothing")
             + "."
         )
-    if labels.min() < 0 or labels.max() >= len(labels):
+    # without names a class needs an image to exist
+    if labels.min() < 0 or labels.max() >= arrays.get("class_names", labels).size:
         found = f"they go from {labels.min()} to {labels.max()}"
         raise ConfigError(f"data-dir = {str(path)!r}: labels must start at 0 and leave no number out; {found}.")
     return images, np.array(labels, np.int64)
@@ -135,6 +139,7 @@ def folder(path: Path, side: int) -> Dataset:
 
 def _scan(path: Path, side: int) -> tuple[tuple[str, ...], ImageFiles, np.ndarray]:
     folders = class_folders(path)
+    require_classes(folders)
     images, labels = images_by_class(folders, side)
     empty = [p.name for p, count in zip(folders, np.bincount(labels, minlength=len(folders)), strict=True) if not count]
     if not folders or empty:

@@ -11,7 +11,7 @@ from scipy import optimize, stats
 
 from client_app.client import Node, handle
 from server_app.flower_accountant import epsilon
-from server_app.privacy import charged, note_asked, open_account, releases_per_message
+from server_app.privacy import charged, note_asked, open_account, releases_per_message, require_asked
 from server_app.results import RoundReport
 from task.config import Config, ConfigError, parse
 from task.evaluation import extract_features
@@ -185,18 +185,37 @@ def test_the_worst_client_is_charged_for_every_round_of_a_task_in_which_it_had_d
     account = open_account(config)
     path, late = tmp_path / "checkpoint" / "asked.jsonl", [{"name": "c", "reason": "late"}]
     rounds = []
-    for task, names in ((1, ["a", "b", "c"]), (1, ["a", "c"]), (2, ["a", "b"])):
-        note_asked(path, task, names)
-        rounds += [RoundReport(task, 1, names, failures=late if "c" in names else [], idle=["a"] if task == 1 else [])]
+    for task, round, names in ((1, 1, ["a", "b", "c"]), (1, 2, ["a", "c"]), (2, 1, ["a", "b"])):
+        idle = ["a"] if task == 1 else []
+        rounds += [RoundReport(task, round, names, failures=late if "c" in names else [], idle=idle)]
+        note_asked(path, rounds[-1])
         account = charged(account, path, rounds)
     assert account["releases"] == [3, 6, 6]
     assert account["worst_client"] == "c"
     assert account["epsilon"] == [epsilon(0.5, n, 1e-6) for n in (3, 6, 6)]
     for _ in range(3):  # a round that was cut short and repeated three times
-        note_asked(path, 1, ["b", "c"])
+        note_asked(path, RoundReport(1, 2, ["b", "c"]))
     assert charged(account, path, rounds)["releases"][-1] == 15
     assert open_account(parse({"privacy-clip": 1.0})) == {}
     assert charged({}, path, rounds) == {}
+
+
+def test_an_idle_round_takes_back_no_release(tmp_path: Path) -> None:
+    """One that has answered twice and then says to have nothing, as after the loss of its disk, has released twice."""
+    account, path, rounds = open_account(parse({"method": "hgp", **PRIVATE})), tmp_path / "asked.jsonl", []
+    for round, idle in enumerate(([], [], ["a"], []), 1):
+        rounds += [RoundReport(1, round, ["a"], idle=idle)]
+        note_asked(path, rounds[-1])
+        account = charged(account, path, rounds)
+    assert account["releases"] == [3, 6, 6, 9]
+    require_asked(account, path, rounds)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match="has lost lines"):
+        require_asked(account, path, rounds)
+    path.unlink()
+    with pytest.raises(ConfigError, match="has lost lines"):
+        require_asked(account, path, rounds)
+    require_asked({}, path, rounds)
 
 
 def test_releases_are_counted_by_method() -> None:

@@ -20,6 +20,7 @@ import safetensors.numpy
 from server_app import members
 from server_app.cli import main
 from server_app.errors import RunError
+from server_app.files import append_line, read_lines
 from server_app.in_process import InProcessTransport
 from server_app.resume import continued
 from server_app.run import execute
@@ -277,6 +278,38 @@ def test_a_write_that_ends_half_way_leaves_the_earlier_file(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_torn_line_is_replaced_and_a_full_disk_tears_none(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.jsonl"
+    append_line(path, {"round": 1})
+    path.write_bytes(path.read_bytes() + b'{"round"')  # a power cut
+    append_line(path, {"round": 2})
+    assert read_lines(path) == [{"round": 1}, {"round": 2}]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            append_line(path, {"round": 3})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.read_text() == '{"round": 1}\n{"round": 2}\n'
+
+
+@pytest.mark.parametrize("damage", ["torn", "gone"])
+def test_lost_lines_of_rounds_do_not_keep_a_run_from_going_on(
+    damage: str, tiny: Values, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, cut = two_runs(tiny)
+    run(whole)
+    folder = interrupted(cut, cut_in_round=4)
+    path = folder / "rounds.jsonl"
+    path.write_bytes(path.read_bytes()[:-9]) if damage == "torn" else path.unlink()
+    run({"resume": str(folder)})
+    assert f"rounds.jsonl has {2 if damage == 'torn' else 0} of 3 lines" in caplog.text
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["task"], line["round"]) for line in lines][-1] == (2, 2)
+    assert all_of(folder)[0] == all_of(folder.with_name("whole"))[0]
 
 
 def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -> None:
