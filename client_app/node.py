@@ -64,6 +64,8 @@ def own_data_dir(config: Config, node: Node) -> str:
 
 def _rehearsed(config: Config, node: Node) -> Path:
     """Simulated nodes share the run's data-dir: the folders in it, in the order of their names, are theirs."""
+    if config.data_dir and not Path(config.data_dir).expanduser().is_dir():
+        raise ConfigError(f"data-dir = {config.data_dir!r}: there is no such folder.")
     folders, place = class_folders(Path(config.data_dir).expanduser()), partition_id(node)
     if not config.data_dir or place >= len(folders):
         raise ConfigError(

@@ -4,9 +4,11 @@ The CA is for trying things out: its key lies beside what it signed. Where an au
 """
 
 import argparse
+import contextlib
 import datetime
 import ipaddress
 import os
+import re
 import secrets
 import sys
 from collections.abc import Sequence
@@ -35,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write all files or none, and print how the nodes are registered."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("folder", type=Path, help="where to write; may exist, but none of the files may")
-    parser.add_argument("--host", action="append", default=[], help="name or address that nodes use; may be repeated")
+    host = "name or address that nodes use; may be repeated"
+    parser.add_argument("--host", action="append", default=[], type=host_name, help=host)
     parser.add_argument("--nodes", type=int, default=2, help="node keys to make (default 2)")
     parser.add_argument("--days", type=int, default=365, help="days until the certificates expire (default 365)")
     given = parser.parse_args(arguments)
@@ -52,6 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(_NEXT.format(folder=folder), end="")
     for node in range(given.nodes):
         print(f"flwr supernode register {folder}/node-{node}.pub fcil --name node-{node}")
+
+
+def host_name(text: str) -> str:
+    """An IP address as it is, or a host name as certificates have it.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(text))
+    name = ""
+    with contextlib.suppress(UnicodeError):
+        name = text.encode("idna").decode()
+    if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is no host name or IP address; leave out https:// and the port")
+    return name
 
 
 def authority_and_server(hosts: Sequence[str], days: int) -> dict[str, bytes]:

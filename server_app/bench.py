@@ -23,7 +23,7 @@ from server_app.suite import PLACES, Planned, Suite
 from task.config import ConfigError, defaults
 
 # run keys that change how fast a run is and not what it finds; results are the same but for rounding
-NOT_COMPARED = {*PLACES, "device", "threads", "round-timeout", "tensorboard"}
+NOT_COMPARED = {*PLACES, "device", "threads", "start-timeout", "round-timeout", "tensorboard"}
 PATIENCE = 10.0  # seconds that a run which is stopped has to save what there is
 
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import re
 import shutil
 import sys
 import threading
@@ -212,6 +213,8 @@ def _export(args: argparse.Namespace) -> int:
     from server_app.export import require_onnx, write_onnx, write_self_contained
     from task.inference import ModelError, load_predictor
 
+    if args.out.suffix == ".onnx":
+        return _complain(f"{args.out} would not be an ONNX file: name OUT.safetensors, and --onnx {args.out}", MISTAKE)
     try:
         if args.onnx:
             require_onnx()  # before anything is written
@@ -302,6 +305,7 @@ def _run_with_flower(values: dict[str, Scalar], config: Config, progress: "Progr
     print(f"starting Flower: {config.num_clients} clients, up to {workers} at a time", flush=True)
     try:
         with interruptible() as check, FlowerRun(project_folder(), check) as flower, _kept(flower, progress.directory):
+            progress.log = flower.log
             flower.submit(values, config.num_clients, workers)
             while flower.going_on():
                 progress.show()
@@ -351,14 +355,18 @@ def _complain(message: str, code: int) -> int:
 
 
 class Progress:
-    """Shows rounds as they are finished, one line each, by following rounds.jsonl."""
+    """Shows rounds as they are finished, one line each, by following rounds.jsonl, and what Flower's log warns of."""
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._shown = len(self._lines())
+        self.directory, self.log = directory, Path()
+        self._shown, self._warned = len(self._lines()), 0
 
     def show(self) -> None:
-        """Print what has been finished since the last time."""
+        """Print what has been finished, or warned of, since the last time."""
+        warnings = self._warnings()
+        for warning in warnings[self._warned :]:
+            print(f"warning: {warning}", flush=True)
+        self._warned = len(warnings)
         lines = self._lines()
         self._shown = min(self._shown, len(lines))  # a resumed run drops the lines after its checkpoint
         for number, line in enumerate(lines[self._shown :], start=self._shown + 1):
@@ -383,6 +391,13 @@ class Progress:
             done.set()
             follower.join()
             self.show()
+
+    def _warnings(self) -> list[str]:
+        """Those of the run's own process; what Flower says before it begins is for others."""
+        with contextlib.suppress(OSError):
+            said = self.log.read_text(errors="replace").partition("results go to")[2]
+            return re.findall(r"^(?:\x1b\[\d+m)?WARNING *(?:\x1b\[0m)?: +(.*)$", said, re.MULTILINE)
+        return []
 
     def _lines(self) -> list[str]:
         with contextlib.suppress(OSError):

@@ -18,8 +18,7 @@ from task.seeding import numpy_rng
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT = 60.0  # seconds for the expected nodes to connect
-PATIENCE = 15.0  # seconds without a new node after which the missing ones are given up
+START_TIMEOUT = 60.0  # seconds for a first node to connect
 MOST_IMAGES = 10**9  # of one class on one node
 LONGEST_NAME = 200  # characters of a name
 MOST_CLASSES = 10_000
@@ -80,34 +79,34 @@ class Member:
         return np.array([held.get(name, 0) for name in class_names], np.int64)
 
 
-def wait_for_nodes(
-    transport: Transport, expected: int, least: int | None = None, timeout: float = START_TIMEOUT
-) -> list[int]:
+def wait_for_nodes(transport: Transport, expected: int, patience: float, least: int | None = None) -> list[int]:
     """Handles of the connected nodes: at least ``expected``, or when that is 0 all there are once no more appear.
 
     Args:
         transport: reaches them.
         expected: how many there should be, 0 for as many as connect.
+        patience: seconds without a new node after which the missing ones are given up; START_TIMEOUT at least for the
+            first one.
         least: with how many to make do when no more appear; none but ``expected`` if not given.
-        timeout: seconds.
 
     Raises:
         RunError: too few nodes.
     """
-    deadline, seen, since = time.monotonic() + timeout, -1, 0.0
+    seen, since = 0, time.monotonic()
     while True:
         nodes, now = list(transport.nodes()), time.monotonic()
         if len(nodes) != seen:
             seen, since = len(nodes), now
         if (expected and len(nodes) >= expected) or (not expected and nodes and now - since >= SETTLED):
             return nodes
-        if now > deadline or (seen and now - since > PATIENCE):
+        if now - since > (patience if seen else max(patience, START_TIMEOUT)):
             if least and len(nodes) >= least:
                 log.warning("going on with %d of %d nodes; the others may join later", len(nodes), expected)
                 return nodes
             raise RunError(
-                f"num-clients = {expected or 'as many as connect'}, but {len(nodes)} nodes are connected and no more "
-                f"appear. In simulation, add --federation-config num-supernodes={expected or 2}."
+                f"num-clients = {expected or 'as many as connect'}, but {len(nodes)} nodes are connected and for "
+                f"{now - since:.0f} s no more have come. In a simulation, add --federation-config "
+                f"num-supernodes={expected or 2}; nodes elsewhere may need a longer start-timeout."
             )
         time.sleep(0.1)
 

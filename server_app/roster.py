@@ -10,6 +10,7 @@ from server_app.members import Absence, Member, greet, mismatch
 from server_app.transport import Transport
 from task.config import Config
 from task.data import Dataset
+from task.methods import load_half
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Roster:
         self._tick_off(self.members, absent)
         self._require_enough(absent)
         self._require_same()
+        self._warn_of_statistics()
         if config.own_data:
             require_agreement(self.members, config)
         for line in overview(self.members):
@@ -76,6 +78,14 @@ class Roster:
         odd = [(m.name, reason) for m in self.members if (reason := mismatch(m, *self._ground))]
         if odd:
             raise RunError(f"{len(odd)} clients have {odd[0][1]}. The first is {odd[0][0]}.")
+
+    def _warn_of_statistics(self) -> None:
+        most = max((int(m.own_counts.max(initial=0)) for m in self.members), default=0)
+        if self.config.min_class_count > most and load_half(self.config.row.statistics)().carries:
+            log.warning(
+                "min-class-count = %d: no client has more than %d images of a class, so %s gets no statistics at all",
+                *(self.config.min_class_count, most, self.config.method),
+            )
 
     def welcome(self) -> list[Member]:
         """Say hello to nodes that have connected or become free since; returns those that take part from now on.

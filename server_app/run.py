@@ -85,7 +85,8 @@ class Run:
         backbone = build_model(config, []).backbone
         dataset, account = None if config.own_data else build_world(config).dataset, open_account(config)
         # what has begun goes on at night too, when nobody is there to start a node that failed
-        nodes = wait_for_nodes(transport, config.num_clients, config.quorum if config.resume else None)
+        least = config.quorum if config.resume else None
+        nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, least)
         self.config = config.with_clients(config.num_clients or len(nodes))
         self.transport, self.directory = transport, directory
         if dataset:
@@ -288,7 +289,6 @@ class Run:
                 (updates.append(update) if update.num_examples else report.idle.append(member.name))
         refused |= too_far(updates, self.model.export(), self.config)
         for name, reason in refused.items():
-            log.warning("%s is left out of this round: %s", name, reason)
             report.failures.append({"name": name, "reason": reason})
         return [u for u in updates if u.client not in refused]
 

@@ -88,6 +88,11 @@ def small(prompt: str) -> Predictor:
     return Predictor(model, card(config, [4, 3], backbone.sha256))
 
 
+def test_no_file_is_onnx_by_its_name_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", str(tmp_path), str(tmp_path / "model.onnx")]) == 2
+    assert "--onnx" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_onnxruntime_agrees_with_torch(prompt: str, tmp_path: Path) -> None:
     predictor = small(prompt)

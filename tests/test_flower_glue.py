@@ -723,6 +723,21 @@ def test_a_run_that_fails_in_process(tmp_path, capsys, monkeypatch):
     assert "fcil: the run failed: " in capsys.readouterr().err
 
 
+def test_progress_shows_what_the_run_warns_of(tmp_path, capsys):
+    progress = cli.Progress(tmp_path)
+    progress.log = tmp_path / "flower.log"
+    yellow = "\x1b[93mWARNING \x1b[0m:   "
+    progress.log.write_text(
+        f"{yellow}default simulated SuperNodes\nINFO :      results go to /runs/a\n{yellow}no image of b\n"
+    )
+    progress.show()
+    with open(progress.log, "a") as file:
+        file.write(f"\x1b[36m(ClientAppActor pid=5)\x1b[0m {yellow}terminating\nWARNING :   c is damaged\n")
+    progress.show()
+    progress.show()
+    assert capsys.readouterr().out.splitlines() == ["warning: no image of b", "warning: c is damaged"]
+
+
 def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
     line = {
         "task": 2,

@@ -128,3 +128,25 @@ def test_nonsense_is_refused(tmp_path, wrong):
         make_keys.main([str(tmp_path / "keys"), *wrong])
     assert ended.value.code == 2
     assert not (tmp_path / "keys").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("server.example.org", "server.example.org"),
+        ("klinik-süd.de", "xn--klinik-sd-x9a.de"),
+        ("192.168.0.7", "192.168.0.7"),
+        ("::1", "::1"),
+        ("node_1", "node_1"),
+    ],
+)
+def test_hosts_are_names_as_certificates_have_them(given, name):
+    assert make_keys.host_name(given) == name
+
+
+@pytest.mark.parametrize("given", ["https://server:8443", "server:8443", "", "a..b", "two words"])
+def test_what_is_no_host_is_refused_before_anything_is_written(given, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        make_keys.main([str(tmp_path / "keys"), "--host", given])
+    assert "is no host name or IP address" in capsys.readouterr().err
+    assert not (tmp_path / "keys").exists()

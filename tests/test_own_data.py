@@ -144,6 +144,33 @@ def test_files_that_vanish_are_left_out_up_to_the_share(lost: int, own: Values, 
     assert sum(results["confusion"][0]) <= 40 - lost
 
 
+def test_a_node_that_has_lost_its_disk_is_a_failure_and_not_idle(own: Values, nodes: Path) -> None:
+    for part in ("train", "test"):
+        shutil.copytree(nodes / "south", nodes.parent / "split" / part)
+    shutil.rmtree(nodes / "south")
+    (nodes.parent / "split").rename(nodes / "south")
+
+    def unmount() -> None:
+        shutil.rmtree(nodes / "south")
+        (nodes / "south").mkdir()
+
+    results = run(own | {"rounds-per-task": 2}, Changing(parse(own).flat(), {2: unmount}))
+    reasons = [[f["reason"] for f in r["failures"] if f["name"] == "south"] for r in results["rounds"]]
+    assert [len(found) > 0 for found in reasons] == [False, True, True, True]
+    assert "of 120 image files" in reasons[1][0]
+    assert not any("south" in r["idle"] for r in results["rounds"])
+
+
+def test_a_node_that_uses_nothing_of_what_it_has_is_a_failure(own: Values) -> None:
+    def forget(node: int, kind: Kind, answer: Packet) -> Packet:
+        return Packet(metrics={"num-examples": 0}) if (node, kind) == (1, "train") else answer
+
+    results = run(own, InProcessTransport(parse(own).flat(), 3, tamper=forget))
+    held = sum(results["clients"][1]["class_counts"][:2])
+    (failure,) = results["rounds"][0]["failures"]
+    assert failure["reason"].startswith(f"it has {held} images of the task and used none")
+
+
 def test_a_node_that_missed_hello_is_asked_again_once_it_is_free(own: Values) -> None:
     deaf, busy = {2}, {2}
     transport = Changing(parse(own).flat(), {1: deaf.clear, 2: busy.clear})

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from server_app import members
 from server_app.cli import main
 from server_app.errors import RunError
 from server_app.files import append_line, read_lines
@@ -160,10 +159,13 @@ def test_two_processes_cannot_write_one_run(tiny: Values, monkeypatch: pytest.Mo
             with pytest.raises(ConfigError, match="another process is at") as caught:
                 execute(config, second)
             refused.append(str(caught.value))
+            assert main(["run", f"resume={folder}"]) == 2  # before Flower is started
+            assert json.loads((folder / "results.json").read_text())["status"] == "running"
         return original(kind, packets, timeout)
 
     monkeypatch.setattr(first, "exchange", exchange)
     execute(config, first)
+    assert not (folder / "flower.log").exists()
     assert len(refused) == 1
     assert str(folder) in refused[0]
     assert json.loads((folder / "results.json").read_text())["status"] == "finished"
@@ -192,8 +194,7 @@ def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_returns(
     tiny: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A fresh run waits for all its nodes instead."""
-    monkeypatch.setattr(members, "PATIENCE", 0.2)
-    values = tiny | {"rounds-per-task": 2, "quorum": 2}
+    values = tiny | {"rounds-per-task": 2, "quorum": 2, "start-timeout": 0.2}
     folder = interrupted(values, cut_in_round=2)
     config = parse(continued({"resume": str(folder)}))
     transport, connected = InProcessTransport(config.flat(), 3), [0, 2]

@@ -35,7 +35,7 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
     if not runs:
         raise ReportError("no run directory was given")
     if len(runs) > 1 and output is None:
-        raise ReportError(f"{len(runs)} runs are compared in a folder of their own: name one to write to")
+        raise ReportError(f"{len(runs)} runs are compared in a folder of their own: name one with --output DIR")
     folder = output or runs[0].folder
     if len(runs) > 1 and any(run.folder.resolve() == folder.resolve() for run in runs):
         raise ReportError(f"{folder} is a run's own folder: the comparison would overwrite that run's report")

@@ -11,7 +11,7 @@ from server_app.report.runs import Run, is_number
 from task.config import known_keys
 
 # Run keys that change where and how fast a run happens, or its seed, and not the protocol that it measures.
-NOT_PROTOCOL = {"seed", "device", "threads", "output-dir", "run-name", "resume", "round-timeout"}
+NOT_PROTOCOL = {"seed", "device", "threads", "output-dir", "run-name", "resume", "start-timeout", "round-timeout"}
 COMPARED = {
     "final_average_accuracy": "Final average accuracy, %",
     "average_incremental_accuracy": "Average incremental accuracy, %",

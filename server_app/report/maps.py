@@ -111,7 +111,7 @@ def _draw_entropies(axes: Axes, run: Run) -> None:
 
 def _draw_distances(axes: Axes, run: Run) -> None:
     axes.plot(range(1, len(run.distances) + 1), run.distances, color=COLOURS[1], lw=2.2, marker="o", ms=5.5)
-    axes.set_ylim(0, 1.12 * np.nanmax(run.distances))
+    axes.set_ylim(0, 1.12 * np.nanmax(run.distances) or 1)
     axes.set_ylabel("Distance of local prototypes")
     axes.set_title("same class, different clients; mean over pairs", loc="left", fontsize=9.5, color=MUTED)
 
