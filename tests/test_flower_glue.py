@@ -948,6 +948,7 @@ def test_a_run_that_fails_in_flower(tmp_path, temporary):
 
 
 @pytest.mark.flower
+@pytest.mark.slow
 def test_a_run_that_is_stopped(tmp_path, temporary):
     run = Fcil(tmp_path, temporary, "rounds-per-task=500")
     for line in run.process.stdout:

@@ -106,7 +106,10 @@ WORLDS: dict[str, tuple[int, Values]] = {
 }
 
 
-@pytest.mark.parametrize("world", WORLDS)
+SLOW = {"running statistics": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("world", [pytest.param(world, marks=SLOW.get(world, ())) for world in WORLDS])
 def test_a_resumed_run_ends_the_same_whatever_clients_learn(
     world: str, tiny: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
