@@ -182,6 +182,16 @@ def test_trains_are_a_class(tmp_path: Path) -> None:
     assert len(take_stock(str(tmp_path / "data"), tmp_path / "state", 0.0).readable) == 6
 
 
+def test_links_are_followed_once(data: Path, tmp_path: Path) -> None:
+    paint(tmp_path / "elsewhere" / "deep", 3)
+    (data / "cat" / "more").symlink_to(tmp_path / "elsewhere")
+    (data / "dog" / "round").symlink_to(data / "dog")
+    found = take_stock(str(data), tmp_path / "state", 0.0)
+    assert sorted(set(found.readable) - {f"{c}/{i:03d}.png" for c in ("cat", "dog") for i in range(40)}) == [
+        f"cat/more/deep/{i:03d}.png" for i in range(3)
+    ]
+
+
 def test_only_what_people_put_there_is_an_image(data: Path, tmp_path: Path) -> None:
     for copies in (".ipynb_checkpoints", "@eaDir", "deep/.thumbs"):
         paint(data / "cat" / copies, 1)
