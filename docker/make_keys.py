@@ -65,10 +65,12 @@ def host_name(text: str) -> str:
     """
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(text))
-    name = ""
+    name, back = "", ""
     with contextlib.suppress(UnicodeError):
-        name = text.encode("idna").decode()
-    if not re.fullmatch(r"[\w-]+(\.[\w-]+)*", name, re.ASCII):
+        name = text.removesuffix(".").encode("idna").decode()
+        back = name.encode().decode("idna")  # not all names survive the old form that Python knows
+    lost = back.lower() != text.removesuffix(".").lower()
+    if lost or not re.fullmatch(r"([\w-]+\.)*[\w-]*[a-z_-][\w-]*", name, re.ASCII | re.IGNORECASE):
         raise argparse.ArgumentTypeError(f"{text!r} is no host name or IP address; leave out https:// and the port")
     return name
 

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -13,6 +13,9 @@ from task.config import Config
 
 log = logging.getLogger(__name__)
 
+Likeness = tuple[str, ...]
+
+_LONGEST = 40  # characters of a word in which slips are looked for
 _SHORTEST = 4  # characters of a word in which one slip is taken for a mistake: cat and bat are two classes
 
 
@@ -47,12 +50,15 @@ def misspelt(classes: Mapping[str, set[str]]) -> str:
     for node, names in classes.items():
         for name in names:
             holders.setdefault(name, set()).add(node)
-    likenesses: dict[tuple[str, ...], dict[frozenset[str], str]] = {}
+    alike: dict[Likeness, dict[tuple[str, frozenset[str]], str]] = {}
     for name in sorted(holders):
-        for likeness in _likenesses(name):
-            likenesses.setdefault(likeness, {}).setdefault(frozenset(holders[name]), name)
-    pairs = (pair for alike in likenesses.values() for pair in combinations(alike.items(), 2))
-    odd = min((tuple(sorted((a, b))) for (ours, a), (theirs, b) in pairs if not ours & theirs), default=None)
+        for likeness, side in _likenesses(name):
+            alike.setdefault(likeness, {}).setdefault((side, frozenset(holders[name])), name)
+    pairs = (pair for found in alike.values() for pair in combinations(found.items(), 2))
+    odd = min(
+        (tuple(sorted((a, b))) for ((s, ours), a), ((t, theirs), b) in pairs if not ours & theirs and s + t != "11"),
+        default=None,
+    )
     if not odd:
         return ""
     first, second = (f"{name!r} of {min(holders[name])}" for name in odd)
@@ -62,20 +68,32 @@ def misspelt(classes: Mapping[str, set[str]]) -> str:
     )
 
 
-def _likenesses(name: str) -> set[tuple[str, ...]]:
+def _likenesses(name: str) -> Iterator[tuple[Likeness, str]]:
     """What a name shares with those that part its words otherwise, or that one slip in a word makes of it.
 
-    A slip is a letter more, less, other or elsewhere: the words then agree with one letter left out of each, or of
-    one (deletion neighbourhoods: T. Bocek et al., Fast Similarity Search in Large Dictionaries, 2007); in short words
-    only the s of a plural is one. Numbers have none, and a plus or minus behind a word is a word.
+    A slip is a letter other, more or less, or two exchanged: then words agree without the letter in one place, one
+    agrees with what leaving a letter out of the other makes of it (the side is "1" for such remains, which say nothing
+    of each other), or they agree with the letters in one place sorted. In short words only the s of a plural is a
+    slip. Numbers have none, and neither has what is not parted by spaces, hyphens and the like.
     """
-    words = re.findall(r"[^\W\d_]+|\d+|[+-]+(?!\w)", name.casefold())
-    found: set[tuple[str, ...]] = {("".join(words),), ("plural", *map(_singular, words))}
+    words = re.findall(r"\d+|-+(?!\w)|[^\d\s_.,/()\[\]-]+", name.casefold())
+    if words:
+        yield ("joined", "".join(words)), ""
+        yield ("plural", *map(_singular, words)), ""
     for i, word in enumerate(words):
-        if len(word) >= _SHORTEST and word.isalpha():
-            cut = {word, *(word[:j] + word[j + 1 :] for j in range(len(word)))}
-            found |= {("slip", str(i), *words[:i], short, *words[i + 1 :]) for short in cut}
-    return found
+        if _SHORTEST <= len(word) <= _LONGEST and not word.isdigit():
+            for kind, made, side in _slips(word):
+                yield (f"{kind} {i}", *words[:i], made, *words[i + 1 :]), side
+
+
+def _slips(word: str) -> Iterator[tuple[str, str, str]]:
+    """Kind of slip, what the word and its misspelling have in common then, and the side."""
+    yield "more", word, ""
+    for j, letter in enumerate(word):
+        before, after = word[:j], word[j + 1 :]
+        yield "more", before + after, "1"
+        yield f"other {j}", before + after, ""
+        yield f"exchanged {j}", before + "".join(sorted(letter + after[:1])) + after[1:], ""
 
 
 def _singular(word: str) -> str:

@@ -268,7 +268,7 @@ def _run(args: argparse.Namespace) -> int:
         config = parse(values)
         require_tensorboard(config)  # rather than when Flower has started
         directory = run_directory(config)
-        if config.resume:  # before what a second process does shows in the run's folder
+        if directory.exists():  # before what a second process does shows in the run's folder
             claim(directory).close()
     except ConfigError as error:
         return _complain(str(error), MISTAKE)

@@ -95,7 +95,7 @@ def wait_for_nodes(transport: Transport, expected: int, patience: float, least: 
     seen, since = 0, time.monotonic()
     while True:
         nodes, now = list(transport.nodes()), time.monotonic()
-        if len(nodes) != seen:
+        if len(nodes) > seen:
             seen, since = len(nodes), now
         if (expected and len(nodes) >= expected) or (not expected and nodes and now - since >= SETTLED):
             return nodes

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import secrets
 import time
@@ -11,6 +12,8 @@ from typing import Any, TextIO
 
 from server_app.errors import LaunchError
 from task.config import Config, ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def project_folder() -> Path:
@@ -51,6 +54,8 @@ def run_directory(config: Config) -> Path:
 def locked(folder: Path) -> TextIO:
     """Make a folder if need be and take its lock, which whoever inherits the file holds too, until all have closed it.
 
+    Where the file system knows no locks, there is none, and the log says so.
+
     Raises:
         OSError: BlockingIOError if another process has it, others if the folder cannot be written.
     """
@@ -58,9 +63,11 @@ def locked(folder: Path) -> TextIO:
     file = open(folder / ".lock", "w")  # noqa: SIM115, the lock lasts as long as it is open
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         file.close()
         raise
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): start no second run there", folder, error)
     return file
 
 
@@ -71,7 +78,10 @@ def claim(directory: Path) -> TextIO:
         ConfigError: it cannot be written, or another process writes it.
     """
     try:
-        return locked(directory)
+        lock = locked(directory)
+        (directory / "results.json.part").touch()
+        (directory / "results.json.part").unlink()
+        return lock
     except BlockingIOError as error:
         raise ConfigError(f"{str(directory)!r} is the folder of a run that another process is at.") from error
     except OSError as error:

@@ -14,6 +14,8 @@ from task.methods import load_half
 
 log = logging.getLogger(__name__)
 
+_TRIES = 3  # hellos to a node that gives no answer
+
 
 class Roster:
     """Who takes part.
@@ -46,6 +48,7 @@ class Roster:
         self.config, self._transport, self._dataset, self._ground = config, transport, dataset, ground
         self.members, absent = greet(transport, nodes, self.config, dataset)
         self._asked: set[int] = set()
+        self._tries: Counter[int] = Counter()
         self.absent: list[dict[str, str]] = []
         self._note(absent)
         self._tick_off(self.members, absent)
@@ -58,8 +61,10 @@ class Roster:
             log.info(line)
 
     def _tick_off(self, found: Sequence[Member], absent: Sequence[Absence]) -> None:
-        """Who has spoken is not asked again; who was silent is, once it is free."""
-        self._asked |= {m.node for m in found} | {a.node for a in absent if a.answered}
+        """Who has spoken is not asked again; who was silent or broke down is, once it is free, but not for ever."""
+        self._tries.update(a.node for a in absent)
+        gone = {a.node for a in absent if a.answered or self._tries[a.node] >= _TRIES}
+        self._asked |= {m.node for m in found} | gone
 
     def _require_enough(self, absent: Sequence[Absence]) -> None:
         wrong = [a for a in absent if a.answered and self.config.own_data]
@@ -143,8 +148,8 @@ class Roster:
             log.warning("%s said nothing new: %s", a.name, a.reason)
 
     def _note(self, absent: Sequence[Absence]) -> None:
-        for entry in ({"name": a.name, "reason": a.reason} for a in absent):
-            self.absent += [entry] if entry not in self.absent else []
+        newest = {entry["name"]: entry for entry in self.absent}
+        self.absent[:] = (newest | {a.name: {"name": a.name, "reason": a.reason} for a in absent}).values()
 
     def place(self, class_names: Sequence[str]) -> None:
         """Count what members hold under the class ids of a run whose nodes have data of their own."""

@@ -66,21 +66,29 @@ def execute(config: Config, transport: Transport, initial: Arrays | None = None)
     log.info("results go to %s", directory)
     if unread := config.unread():
         log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
-    run = Run(config, transport, directory, initial)
-    try:
-        run.go()
-    except BaseException as error:
-        run.fail(error)
-        raise
-    finally:
-        run.lock.close()
+    with contextlib.ExitStack() as held:
+        if config.resume:
+            held.enter_context(claim(directory))
+        run = Run(config, transport, directory, initial, held)
+        try:
+            run.go()
+        except BaseException as error:
+            run.fail(error)
+            raise
     return directory
 
 
 class Run:
     """State of one run: the global model, the method's server half, and what has been measured."""
 
-    def __init__(self, config: Config, transport: Transport, directory: Path, initial: Arrays | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        transport: Transport,
+        directory: Path,
+        initial: Arrays | None,
+        held: contextlib.ExitStack,
+    ) -> None:
         # settings, weights, data and partitions that cannot work end the run here, before it waits for anybody
         backbone = build_model(config, []).backbone
         dataset, account = None if config.own_data else build_world(config).dataset, open_account(config)
@@ -106,8 +114,7 @@ class Run:
         if self.results.sharing:
             log.info("each client has %(common)d common classes and %(private)d private ones", self.results.sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", self.results.sharing)
-        self.lock = claim(directory)
-        self.done = self._restored(saved) if saved else self._begun()
+        self.done = self._restored(saved) if saved else self._begun(held)
         self.board = Board(config, directory, self.done)
         self.results.write()
 
@@ -138,7 +145,9 @@ class Run:
             members = self.roster.members
             self.results.clients = [{"name": m.name, "class_counts": m.class_counts.tolist()} for m in members]
 
-    def _begun(self) -> int:
+    def _begun(self, held: contextlib.ExitStack) -> int:
+        held.enter_context(claim(self.directory))
+        run_directory(self.config)  # another run of this name may have come first
         write_config(self.directory, self.config, self.model)
         return 0
 

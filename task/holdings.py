@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ from task.own_data import npz
 log = logging.getLogger(__name__)
 
 PARTS = ("train", "test")
-_LISTS = ("readable", "unreadable", "held-out")
+_LISTS = ("readable", "unreadable", "held-out", "trained")
 _NAMED = 20  # unreadable files that the log names
 _KEPT = 60 * 86_400  # seconds that the list of a run is kept
 Stamps = Mapping[str, list[int]]  # by file: size in bytes and time of its last change in nanoseconds
@@ -82,16 +82,20 @@ def take_stock(
     stamps = {name: _stamp(root / name) for name in (known.readable if known else _listed(root, split))}
     # one that is lost may look as before: a damaged disk does not change its stamp
     fresh = [name for name, stamp in stamps.items() if known or before["readable"].get(name) != stamp]
-    bad = _unreadable(root, fresh)
+    lost = known.unreadable if known else ()
+    bad = _unreadable(root, fresh) | set(lost)
     good = {name: stamp for name, stamp in stamps.items() if name not in bad}
-    if len(bad) > unreadable_share * len(stamps):
+    whole = len({*stamps, *lost})
+    if len(bad) > unreadable_share * whole:
         raise ConfigError(
-            f"{len(bad)} of {len(stamps)} image files below data-dir = {data_dir!r} cannot be read; at most a share of "
+            f"{len(bad)} of {whole} image files below data-dir = {data_dir!r} cannot be read; at most a share of "
             f"{unreadable_share:g} may be (unreadable-share). This node's log names them."
         )
-    held_out = _held_out(split, tuple(good), before["readable"].keys() - before["held-out"].keys())
+    held_out = _held_out(split, tuple(good), before["trained"].keys())
     found = Inventory(str(root), tuple(good), tuple(sorted(bad)), held_out, split)
-    _keep(_list_of(state, root, run), found, good)
+    if stamps:  # a disk that is not there must not make the node forget
+        trained = before["trained"].keys() | (good.keys() - set(held_out))
+        _keep(_list_of(state, root, run), found, good, trained)
     return found
 
 
@@ -101,7 +105,7 @@ def recall(data_dir: str, state: Path, run: str = "") -> Inventory | None:
     if root.is_file():
         return Inventory(str(root))
     kept = _kept(_list_of(state, root, run), root)
-    readable, unreadable, held_out = (tuple(kept[part]) for part in _LISTS)
+    readable, unreadable, held_out = (tuple(kept[part]) for part in _LISTS[:3])
     return Inventory(str(root), readable, unreadable, held_out, kept["split"]) if readable else None
 
 
@@ -217,17 +221,19 @@ def _kept(path: Path, root: Path) -> dict[str, Any]:
     return {part: {} for part in _LISTS} | {"split": False}
 
 
-def _keep(path: Path, found: Inventory, stamps: Stamps) -> None:
+def _keep(path: Path, found: Inventory, stamps: Stamps, trained: Iterable[str]) -> None:
+    """Write the list of a run; ``trained`` are all files that any run may have trained on."""
     named: dict[str, Stamps] = {
         "readable": stamps,
         "unreadable": {name: [] for name in found.unreadable},
         "held-out": {name: [] for name in found.held_out},
+        "trained": {name: [] for name in sorted(trained)},
     }
     content = {"data-dir": found.data_dir, "split": found.split, **named}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(content).encode())
-        for old in path.parent.glob("inventory-*.json"):
+        for old in path.parent.glob(_list_of(path.parent, Path(found.data_dir), "*").name):
             if _stamp(old)[1] < (time.time() - _KEPT) * 1e9:
                 old.unlink(missing_ok=True)
     except OSError as error:

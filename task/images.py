@@ -166,12 +166,7 @@ def images_by_class(folders: Sequence[Path], side: int) -> tuple[ImageFiles, np.
 
 def _image_files(folder: Path) -> Iterator[str]:
     endings = tuple(e for e, kind in Image.registered_extensions().items() if kind in Image.OPEN.keys() - _NO_PHOTOS)
-    seen: set[str] = set()  # a link may lead back to where it stands
-    for place, inside, files in os.walk(folder, followlinks=True):
-        if (real := os.path.realpath(place)) in seen:
-            inside.clear()
-            continue
-        seen.add(real)
+    for place, inside, files in os.walk(folder):  # links to folders may lead anywhere, so they are not followed
         inside[:] = [name for name in inside if not _hidden(name)]
         yield from (os.path.join(place, f) for f in files if f.lower().endswith(endings) and not _hidden(f))
 

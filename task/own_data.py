@@ -64,13 +64,12 @@ def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
         raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({error}).") from error
     images, labels = _checked(arrays, path)
     names = arrays.get("class_names", np.arange(labels.max() + 1))
-    names = np.char.decode(names, "utf-8") if names.dtype.kind == "S" else names
     test = _test_part(arrays, images, labels, by_content)
     if (
         names.ndim != 1
         or len(names) <= labels.max()
         or test.shape != labels.shape
-        or arrays.get("split", test).dtype.kind not in "biu"
+        or arrays.get("split", test).dtype.kind not in "biuf"
         or (test.all() or not test.any()) > by_content
     ):
         raise ConfigError(f"data-dir = {str(path)!r}: class_names or split do not fit the {len(labels)} labels.")
@@ -90,7 +89,9 @@ def _npz_file(path: Path) -> dict[str, np.ndarray]:
     if isinstance(file, np.ndarray):
         raise ValueError("it holds one array without a name")
     with file:
-        return {name: file[name] for name in file.files}
+        arrays = {name: file[name] for name in file.files}
+    names = arrays.get("class_names", np.empty(0))
+    return arrays | ({"class_names": np.char.decode(names, "utf-8")} if names.dtype.kind == "S" else {})
 
 
 def _npy_folder(path: Path) -> dict[str, np.ndarray]:

@@ -138,13 +138,16 @@ def test_nonsense_is_refused(tmp_path, wrong):
         ("192.168.0.7", "192.168.0.7"),
         ("::1", "::1"),
         ("node_1", "node_1"),
+        ("server.example.com.", "server.example.com"),
     ],
 )
 def test_hosts_are_names_as_certificates_have_them(given, name):
     assert make_keys.host_name(given) == name
 
 
-@pytest.mark.parametrize("given", ["https://server:8443", "server:8443", "", "a..b", "two words"])
+@pytest.mark.parametrize(
+    "given", ["https://server:8443", "server:8443", "", "a..b", "two words", "10.0.0.256", "straße.de"]
+)
 def test_what_is_no_host_is_refused_before_anything_is_written(given, tmp_path, capsys):
     with pytest.raises(SystemExit):
         make_keys.main([str(tmp_path / "keys"), "--host", given])

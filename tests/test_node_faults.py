@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.flower, pytest.mark.slow]
 Values = dict[str, Scalar]
 NODES = 3
 GONE = "Node Unavailable"  # begins what Flower says for a node without heartbeats
-LONGER = {"rounds-per-task": 2, "local-epochs": 20}  # some seconds of training, to strike in
+LONGER = {"rounds-per-task": 2, "local-epochs": 60}  # some seconds of training, to strike in
 
 
 def place(number: int, nodes: int = NODES) -> str:
@@ -87,8 +87,9 @@ def test_killed_clients_and_nodes_are_named_and_come_back(deployment: Deployment
     """A client and a node are killed in the first round; in the second a node is away while the server looks away."""
     values = TINY | LONGER | {"num-clients": NODES, "output-dir": str(tmp_path), "run-name": "run"}
     run, folder = deployment.submit(values), tmp_path / "run"
-    os.kill(deployment.await_training(0, before=0), signal.SIGKILL)
+    deployment.await_training(1, before=0)
     deployment.kill("supernode-1")
+    os.kill(deployment.await_training(0, before=0), signal.SIGKILL)
     deployment.await_training(2, before=1)
     [server] = deployment.workers("superexec", "flwr-serverapp")
     os.kill(server, signal.SIGSTOP)

@@ -181,6 +181,21 @@ def test_a_node_that_missed_hello_is_asked_again_once_it_is_free(own: Values) ->
     assert took_part == [2, 2, 3, 3, 3, 3]  # free from the second round on, and greeted before the third
 
 
+def test_a_node_that_breaks_down_at_hello_is_asked_three_times(own: Values) -> None:
+    asked = []
+
+    class Broken(Changing):
+        def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+            replies = super().exchange(kind, packets, timeout)
+            asked.extend(r.node for r in replies if kind == "hello")
+            crash = Reply(2, None, f"crash {len(asked)}", 0, 0)
+            return [crash if kind == "hello" and r.node == 2 else r for r in replies]
+
+    results = run(own | {"rounds-per-task": 3}, Broken(parse(own).flat()))
+    assert asked.count(2) == 3
+    assert [entry["name"] for entry in results["absent"]] == ["node 2"]
+
+
 def test_a_node_that_comes_back_on_other_weights_is_refused(own: Values, nodes: Path) -> None:
     values = parse(own).flat()
     transport = Changing(values)

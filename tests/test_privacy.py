@@ -212,6 +212,9 @@ def test_an_idle_round_takes_back_no_release(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ConfigError, match="has lost lines"):
         require_asked(account, path, rounds)
+    path.write_bytes(path.read_bytes() + bytes(40) + b"\n")  # as a power cut may leave it
+    with pytest.raises(ConfigError, match="has lost lines"):
+        require_asked(account, path, rounds)
     path.unlink()
     with pytest.raises(ConfigError, match="has lost lines"):
         require_asked(account, path, rounds)

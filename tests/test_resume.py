@@ -21,6 +21,7 @@ from server_app.cli import main
 from server_app.errors import RunError
 from server_app.files import append_line, read_lines
 from server_app.in_process import InProcessTransport
+from server_app.members import wait_for_nodes
 from server_app.resume import continued
 from server_app.run import execute
 from server_app.transport import Reply
@@ -174,6 +175,33 @@ def test_two_processes_cannot_write_one_run(tiny: Values, monkeypatch: pytest.Mo
     assert json.loads((folder / "results.json").read_text())["status"] == "finished"
 
 
+def test_of_two_runs_of_one_name_the_later_begins_nothing(tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have found the name free, and waited for their nodes."""
+    second = InProcessTransport(parse(tiny).flat(), 3)
+    original, first = second.exchange, []
+
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+        if not first:
+            first.append(execute(parse(tiny), InProcessTransport(parse(tiny).flat(), 3)))
+        return original(kind, packets, timeout)
+
+    monkeypatch.setattr(second, "exchange", exchange)
+    with pytest.raises(ConfigError, match="is taken"):
+        execute(parse(tiny | {"seed": 1}), second)
+    assert "seed: 0\n" in (first[0] / "config.yaml").read_text()
+
+
+def test_waiting_for_nodes_ends_though_one_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([[1]] + [[1, 2], [1]] * 10_000)
+    transport = InProcessTransport({}, 0)
+    monkeypatch.setattr(transport, "nodes", lambda: next(seen))
+    with pytest.raises(RunError, match=r"num-clients = 3, but [12] nodes .* longer start-timeout"):
+        wait_for_nodes(transport, 3, 0.5)
+    late = iter([[1]] * 3 + [[1, 2]] * 3 + [[1, 2, 3]])  # each comes before patience, all of them after it
+    monkeypatch.setattr(transport, "nodes", lambda: next(late))
+    assert wait_for_nodes(transport, 3, 0.35) == [1, 2, 3]
+
+
 def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:
     whole, cut = two_runs(tiny)
     run(whole)
@@ -230,6 +258,8 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             continued(values)
     assert continued({"resume": str(folder), "seed": 0, "rounds-per-task": 2})["rounds-per-task"] == 2
+    assert continued({"resume": str(folder), "start-timeout": 300.0})["start-timeout"] == 300.0
+    assert continued({"resume": str(folder)})["start-timeout"] == 15.0
     for path in (folder / "checkpoint").iterdir():
         path.write_bytes(b"")
     with pytest.raises(ConfigError, match="no whole checkpoint"):
