@@ -160,6 +160,10 @@ def test_unusable_folders(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no class folder"):
         load_dataset("folder", str(tmp_path / "empty"), 16, 0.0, 0)
+    for part in ("train", "val"):
+        write_folder(tmp_path / "parts" / part)
+    with pytest.raises(ConfigError, match="looks like a part of the data"):
+        load_dataset("folder", str(tmp_path / "parts"), 16, 0.0, 0)
     (write_folder(tmp_path / "some") / "class9").mkdir()
     with pytest.raises(ConfigError, match="class9"):
         load_dataset("folder", str(tmp_path / "some"), 16, 0.0, 0)

@@ -91,6 +91,14 @@ def test_a_photograph_is_decoded_as_a_data_set_of_files_would_be(predictor: Pred
     assert (predictor.read(tmp_path / "photo.png") == decode(str(tmp_path / "photo.png"), 16)).all()
 
 
+def test_a_deep_grey_picture_is_stretched_like_its_file(predictor: Predictor, tmp_path: Path) -> None:
+    Image.fromarray(np.arange(256, dtype=np.uint16).reshape(16, 16) * 10).save(tmp_path / "scan.png")
+    with Image.open(tmp_path / "scan.png") as picture:
+        found = predictor.read(picture)
+    assert (found == predictor.read(tmp_path / "scan.png")).all()
+    assert (found.min(), found.max()) == (0, 255)
+
+
 def test_images_of_the_stored_shape_stay_as_they_are_also_if_not_square(tiny: dict, tmp_path: Path) -> None:
     predictor = load_predictor(untrained(tmp_path / "model", tiny, [6], [12, 20]))
     image = np.random.default_rng(0).integers(0, 256, (12, 20, 3), np.uint8)

@@ -314,6 +314,14 @@ def test_a_write_that_ends_half_way_leaves_the_earlier_file(tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_private_run_that_has_lost_its_account_is_not_resumed(tiny: Values) -> None:
+    private = {"privacy-clip": 1.0, "privacy-feature-clip": 1.0, "privacy-noise": 1.0, "privacy-seeded": True}
+    folder = interrupted(tiny | private | {"rounds-per-task": 2}, cut_in_round=4)
+    (folder / "checkpoint" / "asked.jsonl").unlink()
+    with pytest.raises(ConfigError, match="has lost lines"):
+        run({"resume": str(folder)})
+
+
 def test_a_torn_line_is_replaced_and_a_full_disk_tears_none(tmp_path: Path) -> None:
     path = tmp_path / "rounds.jsonl"
     append_line(path, {"round": 1})
