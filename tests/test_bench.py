@@ -401,6 +401,7 @@ def start(path):
     )
 
 
+@pytest.mark.slow
 def test_a_suite_that_was_ended_is_continued(write, tmp_path):
     """Real runs: one finishes, the next is ended in its midst; then only the latter is run, and from its beginning."""
     path = write(variants=[NCM, HEAD | {"rounds-per-task": 15}])

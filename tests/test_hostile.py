@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def ground_of(values: dict[str, Any], folder: Path) -> Ground:
     quick = QUICKER.get(str(values["method"]), {})
     # of 12 classes the first task has 6, so that there are unknown ones
     config = parse(TINY | quick | values | {"output-dir": str(folder), "run-name": "run", "backbone": "vit_glyphs"})
-    run = Run(config, InProcessTransport(config.flat(), config.num_clients), folder / "run", None)
+    run = Run(config, InProcessTransport(config.flat(), config.num_clients), folder / "run", None, ExitStack())
     return Ground(run)
 
 
