@@ -165,10 +165,17 @@ def images_by_class(folders: Sequence[Path], side: int) -> tuple[ImageFiles, np.
 
 
 def _image_files(folder: Path) -> Iterator[str]:
-    endings = tuple(e for e, kind in Image.registered_extensions().items() if kind in Image.OPEN.keys() - _NO_PHOTOS)
     for place, inside, files in os.walk(folder):  # links to folders may lead anywhere, so they are not followed
         inside[:] = [name for name in inside if not _hidden(name)]
-        yield from (os.path.join(place, f) for f in files if f.lower().endswith(endings) and not _hidden(f))
+        yield from (os.path.join(place, f) for f in files if f.lower().endswith(_endings()) and not _hidden(f))
+
+
+@lru_cache(maxsize=1)
+def _endings() -> tuple[str, ...]:
+    """Of image files that can be read."""
+    known = Image.registered_extensions()  # first: it loads the formats
+    readable = Image.OPEN.keys() - _NO_PHOTOS
+    return tuple(ending for ending, kind in known.items() if kind in readable)
 
 
 def class_folders(path: Path) -> list[Path]:

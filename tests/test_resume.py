@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -300,16 +301,22 @@ def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
     assert all_of(folder) == all_of(folder.with_name("whole"))
 
 
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing beyond ``size`` bytes ends as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
 def test_a_write_that_ends_half_way_leaves_the_earlier_file(tmp_path: Path) -> None:
     path = tmp_path / "state"
     write_atomically(path, b"before")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_atomically(path, bytes(100_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+        write_atomically(path, bytes(100_000))
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -328,13 +335,8 @@ def test_a_torn_line_is_replaced_and_a_full_disk_tears_none(tmp_path: Path) -> N
     path.write_bytes(path.read_bytes() + b'{"round"')  # a power cut
     append_line(path, {"round": 2})
     assert read_lines(path) == [{"round": 1}, {"round": 2}]
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            append_line(path, {"round": 3})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(path.stat().st_size + 5), pytest.raises(OSError, match="No space left"):
+        append_line(path, {"round": 3})
     assert path.read_text() == '{"round": 1}\n{"round": 2}\n'
 
 
