@@ -77,6 +77,8 @@ def too_far(updates: Sequence[Update], sent: Arrays, config: Config) -> dict[str
 
     The median of the run key ``max-update-ratio`` is that of the updates that ``max-update-norm`` lets through.
     """
+    if not (config.max_update_norm or config.max_update_ratio):
+        return {}
     norms = {u.client: update_norm(u, sent) for u in updates if u.arrays}
     most = config.max_update_norm or math.inf
     found = {name: f"max-update-norm = {most:g}" for name, norm in norms.items() if norm > most}

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from server_app.errors import LaunchError
-from server_app.launcher import cores
 from server_app.places import placed, project_folder
 from task.config import Config
+from task.cores import cores
 from task.versions import package_version
 
 GB = 1e9

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from server_app.errors import LaunchError
 from task.config import Config
+from task.cores import cores
 from task.packet import Scalar
 
 DEFAULT_CLIENTS = 10
@@ -44,11 +45,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_workers(config: Config) -> int:

@@ -4,7 +4,7 @@ Shapes: J prompted blocks, C models, B samples, N prompts in a pool, V = 2 L_p D
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Self
@@ -55,6 +55,10 @@ class Latent:
         keys, pools = (torch.stack([m[name] for m in models], dim=1) for name in ("prompt.keys", "prompt.pool"))
         weight, bias = (torch.stack([m[name] for m in models]) for name in ("head.weight", "head.bias"))
         return cls(keys, pools.flatten(3), weight, bias)
+
+    def blocks(self, part: slice) -> Self:
+        """The same models with the keys and pools of some blocks only."""
+        return replace(self, keys=self.keys[part], pools=self.pools[part])
 
     def log_softmax(self, z: Tensor, rows: int) -> Tensor:
         """Log-probabilities of samples [B, D] over the first ``rows`` head rows, [C, B, rows]."""
@@ -144,6 +148,10 @@ class Source:
     shares: Tensor
     histogram: Tensor
     generator: Generator
+
+    def blocks(self, part: slice) -> Self:
+        """The same with the teachers' prompts of some blocks only."""
+        return replace(self, teachers=self.teachers.blocks(part))
 
     def draw(self, number: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """Samples [number, D], with the gradient of the generator, and their head rows [number]."""

@@ -1,6 +1,7 @@
 """HePCo, server half: heterogeneous prompt consolidation (Halbe et al., TMLR 2024, section 4)."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,13 @@ from torch import Tensor
 from strategies.base import Moment, Strategy, Update
 from strategies.generator import Generator, Latent, Source, train_generator
 from task.config import Config
+from task.cores import cores
 from task.methods import HePCoOptions
 from task.model import Head, Model
 from task.prompt_decomposed import DecomposedPrompt, cosines
 from task.seeding import torch_rng
+
+Batch = Sequence[tuple[Tensor, Tensor]]  # of each source samples [B, D] and their head rows [B]
 
 
 class HePCo(Strategy):
@@ -44,10 +48,8 @@ class HePCo(Strategy):
         self.known = counts.sum(axis=0) + np.pad(self.known, (0, counts.shape[1] - len(self.known)))
         rng = torch_rng(self.config.seed, "distil", moment.server_round, device=model.device)
         sources, losses = self._sources(model, updates, counts, moment, rng)
-        return losses | {
-            "prompt-distillation-loss": distil_prompts(model.prompt, sources, self.options, rng),  # type: ignore[arg-type]  # the table gives HePCo this prompt
-            "head-distillation-loss": distil_head(model.head, sources, self.options, rng),
-        }
+        prompts, head = distil(model.prompt, model.head, sources, self.options, rng)  # type: ignore[arg-type]  # the table gives HePCo this prompt
+        return losses | {"prompt-distillation-loss": prompts, "head-distillation-loss": head}
 
     def _sources(
         self, model: Model, updates: Sequence[Update], counts: np.ndarray, moment: Moment, rng: torch.Generator
@@ -81,36 +83,82 @@ def class_counts(updates: Sequence[Update], order: Sequence[int]) -> np.ndarray:
     return counts[:, list(order)]
 
 
-def distil_prompts(
-    prompt: DecomposedPrompt, sources: Sequence[tuple[Source, int]], options: HePCoOptions, rng: torch.Generator
+def draw_batches(sources: Sequence[tuple[Source, int]], steps: int, rng: torch.Generator) -> list[Batch]:
+    """Composite batches for some steps: so many samples of each source, generators as they are."""
+    with torch.no_grad():
+        return [[source.draw(size, rng) for source, size in sources] for _ in range(steps)]
+
+
+def distil(
+    prompt: DecomposedPrompt,
+    head: Head,
+    sources: Sequence[tuple[Source, int]],
+    options: HePCoOptions,
+    rng: torch.Generator,
+) -> tuple[float, float]:
+    """Prompts and head, in place; returns the last batch's loss per sample of each (step 4).
+
+    The head and the prompts of each block share nothing but the samples, so that on a CPU they are distilled side by
+    side; how many at once changes no result. Unlike torch's own threads they do not wait for each other in every
+    product, which is slow on busy cores.
+    """
+    batches, others = (draw_batches(sources, steps, rng) for steps in (options.prompt_steps, options.head_steps))
+    at_once = cores() if prompt.pool.device.type == "cpu" else 1
+    with ThreadPoolExecutor(at_once, "distil", torch.set_num_threads, (torch.get_num_threads(),)) as threads:
+        parts = [
+            threads.submit(
+                distil_blocks, prompt, part, [source.blocks(part) for source, _ in sources], batches, options
+            )
+            for part in _parts(len(prompt.blocks), at_once)
+        ]
+        last = threads.submit(distil_head, head, others, options)
+    return sum(part.result() for part in parts) / sum(size for _, size in sources), last.result()
+
+
+def _parts(number: int, most: int) -> list[slice]:
+    """``number`` things in ``most`` parts at most, as even as possible."""
+    return [slice(int(p[0]), int(p[-1]) + 1) for p in np.array_split(np.arange(number), min(number, most))]
+
+
+def distil_blocks(
+    prompt: DecomposedPrompt, part: slice, sources: Sequence[Source], batches: Sequence[Batch], options: HePCoOptions
 ) -> float:
-    """Keys and prompts, in place; returns the last batch's loss per sample."""
-    optimiser = torch.optim.Adam([prompt.keys, prompt.pool], options.distillation_learning_rate, fused=True)
+    """Keys and prompts of some prompted blocks, in place; returns the last batch's loss, summed over its samples.
+
+    Args:
+        prompt: the server's.
+        part: which of its blocks.
+        sources: with the teachers' prompts of these blocks.
+        batches: one for each step.
+        options: the step size.
+    """
+    keys, pool = (p.detach()[part].clone().requires_grad_() for p in (prompt.keys, prompt.pool))
+    optimiser = torch.optim.Adam([keys, pool], options.distillation_learning_rate, fused=True)
     loss = torch.zeros(())
-    for _ in range(options.prompt_steps):
+    for drawn in batches:
         with torch.no_grad():
-            drawn = [(source, *source.draw(size, rng)) for source, size in sources]
-            target = torch.cat([s.target(z, labels) for s, z, labels in drawn], dim=1)
-        loss = prompt_loss(prompt, torch.cat([z for _, z, _ in drawn]), target)
+            target = torch.cat([s.target(*samples) for s, samples in zip(sources, drawn, strict=True)], dim=1)
+        loss = prompt_loss(keys, pool, torch.cat([z for z, _ in drawn]), target)
         optimiser.zero_grad(set_to_none=True)
         loss.backward()
         optimiser.step()
-    optimiser.zero_grad(set_to_none=True)
-    return float(loss.detach()) / sum(size for _, size in sources)
+    prompt.keys.data[part], prompt.pool.data[part] = keys.detach(), pool.detach()
+    return float(loss.detach())
 
 
-def prompt_loss(prompt: DecomposedPrompt, z: Tensor, target: Tensor) -> Tensor:
+def prompt_loss(keys: Tensor, pool: Tensor, z: Tensor, target: Tensor) -> Tensor:
     """Eq. 6, sum_c w_c |rho(z; server) - rho(z; c)|^2 over a batch, less what no key or prompt changes.
 
     As the weights of a sample sum to 1, that is |rho(z; server) - sum_c w_c rho(z; c)|^2 and a constant: one target
     instead of C, and the same gradient.
 
     Args:
-        prompt: the server's.
+        keys: the server's, [J, N, D].
+        pool: the server's prompts, [J, N, 2, L_p, D].
         z: samples [B, D].
         target: sum_c w_c rho(z; c), [J, B, V].
     """
-    return _SquaredGap.apply(cosines(z, prompt.keys), prompt.pool.flatten(2), target)
+    return _SquaredGap.apply(cosines(z, keys), pool.flatten(2), target)
 
 
 class _SquaredGap(torch.autograd.Function):
@@ -131,15 +179,12 @@ class _SquaredGap(torch.autograd.Function):
         return 2 * gradient * (apart @ pool.mT), (2 * gradient * weights).mT @ apart, None
 
 
-def distil_head(
-    head: Head, sources: Sequence[tuple[Source, int]], options: HePCoOptions, rng: torch.Generator
-) -> float:
+def distil_head(head: Head, batches: Sequence[Batch], options: HePCoOptions) -> float:
     """The head by cross-entropy over all seen classes, in place; returns the last batch's loss."""
     optimiser = torch.optim.Adam(head.parameters(), options.distillation_learning_rate, fused=True)
     loss = torch.zeros(())
-    for _ in range(options.head_steps):
-        with torch.no_grad():
-            samples, labels = zip(*(source.draw(size, rng) for source, size in sources), strict=True)
+    for drawn in batches:
+        samples, labels = zip(*drawn, strict=True)
         loss = F.cross_entropy(head(torch.cat(samples)), torch.cat(labels))
         optimiser.zero_grad(set_to_none=True)
         loss.backward()

@@ -9,7 +9,7 @@ import torch
 import strategies.hepco
 from strategies.base import Moment, Update
 from strategies.generator import Generator, Latent, PromptGap, Source, generator_loss, train_generator
-from strategies.hepco import HePCo, class_counts, distil_head, distil_prompts, prompt_loss
+from strategies.hepco import HePCo, class_counts, distil, prompt_loss
 from task.config import parse
 from task.methods import HePCoOptions
 from task.model import Head, build_model
@@ -190,7 +190,7 @@ def test_one_target_gives_the_gradient_of_the_sum_over_teachers():
     differences, gradients = [], []
     for seed in (0, 1):
         prompt = DecomposedPrompt(range(J), N, L, D, seed).double()
-        ours = prompt_loss(prompt, z, target)
+        ours = prompt_loss(prompt.keys, prompt.pool, z, target)
         mine = torch.autograd.grad(ours, [prompt.keys, prompt.pool])
         direct = torch.zeros((), dtype=torch.float64)
         for j in range(J):
@@ -282,8 +282,7 @@ def test_distillation_reaches_its_teachers():
     def own(steps):
         return options(prompt_steps=steps, head_steps=steps, distillation_learning_rate=1e-2)
 
-    first = distil_prompts(prompt, [(where, 16)], own(1), rng), distil_head(head, [(where, 16)], own(1), rng)
-    last = distil_prompts(prompt, [(where, 16)], own(300), rng), distil_head(head, [(where, 16)], own(300), rng)
+    first, last = (distil(prompt, head, [(where, 16)], own(steps), rng) for steps in (1, 300))
     assert last[0] < 0.1 * first[0]
     assert last[1] < 0.5 * first[1]
     assert all(p.grad is None for p in (*prompt.parameters(), *head.parameters()))
@@ -303,7 +302,8 @@ def test_first_head_step_by_hand():
     x, y = np.concatenate([x, u]).astype(np.float64), np.concatenate([y, v])
     p = np.exp(x @ before.T)
     p = p / p.sum(1, keepdims=True) - np.eye(S)[y]
-    distil_head(head, [(new, 8), (old, 4)], options(head_steps=1), torch.Generator().manual_seed(4))
+    prompt, own = DecomposedPrompt(range(J), N, L, D, 0), options(head_steps=1, prompt_steps=0)
+    distil(prompt, head, [(new, 8), (old, 4)], own, torch.Generator().manual_seed(4))
     assert np.allclose(head.weight.detach().numpy() - before, -1e-4 * np.sign(p.T @ x), atol=2e-6)
 
 
@@ -344,10 +344,29 @@ def test_first_prompt_step_by_hand():
 
     keys, pool = (p.detach().double().numpy().copy() for p in (prompt.keys, prompt.pool))
     slopes = numpy_slope(lambda k: loss(k, pool), keys), numpy_slope(lambda p: loss(keys, p), pool)
-    distil_prompts(prompt, [(new, 8), (old, 4)], options(prompt_steps=1), torch.Generator().manual_seed(4))
+    head, own = Head(D, 0), options(prompt_steps=1, head_steps=0)
+    distil(prompt, head, [(new, 8), (old, 4)], own, torch.Generator().manual_seed(4))
     for moved, before, slope in zip((prompt.keys, prompt.pool), (keys, pool), slopes, strict=True):
         assert np.abs(slope).min() > 1e-3  # no sign is a matter of rounding
         assert np.allclose(moved.detach().numpy() - before, -1e-4 * np.sign(slope), atol=1e-6)
+
+
+def test_blocks_that_are_distilled_side_by_side_learn_the_same(monkeypatch):
+    def after(at_once):
+        monkeypatch.setattr(strategies.hepco, "cores", lambda: at_once)
+        new, old = source([single(1), single(2)], COUNTS[:2]), source([single(3, 3)], [[1, 1, 1]])
+        for where in (new, old):
+            where.generator.eval()
+        prompt, head = DecomposedPrompt(range(J), N, L, D, 0), Head(D, 0)
+        head.grow(S)
+        own, rng = options(prompt_steps=20, head_steps=20), torch.Generator().manual_seed(4)
+        losses = distil(prompt, head, [(new, 8), (old, 4)], own, rng)
+        return [p.detach() for p in (prompt.keys, prompt.pool, head.weight)], losses
+
+    (one, losses), (three, same) = after(1), after(3)
+    assert all(torch.equal(a, b) for a, b in zip(one, three, strict=True))
+    assert losses == pytest.approx(same, rel=1e-6)
+    assert not torch.equal(one[0], DecomposedPrompt(range(J), N, L, D, 0).keys)
 
 
 def test_counts_by_head_row():
@@ -399,14 +418,12 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
         seen.append((source, server))
         return 0.0
 
-    def counted(distil):
-        return lambda part, sources, *more: (composites.append([n for _, n in sources]), distil(part, sources, *more))[
-            1
-        ]
+    def counted(prompt, head, sources, *more):
+        composites.append([n for _, n in sources])
+        return distil(prompt, head, sources, *more)
 
     monkeypatch.setattr(strategies.hepco, "train_generator", spy)
-    monkeypatch.setattr(strategies.hepco, "distil_prompts", counted(distil_prompts))
-    monkeypatch.setattr(strategies.hepco, "distil_head", counted(distil_head))
+    monkeypatch.setattr(strategies.hepco, "distil", counted)
     strategy, model = hepco(), Server(1)
     strategy.refine(model, updates(1, {7: 3, 2: 1}, {7: 1}), Moment(SCHEDULE, 1))
     assert len(seen) == 1
@@ -427,7 +444,7 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
         assert torch.equal(past.teachers.pools[:, 0], left.flatten(2))
         assert past.teachers.bias.shape == (1, 2)
     assert set(metrics) > {"generator-loss", "replay-generator-loss"}
-    assert composites == 4 * [[64]] + 4 * [[64, 32]]  # keys and prompts, then the head, in each round
+    assert composites == 2 * [[64]] + 2 * [[64, 32]]
     assert strategy.known.tolist() == [4, 6, 8, 2]
     assert torch.equal(strategy.previous[0].weight[0], model.head.weight)
 

@@ -131,8 +131,10 @@ def _protocol(preset: Path) -> tuple[int, str, str]:
 
 def test_flower_commands_give_valid_run_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    flower = [words for words in COMMANDS if words[0].endswith("flwr")]
+    flower = [words for words in COMMANDS if words[0] == "flwr"]
     assert flower
+    assert not any(words[0].endswith("/flwr") for words in COMMANDS)  # it looks for its other programs on the PATH
+    assert README.index("source .venv/bin/activate") < README.index("flwr run")
     for words in flower:
         assert [w for w in words[1:] if w != "fcil"][:3] == ["run", ".", "--stream"]  # fcil: a connection of one's own
         settings = [words[i + 1] for i, w in enumerate(words) if w == "--run-config"]

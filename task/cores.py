@@ -1,0 +1,8 @@
+"""How many things this machine can do at once; needs the standard library only."""
+
+import os
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
