@@ -10,7 +10,6 @@ from server_app.members import Absence, Member, greet, mismatch
 from server_app.transport import Transport
 from task.config import Config
 from task.data import Dataset
-from task.methods import load_half
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Roster:
 
     def _warn_of_statistics(self) -> None:
         most = max((int(m.own_counts.max(initial=0)) for m in self.members), default=0)
-        if self.config.min_class_count > most and load_half(self.config.row.statistics)().carries:
+        if self.config.min_class_count > most:
             log.warning(
                 "min-class-count = %d: no client has more than %d images of a class, so %s gets no statistics at all",
                 *(self.config.min_class_count, most, self.config.method),

@@ -349,6 +349,12 @@ def test_a_finished_run_of_other_keys_is_an_error_that_names_them(write, quick, 
     assert not (tmp_path / "out" / "log.txt").exists()
 
 
+def test_a_finished_run_may_have_waited_otherwise(write):
+    (run, _) = read_suite(write(), {}).runs
+    fill(run, run_results((0.5, 0.5, 0.5)), start_timeout=99.0, round_timeout=99.0)
+    assert bench.finished_run(run) is not None
+
+
 def test_a_key_that_a_run_is_too_old_to_have_had_its_default(write):
     (run, _) = read_suite(write(), {}).runs
     fill(run, run_results((0.5, 0.5, 0.5)))

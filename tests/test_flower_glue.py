@@ -760,6 +760,10 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
         "task 2/2, round 1/2  2 clients, 1 failed  1:01:40, about 1:01:40 left",
         "    a: gone",
     ]
+    with open(tmp_path / "rounds.jsonl", "a") as file:
+        file.write("\n" + json.dumps(line) + "\n")  # after half a line that a crash has left
+    progress.show()
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["task 2/2", "    a: gone"]
     (tmp_path / "rounds.jsonl").write_text("")  # resumed before the first round
     progress.show()
     (tmp_path / "rounds.jsonl").write_text(json.dumps(line | {"failures": [], "elapsed": 60.0}) + "\n")

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -115,10 +116,33 @@ def test_each_run_has_its_own_list(data: Path, tmp_path: Path) -> None:
     assert recall(str(data), state, "second") == second
 
 
+def test_what_was_trained_on_is_what_the_latest_run_says(tmp_path: Path) -> None:
+    """The lone file of a class, which its name marks to be held out, is trained on by the first run only."""
+    root, state = tmp_path / "data", tmp_path / "state"
+    name = next(f"{i:03d}" for i in range(40) if chosen_by_digest([f"cat/{i:03d}.png".encode()])[0])
+    paint(root / "dog", 5)
+    take_stock(str(root), state, 0.0, "first")
+    paint(root / "cat", 1, first=int(name))
+    take_stock(str(root), state, 0.0, "second")
+    for run, age in (("first", 20), ("second", 10)):
+        os.utime(next(state.glob(f"*-{run}.json")), (time.time() - age, time.time() - age))
+    paint(root / "cat", 20, first=40)
+    assert f"cat/{name}.png" not in take_stock(str(root), state, 0.0, "third").held_out
+
+
 def test_nodes_may_share_a_folder_for_what_they_remember(data: Path, tmp_path: Path) -> None:
     paint(tmp_path / "other" / "owl", 3)
     found = [take_stock(str(place), tmp_path / "state", 0.0, "run") for place in (data, tmp_path / "other")]
     assert [recall(f.data_dir, tmp_path / "state", "run") for f in found] == found
+
+
+def test_a_machine_without_memory_is_not_a_damaged_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: str) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Image, "open", full)
+    with pytest.raises(MemoryError):
+        decode(str(data / "cat" / "000.png"), 8)
 
 
 @pytest.mark.parametrize("lost", ["train", "test", "all"])
@@ -347,6 +371,7 @@ def test_plans_by_name_shuffled_and_as_classes_appear() -> None:
         ("gaskte", "gasket", True),
         ("gasket gasket", "gaskt gasket", True),
         ("gasket gaskt", "gaskt gasket", False),
+        ("long river", "lng rxiver", False),
         ("plural", "!!!", False),
         ("\U0001f431", "\U0001f436", False),
         ("<5mm", ">5mm", False),

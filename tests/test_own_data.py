@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import server_app.run
-from client_app.client import handle
+from client_app.client import _HANDLERS, handle
 from client_app.node import Node, own_data_dir, state_dir
 from server_app.cli import main
 from server_app.errors import RunError
@@ -19,8 +19,9 @@ from server_app.in_process import InProcessTransport
 from server_app.resume import continued
 from server_app.run import execute
 from server_app.transport import Reply
-from task.config import ConfigError, parse
+from task.config import Config, ConfigError, parse
 from task.data import load_dataset
+from task.images import UnreadableImage
 from task.inference import load_predictor
 from task.packet import Kind, Packet
 from tests.test_holdings import paint
@@ -142,6 +143,27 @@ def test_files_that_vanish_are_left_out_up_to_the_share(lost: int, own: Values, 
     assert bool(reasons) == (lost == 10)  # 2 of 60 are below unreadable-share = 0.05
     assert all("10 of 60 image files" in reason and ".png" not in reason for reason in reasons[:1])
     assert sum(results["confusion"][0]) <= 40 - lost
+
+
+def test_files_that_go_on_vanishing_are_a_failure_that_names_none(
+    own: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    def vanish(packet: Packet, config: Config, node: Node) -> Packet:
+        tries.append(node)
+        raise UnreadableImage("'/data/ant/0.png' cannot be read")
+
+    values = parse(own).flat()
+    monkeypatch.setitem(_HANDLERS, "train", vanish)
+    answer = handle("train", Packet(), Node(values, {"partition-id": 0}))
+    assert "vanish while it works" in str(answer.config["error"])
+    assert ".png" not in str(answer.config["error"])
+    assert "'/data/ant/0.png' cannot be read" in caplog.messages
+    assert len(tries) == 2
+    answer = handle("train", Packet(), Node({"dataset": "synthetic"}, {"partition-id": 0}))
+    assert "/data/ant/0.png" in str(answer.config["error"])  # everybody has these files: the name helps
+    assert len(tries) == 3
 
 
 def test_a_node_that_has_lost_its_disk_is_a_failure_and_not_idle(own: Values, nodes: Path) -> None:

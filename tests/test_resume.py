@@ -201,6 +201,9 @@ def test_waiting_for_nodes_ends_though_one_comes_and_goes(monkeypatch: pytest.Mo
     late = iter([[1]] * 3 + [[1, 2]] * 3 + [[1, 2, 3]])  # each comes before patience, all of them after it
     monkeypatch.setattr(transport, "nodes", lambda: next(late))
     assert wait_for_nodes(transport, 3, 0.35) == [1, 2, 3]
+    empty = iter([[]] * 3 + [[1]] * 9)  # the first may take longer than each further one
+    monkeypatch.setattr(transport, "nodes", lambda: next(empty))
+    assert wait_for_nodes(transport, 1, 0.05) == [1]
 
 
 def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,9 +332,12 @@ def test_a_private_run_that_has_lost_its_account_is_not_resumed(tiny: Values) ->
         run({"resume": str(folder)})
 
 
-def test_a_torn_line_is_replaced_and_a_full_disk_tears_none(tmp_path: Path) -> None:
-    path = tmp_path / "rounds.jsonl"
+def test_a_torn_line_is_replaced_and_a_full_disk_tears_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, on_disk = tmp_path / "rounds.jsonl", []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (fsync(number), on_disk.append(path.stat().st_size)))
     append_line(path, {"round": 1})
+    assert on_disk == [len('{"round": 1}\n')]
     path.write_bytes(path.read_bytes() + b'{"round"')  # a power cut
     append_line(path, {"round": 2})
     assert read_lines(path) == [{"round": 1}, {"round": 2}]
