@@ -214,7 +214,7 @@ def check(size: Size, options: HePCoOptions) -> None:
     z = z.detach()
     weights = shares[:, labels]
     pair = [
-        prompt_loss(server.prompt.keys, server.prompt.pool, z, teachers.blend(z, weights)),
+        prompt_loss(server.prompt.keys, server.prompt.pool, z, teachers.blend(z, weights)).sum(),
         direct_prompt_loss(server.prompt, z, weights, teachers),
     ]
     print(f"gradient of keys and prompts: {_apart(pair, [*server.prompt.parameters()]):.1e} apart, relative")

@@ -1,7 +1,9 @@
 """HePCo, server half: heterogeneous prompt consolidation (Halbe et al., TMLR 2024, section 4)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -100,19 +102,26 @@ def distil(
 
     The head and the prompts of each block share nothing but the samples, so that on a CPU they are distilled side by
     side; how many at once changes no result. Unlike torch's own threads they do not wait for each other in every
-    product, which is slow on busy cores.
+    product, which is slow on busy cores. All samples are drawn first: batch x steps x D numbers.
     """
     batches, others = (draw_batches(sources, steps, rng) for steps in (options.prompt_steps, options.head_steps))
-    at_once = cores() if prompt.pool.device.type == "cpu" else 1
-    with ThreadPoolExecutor(at_once, "distil", torch.set_num_threads, (torch.get_num_threads(),)) as threads:
-        parts = [
-            threads.submit(
-                distil_blocks, prompt, part, [source.blocks(part) for source, _ in sources], batches, options
-            )
-            for part in _parts(len(prompt.blocks), at_once)
-        ]
-        last = threads.submit(distil_head, head, others, options)
-    return sum(part.result() for part in parts) / sum(size for _, size in sources), last.result()
+    at_once = max(1, cores() // torch.get_num_threads()) if prompt.pool.device.type == "cpu" else 1
+    stop = Event()
+    with ThreadPoolExecutor(at_once, "distil") as threads:
+        try:
+            parts = []
+            for part in _parts(len(prompt.blocks), at_once):
+                theirs = [source.blocks(part) for source, _ in sources]
+                parts.append(threads.submit(distil_blocks, prompt, part, theirs, _until(stop, batches), options))
+            last = threads.submit(distil_head, head, _until(stop, others), options)
+            losses = [loss for part in parts for loss in part.result()]
+            return sum(losses) / sum(size for _, size in sources), last.result()
+        finally:
+            stop.set()  # who interrupts a run does not wait for the remaining steps
+
+
+def _until(stop: Event, batches: Sequence[Batch]) -> Iterator[Batch]:
+    return takewhile(lambda batch: not stop.is_set(), batches)
 
 
 def _parts(number: int, most: int) -> list[slice]:
@@ -121,9 +130,9 @@ def _parts(number: int, most: int) -> list[slice]:
 
 
 def distil_blocks(
-    prompt: DecomposedPrompt, part: slice, sources: Sequence[Source], batches: Sequence[Batch], options: HePCoOptions
-) -> float:
-    """Keys and prompts of some prompted blocks, in place; returns the last batch's loss, summed over its samples.
+    prompt: DecomposedPrompt, part: slice, sources: Sequence[Source], batches: Iterable[Batch], options: HePCoOptions
+) -> list[float]:
+    """Keys and prompts of some prompted blocks, in place; returns each one's loss, summed over the last batch.
 
     Args:
         prompt: the server's.
@@ -134,23 +143,23 @@ def distil_blocks(
     """
     keys, pool = (p.detach()[part].clone().requires_grad_() for p in (prompt.keys, prompt.pool))
     optimiser = torch.optim.Adam([keys, pool], options.distillation_learning_rate, fused=True)
-    loss = torch.zeros(())
+    loss = torch.zeros(len(keys))
     for drawn in batches:
         with torch.no_grad():
             target = torch.cat([s.target(*samples) for s, samples in zip(sources, drawn, strict=True)], dim=1)
         loss = prompt_loss(keys, pool, torch.cat([z for z, _ in drawn]), target)
         optimiser.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.sum().backward()
         optimiser.step()
     prompt.keys.data[part], prompt.pool.data[part] = keys.detach(), pool.detach()
-    return float(loss.detach())
+    return loss.tolist()
 
 
 def prompt_loss(keys: Tensor, pool: Tensor, z: Tensor, target: Tensor) -> Tensor:
     """Eq. 6, sum_c w_c |rho(z; server) - rho(z; c)|^2 over a batch, less what no key or prompt changes.
 
     As the weights of a sample sum to 1, that is |rho(z; server) - sum_c w_c rho(z; c)|^2 and a constant: one target
-    instead of C, and the same gradient.
+    instead of C, and the same gradient. Returns [J].
 
     Args:
         keys: the server's, [J, N, D].
@@ -162,7 +171,7 @@ def prompt_loss(keys: Tensor, pool: Tensor, z: Tensor, target: Tensor) -> Tensor
 
 
 class _SquaredGap(torch.autograd.Function):
-    """|w P - target|^2 of weights [J, B, N], pool [J, N, V], target [J, B, V].
+    """|w P - target|^2 of weights [J, B, N], pool [J, N, V], target [J, B, V] -> [J].
 
     Written out, since the passes over [J, B, V] that autograd would make cost as much as the products.
     """
@@ -171,15 +180,16 @@ class _SquaredGap(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, pool: Tensor, target: Tensor) -> Tensor:
         apart = torch.baddbmm(target, weights, pool, beta=-1)
         ctx.save_for_backward(weights, pool, apart)
-        return apart.flatten().dot(apart.flatten())
+        return torch.linalg.vecdot(apart.flatten(1), apart.flatten(1))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         weights, pool, apart = ctx.saved_tensors
-        return 2 * gradient * (apart @ pool.mT), (2 * gradient * weights).mT @ apart, None
+        twice = 2 * gradient[:, None, None]
+        return twice * (apart @ pool.mT), (twice * weights).mT @ apart, None
 
 
-def distil_head(head: Head, batches: Sequence[Batch], options: HePCoOptions) -> float:
+def distil_head(head: Head, batches: Iterable[Batch], options: HePCoOptions) -> float:
     """The head by cross-entropy over all seen classes, in place; returns the last batch's loss."""
     optimiser = torch.optim.Adam(head.parameters(), options.distillation_learning_rate, fused=True)
     loss = torch.zeros(())

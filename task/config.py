@@ -52,7 +52,9 @@ class Config:
     prompt_projected: bool = key(
         False, "project prefixes as the block does its tokens (PIP eq. 3-4)", only=("prompt", *PREFIXED)
     )
-    prompt_pool: int = key(AUTO, "prompts in the pool", minimum=1, auto=1, only=("prompt", "l2p", "coda", "decomposed"))
+    prompt_pool: int = key(
+        AUTO, "prompts in the pool", minimum=1, maximum=10_000, auto=1, only=("prompt", "l2p", "coda", "decomposed")
+    )
     prompt_matching: float = key(
         0.1,
         "lambda of the loss that pulls keys of l2p and dualprompt to queries",

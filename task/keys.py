@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 from task.packet import Scalar
 
 AUTO = "auto"  # a key left at this value takes the method's own default
+MOST = 1e9  # largest number where nothing else is said: what is larger is a slip, and does not fit everywhere
 
 
 class ConfigError(ValueError):
@@ -21,7 +22,7 @@ class Rule:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     above: float | None = None
-    maximum: float | None = None
+    maximum: float = MOST
     auto: Scalar | None = None
     only: tuple[Scalar, ...] = ()
 
@@ -32,7 +33,7 @@ class Rule:
         limits = [
             f"above {self.above:g}" if self.above is not None else "",
             f"at least {self.minimum:g}" if self.minimum is not None else "",
-            f"at most {self.maximum:g}" if self.maximum is not None else "",
+            f"at most {self.maximum:g}" if kind in (int, float) else "",
         ]
         noun = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
         return " and ".join([noun, *filter(None, limits)]) + (f', or "{AUTO}"' if self.auto is not None else "")
@@ -42,11 +43,9 @@ class Rule:
         if isinstance(value, str):
             return not self.choices or value in self.choices
         return (
-            abs(value) != float("inf")
-            and (self.minimum is None or value >= self.minimum)
+            (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
-            and (self.maximum is None or value <= self.maximum)
-            and value == value
+            and -MOST <= value <= self.maximum
         )
 
 
@@ -72,7 +71,7 @@ class Key:
         """
         if value == AUTO and self.rule.auto is not None:
             return AUTO
-        if self.kind is float and type(value) is int:
+        if self.kind is float and type(value) is int and abs(value) <= MOST:
             value = float(value)
         if type(value) is not self.kind or not self.rule.accepts(value):
             raise ConfigError(f"{self.name} = {value!r} is not possible: it must be {self.rule.allowed(self.kind)}.")

@@ -46,7 +46,7 @@ class HGPOptions(Options):
     """Keys of HGP (Salami et al. 2024, sections 3.3 and 3.4, appendix B.1)."""
 
     covariance: str = key("diagonal", "covariance that clients send", choices=("diagonal", "full", "low-rank"))
-    rank: int = key(8, "rank of the low-rank covariance", minimum=1, only=("covariance", "low-rank"))
+    rank: int = key(8, "rank of the low-rank covariance", minimum=1, maximum=10_000, only=("covariance", "low-rank"))
     rebalance: str = key("all", "classes whose head rows are retrained", choices=("all", "current", "old", "off"))
     scale: float = key(3.0, "s of eq. 6: covariances are multiplied by it", above=0)
     samples_per_class: int = key(256, "synthetic features drawn per class, on average", minimum=1, maximum=100_000)
@@ -386,7 +386,7 @@ def adopt(name: str) -> None:
         return
     try:
         row = resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a module of somebody else's may raise anything
         raise ConfigError(
             f"method = {name!r} cannot be imported ({error}): write module:object, both there."
         ) from error
