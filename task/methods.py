@@ -4,6 +4,7 @@ The halves are named as ``module:class`` and loaded where they are needed, so th
 depends on neither. A method from outside the project is a row in any module that can be imported: :func:`adopt`.
 """
 
+import math
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -102,8 +103,8 @@ class HePCoOptions(Options):
 
     @property
     def replay_size(self) -> int:
-        """Samples of earlier tasks in a composite batch."""
-        return round(self.batch_size * self.replay_ratio)
+        """Samples of earlier tasks in a composite batch; a small ratio is one, and not none."""
+        return math.ceil(self.batch_size * self.replay_ratio)
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ def test_defaults_are_the_papers():
     assert (own.generator_steps, own.prompt_steps, own.head_steps) == (100, 200, 200)
     assert (own.generator_learning_rate, own.distillation_learning_rate) == (1e-4, 1e-4)
     assert (own.batch_size, own.replay_size) == (64, 32)
+    assert [options(replay_ratio=ratio).replay_size for ratio in (0.0, 0.001, 0.25)] == [0, 1, 16]
     generator = Generator(10, 768, own, torch.Generator().manual_seed(0))
     assert [tuple(p.shape) for p in generator.net.parameters() if p.ndim == 2] == [(256, 128), (1024, 256), (768, 1024)]
     assert generator.embedding.weight.shape == (10, 64)

@@ -56,3 +56,11 @@ def test_its_keys_are_checked_as_all_others() -> None:
 def test_what_is_no_method_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"method = '{name}'"):
         parse({"method": name})
+
+
+@pytest.mark.parametrize("text", ["ROW = (", "raise RuntimeError('no licence')"])
+def test_a_module_that_does_not_work_is_named(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unfinished.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="method = 'unfinished:ROW' cannot be imported"):
+        parse({"method": "unfinished:ROW"})
