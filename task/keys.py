@@ -1,5 +1,6 @@
 """Declaring and checking run keys: a key is a dataclass field with a type, a default, a help and its limits."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, get_type_hints
@@ -7,7 +8,7 @@ from typing import Any, get_type_hints
 from task.packet import Scalar
 
 AUTO = "auto"  # a key left at this value takes the method's own default
-MOST = 1e9  # largest number where nothing else is said: what is larger is a slip, and does not fit everywhere
+MOST = {int: 1e9, float: 1e30}  # where nothing else is said: what is larger is a slip, and does not fit everywhere
 
 
 class ConfigError(ValueError):
@@ -22,9 +23,13 @@ class Rule:
     choices: tuple[str, ...] = ()
     minimum: float | None = None
     above: float | None = None
-    maximum: float = MOST
+    maximum: float | None = None
     auto: Scalar | None = None
     only: tuple[Scalar, ...] = ()
+
+    def most(self, kind: type) -> float:
+        """Largest number allowed."""
+        return MOST.get(kind, math.inf) if self.maximum is None else self.maximum
 
     def allowed(self, kind: type) -> str:
         """The limits in words."""
@@ -33,7 +38,7 @@ class Rule:
         limits = [
             f"above {self.above:g}" if self.above is not None else "",
             f"at least {self.minimum:g}" if self.minimum is not None else "",
-            f"at most {self.maximum:g}" if kind in (int, float) else "",
+            f"at most {self.most(kind):g}" if kind in MOST else "",
         ]
         noun = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
         return " and ".join([noun, *filter(None, limits)]) + (f', or "{AUTO}"' if self.auto is not None else "")
@@ -45,7 +50,7 @@ class Rule:
         return (
             (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
-            and -MOST <= value <= self.maximum
+            and abs(value) <= self.most(type(value))
         )
 
 
@@ -71,7 +76,7 @@ class Key:
         """
         if value == AUTO and self.rule.auto is not None:
             return AUTO
-        if self.kind is float and type(value) is int and abs(value) <= MOST:
+        if self.kind is float and type(value) is int and abs(value) <= self.rule.most(float):
             value = float(value)
         if type(value) is not self.kind or not self.rule.accepts(value):
             raise ConfigError(f"{self.name} = {value!r} is not possible: it must be {self.rule.allowed(self.kind)}.")
