@@ -20,10 +20,10 @@ from server_app.report import ReportError, load_run, write_comparison
 from server_app.report.groups import Group
 from server_app.report.runs import Run, flat
 from server_app.suite import PLACES, Planned, Suite
-from task.config import ConfigError, defaults
+from task.config import WAITING, ConfigError, defaults
 
 # run keys that change how fast a run is and not what it finds; results are the same but for rounding
-NOT_COMPARED = {*PLACES, "device", "threads", "start-timeout", "round-timeout", "tensorboard"}
+NOT_COMPARED = {*PLACES, *WAITING, "device", "threads", "tensorboard"}
 PATIENCE = 10.0  # seconds that a run which is stopped has to save what there is
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from server_app.places import placed, read_results
-from task.config import ConfigError, known_keys
+from task.config import WAITING, ConfigError, known_keys
 from task.methods import adopt
 from task.packet import Scalar
 from task.versions import code_sha256, versions
@@ -16,7 +16,6 @@ from task.versions import code_sha256, versions
 log = logging.getLogger(__name__)
 
 _OWN = {"resume", "output-dir", "run-name"}
-_PATIENCE = {"start-timeout", "round-timeout"}  # may be others than before: they change no result
 
 
 def continued(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -34,7 +33,7 @@ def continued(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     adopt(str(saved["method"]))
     known = known_keys()
     for name, value in values.items():
-        if name in known and name not in _OWN | _PATIENCE and value not in (known[name].default, saved.get(name)):
+        if name in known and name not in _OWN.union(WAITING) and value not in (known[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
     if read_results(directory).get("status") == "finished":
         raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
@@ -43,8 +42,8 @@ def continued(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         "output-dir": str(directory.parent),
         "run-name": directory.name,
     }
-    patience = {name: values[name] for name in _PATIENCE & values.keys() if values[name] != known[name].default}
-    return {name: value for name, value in saved.items() if name in known} | place | patience
+    waiting = {name: values[name] for name in WAITING if values.get(name, known[name].default) != known[name].default}
+    return {name: value for name, value in saved.items() if name in known} | place | waiting
 
 
 def require_same_ground(directory: Path, backbone_sha256: str) -> None:

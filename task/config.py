@@ -28,6 +28,7 @@ FROM_PATH = (
 REGISTERED = EMBEDDED + FROM_PATH
 APPEARING = "appearing"
 OF_THE_NODE = ("device", "data-dir", "backbone-weights")  # a node's own settings of these names win over the run's
+WAITING = ("start-timeout", "round-timeout")  # keys that change what a run waits for and not what it finds
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
 LOCAL = ("local_epochs", "batch_size", "optimizer", "learning_rate", "gradient_clip", "augmentation")
 PREFIXED = tuple(name for name in PROMPTED if name != "l2p")  # the others are tokens

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -204,10 +204,14 @@ def _list_of(state: Path, root: Path, run: str) -> Path:
     return state / f"inventory-{hashlib.sha256(os.fsencode(root)).hexdigest()[:12]}-{run}.json"
 
 
+def _lists_of(state: Path, root: Path) -> Iterator[Path]:
+    """Those of all runs."""
+    return state.glob(_list_of(state, root, "*").name)
+
+
 def _newest(state: Path, root: Path) -> Path:
     """The list of the run that took stock last."""
-    lists = state.glob(_list_of(state, root, "*").name)
-    return max(lists, key=lambda path: (_stamp(path)[1], path.name), default=_list_of(state, root, ""))
+    return max(_lists_of(state, root), key=lambda path: (_stamp(path)[1], path.name), default=_list_of(state, root, ""))
 
 
 def _kept(path: Path, root: Path) -> dict[str, Any]:
@@ -233,7 +237,7 @@ def _keep(path: Path, found: Inventory, stamps: Stamps, trained: Iterable[str]) 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(content).encode())
-        for old in path.parent.glob(_list_of(path.parent, Path(found.data_dir), "*").name):
+        for old in _lists_of(path.parent, Path(found.data_dir)):
             if _stamp(old)[1] < (time.time() - _KEPT) * 1e9:
                 old.unlink(missing_ok=True)
     except OSError as error:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from server_app.report.runs import Run, is_number
-from task.config import known_keys
+from task.config import WAITING, known_keys
 
 # Run keys that change where and how fast a run happens, or its seed, and not the protocol that it measures.
-NOT_PROTOCOL = {"seed", "device", "threads", "output-dir", "run-name", "resume", "start-timeout", "round-timeout"}
+NOT_PROTOCOL = {*WAITING, "seed", "device", "threads", "output-dir", "run-name", "resume"}
 COMPARED = {
     "final_average_accuracy": "Final average accuracy, %",
     "average_incremental_accuracy": "Average incremental accuracy, %",
