@@ -3,7 +3,7 @@
 import copy
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,8 +44,8 @@ class GridTransport:
         """Those that owed an answer when the last exchange ended."""
         return {envelope.node for envelope in self._owed.values()}
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
-        """Send one packet to each node and wait; one reply per addressed node, in the order of ``packets``.
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+        """Send one packet to each node; yields one reply per addressed node as they come.
 
         Args:
             kind: which handler of the client answers.
@@ -58,13 +58,18 @@ class GridTransport:
         """
         started = time.monotonic()
         exchange = _Exchange(self._grid, self._owed, _envelopes(kind, packets, timeout))
-        while not exchange.finished() and time.monotonic() - started < timeout:
-            exchange.send()
-            exchange.collect()
+        try:
+            while not exchange.finished() and time.monotonic() - started < timeout:
+                exchange.send()
+                yield from exchange.collect()
+                if not exchange.finished():
+                    waited = time.monotonic() - started
+                    time.sleep(max(0.0, min(timeout - waited, _pause(waited))))
             if not exchange.finished():
-                waited = time.monotonic() - started
-                time.sleep(max(0.0, min(timeout - waited, _pause(waited))))
-        return exchange.close(timeout)
+                yield from exchange.collect()  # what came while the caller was busy with the others
+        finally:
+            failed = exchange.close(timeout)
+        yield from failed
 
 
 def serialised_bytes(message: Message) -> int:
@@ -113,16 +118,16 @@ class _Exchange:
     def __init__(self, grid: Grid, owed: dict[str, _Envelope], envelopes: list[_Envelope]) -> None:
         self._grid = grid
         self._owed = owed
-        self._order = [envelope.node for envelope in envelopes]
         self._held = {envelope.node: envelope for envelope in envelopes}
         self._sent: dict[str, _Envelope] = {}
-        self._replies: dict[int, Reply] = {}
+        self._failed: list[Reply] = []
+        self._replied = False
         self._starts: dict[int, str] = {}
         self._next_look = 0.0
 
     def finished(self) -> bool:
         """Whether nothing is left that is worth waiting for."""
-        return not self._sent and (not self._held or bool(self._replies))
+        return not self._sent and (not self._held or self._replied)
 
     def send(self) -> None:
         """Push what is held back for nodes that are free; all in one list, as a generator fails over HTTP."""
@@ -151,7 +156,7 @@ class _Exchange:
                 if awaited is self._sent:
                     self._fail(lost, "was restarted or out of reach before it answered", lost.size)
 
-    def collect(self) -> None:
+    def collect(self) -> Iterator[Reply]:
         """Pull the answers that have come, to this exchange's messages and to those still owed."""
         # asking for a message whose time is over raises KeyError in a simulation
         for known in [known for known, envelope in self._owed.items() if envelope.expires < time.time()]:
@@ -162,19 +167,21 @@ class _Exchange:
             answered = message.metadata.reply_to_message_id
             self._owed.pop(answered, None)
             if envelope := self._sent.pop(answered, None):
-                self._replies[envelope.node] = _reply(envelope, message)
+                self._replied = True
+                yield _reply(envelope, message)
 
     def close(self, timeout: float) -> list[Reply]:
-        """Give up what is still open, and list the replies in the order of the packets."""
+        """Give up what is still open; the replies of all that failed."""
         for envelope in self._held.values():
             self._fail(envelope, "still busy with an earlier message", 0)
         for envelope in self._sent.values():
             self._fail(envelope, f"no answer within {timeout:g} s", envelope.size)
         self._owed |= self._sent
-        return [self._replies[node] for node in self._order]
+        return self._failed
 
     def _fail(self, envelope: _Envelope, reason: str, bytes_down: int) -> None:
-        self._replies[envelope.node] = Reply(envelope.node, None, reason, bytes_down, 0)
+        self._replied = True
+        self._failed.append(Reply(envelope.node, None, reason, bytes_down, 0))
 
 
 class _Encoder:

@@ -3,7 +3,7 @@
 import json
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from client_app.client import handle
 from client_app.node import Node
@@ -56,8 +56,8 @@ class InProcessTransport:
         """None: a node that never answers does not even start."""
         return set()
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
-        """Hand one packet to each node in turn; one reply per addressed node, in the order of ``packets``.
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+        """Hand one packet to each node in turn; yields one reply per addressed node, in the order of ``packets``.
 
         ``timeout`` (seconds) only words the error of a broken node: as each waits for the one before, none is late.
         Bytes are those of the arrays and of the scalars as JSON.
@@ -65,7 +65,7 @@ class InProcessTransport:
         Raises:
             TypeError, ValueError: a packet holds something that cannot travel.
         """
-        return [self._ask(kind, node, packet, timeout) for node, packet in packets.items()]
+        return (self._ask(kind, node, packet, timeout) for node, packet in packets.items())
 
     def _ask(self, kind: Kind, node: int, packet: Packet, timeout: float) -> Reply:
         sent = detached(packet)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from server_app.errors import RunError, one_line
-from server_app.transport import Reply, Transport
+from server_app.transport import Reply, Transport, in_order
 from task.config import Config
 from task.data import Dataset
 from task.packet import Packet
@@ -123,7 +123,8 @@ def greet(
         dataset: the run's, or None where each node has its own.
     """
     packet = Packet(config={"run-config": json.dumps(config.for_clients())})
-    replies = transport.exchange("hello", dict.fromkeys(nodes, packet), config.round_timeout)
+    packets = dict.fromkeys(nodes, packet)
+    replies = in_order(transport.exchange("hello", packets, config.round_timeout), packets)
     members, absent = [], []
     for reply in replies:
         try:

@@ -5,7 +5,7 @@ import copy
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from server_app.agreement import common_shape
 from server_app.bias import local_distance, response_entropies
 from server_app.board import Board, require_tensorboard
 from server_app.checkpoints import read_checkpoint, write_checkpoint
-from server_app.checks import LARGEST, Refused, check_counts, check_reply, too_far
+from server_app.checks import LARGEST, Refused, check_counts
 from server_app.errors import RunError
 from server_app.files import write_config, write_model
+from server_app.gathering import Gathering
 from server_app.members import Member, draw, wait_for_nodes
 from server_app.places import claim, run_directory
 from server_app.privacy import charged, note_asked, open_account, require_asked
@@ -27,12 +28,12 @@ from server_app.report import PicturesUnavailable, write_report
 from server_app.results import Results, RoundReport, mean_or_none
 from server_app.resume import require_same_ground
 from server_app.roster import Roster
-from server_app.transport import Reply, Transport
+from server_app.transport import Reply, Transport, in_order
 from strategies.base import Moment, Strategy, Update
 from task.card import MODEL, Card
 from task.config import APPEARING, Config
 from task.evaluation import confusion_counts
-from task.lessons import keeps_its_images, learnable, lesson_of
+from task.lessons import keeps_its_images, lesson_of
 from task.methods import load_half
 from task.model import build_model
 from task.packet import Arrays, Kind, Packet
@@ -251,20 +252,33 @@ class Run:
         started = time.perf_counter()
         if self.results.privacy:
             note_asked(self._asked, report)
-        replies = self._exchange("train", moment, drawn)
-        report.bytes_up = sum(r.bytes_up for r in replies)
-        report.bytes_down = sum(r.bytes_down for r in replies)
-        updates = self._checked(drawn, replies, moment, report)
+        found, entropies = self._gathered(moment, drawn, report)
         self.results.privacy = charged(self.results.privacy, self._asked, self.results.rounds)
-        self._note_clients(updates, dict(zip([m.name for m in drawn], replies, strict=True)), report)
+        self._note_clients(found.updates, report)
         self._require_quorum(report, moment)
         if moment.ends_task:
-            self._measure_bias(updates, moment)
-        self._improve(updates, moment, report)
+            listed = [entropy for u in found.updates for entropy in entropies.get(u.client, [])]
+            self.results.add_bias(moment.task, listed, local_distance(found.updates))
+        self._improve(found, moment, report)
         report.seconds = time.perf_counter() - started
         return report
 
-    def _exchange(self, kind: Kind, moment: Moment, members: Sequence[Member]) -> list[Reply]:
+    def _gathered(
+        self, moment: Moment, drawn: Sequence[Member], report: RoundReport
+    ) -> tuple[Gathering, dict[str, list[float]]]:
+        """The round's answers, and the response entropies of the local models by client if they are asked for."""
+        order, entropies = np.array(moment.schedule.seen_classes(moment.task)), dict[str, list[float]]()
+
+        def look(update: Update) -> None:
+            if self.config.federated_bias and moment.ends_task:
+                with self._timed("federated_bias"):
+                    entropies[update.client] = response_entropies(self.model, [update], self.world.dataset, order)
+
+        found = Gathering(self.config, self.strategy, self.model, moment, drawn)
+        found.take(self._exchange("train", moment, drawn), report, look)
+        return found, entropies
+
+    def _exchange(self, kind: Kind, moment: Moment, members: Sequence[Member]) -> Iterable[Reply]:
         packet = Packet(
             arrays=self.model.export(),
             prototypes=self.strategy.broadcast(moment) if kind == "train" else {},
@@ -283,26 +297,8 @@ class Run:
         )
         return self.transport.exchange(kind, {m.node: packet for m in members}, self.config.round_timeout)
 
-    def _checked(
-        self, drawn: Sequence[Member], replies: Sequence[Reply], moment: Moment, report: RoundReport
-    ) -> list[Update]:
-        spec = {name: tuple(value.shape) for name, value in self.model.trained().items()}
-        classes = learnable(self.config, moment.schedule, moment.task)
-        updates, refused = [], {}
-        for member, reply in zip(drawn, replies, strict=True):
-            try:
-                update = check_reply(reply, member, spec, classes, moment.ends_task, self.config)
-            except Refused as error:
-                refused[member.name] = str(error)
-            else:
-                (updates.append(update) if update.num_examples else report.idle.append(member.name))
-        refused |= too_far(updates, self.model.export(), self.config)
-        for name, reason in refused.items():
-            report.failures.append({"name": name, "reason": reason})
-        return [u for u in updates if u.client not in refused]
-
-    def _note_clients(self, updates: Sequence[Update], replies: Mapping[str, Reply], report: RoundReport) -> None:
-        mine = [packet.metrics for u in updates if (packet := replies[u.client].packet)]
+    def _note_clients(self, updates: Sequence[Update], report: RoundReport) -> None:
+        mine = [u.metrics for u in updates]
         trained = [m for m in mine if np.isfinite(m.get("loss", np.nan))]
         sizes = [m["num-examples"] for m in trained]
         report.train_loss = mean_or_none([m["loss"] for m in trained], sizes)
@@ -322,13 +318,15 @@ class Run:
             reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])
             raise RunError(f"task {report.task}, round {report.round}: {problem}. {reasons}")
 
-    def _improve(self, updates: Sequence[Update], moment: Moment, report: RoundReport) -> None:
+    def _improve(self, found: Gathering, moment: Moment, report: RoundReport) -> None:
         """Aggregate and refine; a result that is not finite, or absurdly large, is dropped rather than spread."""
         before, known = self.model.export(), {name: copy.copy(value) for name, value in vars(self.strategy).items()}
+        self.results.seconds["server_aggregate"] += found.seconds
         with self._timed("server_aggregate"):
-            self.strategy.aggregate(self.model, updates)
+            if found.mean.total:
+                self.model.load(found.mean.arrays())
         with self._timed("server_refine"):
-            measured = self.strategy.refine(self.model, updates, moment)
+            measured = self.strategy.refine(self.model, found.updates, moment)
         report.server = {name: value for name, value in measured.items() if np.isfinite(value)}
         # a method that trains nothing may write what no training reaches, such as a row that must never win
         limit = LARGEST if self.config.row.client else np.finfo(np.float32).max
@@ -338,14 +336,6 @@ class Run:
             report.dropped = True
             if all(r.dropped for r in self.results.rounds if r.task == report.task) and moment.ends_task:
                 raise RunError(f"no round of task {report.task} gave a usable model: lower the server's learning rate.")
-
-    def _measure_bias(self, updates: Sequence[Update], moment: Moment) -> None:
-        entropies: list[float] = []
-        if self.config.federated_bias:
-            order = np.array(moment.schedule.seen_classes(moment.task))
-            with self._timed("federated_bias"):
-                entropies = response_entropies(self.model, updates, self.world.dataset, order)
-        self.results.add_bias(moment.task, entropies, local_distance(updates))
 
     def _evaluate(self, moment: Moment, report: RoundReport) -> None:
         with self._timed("evaluate"):
@@ -359,13 +349,14 @@ class Run:
         return confusion_counts(self.model, dataset, order, np.arange(len(dataset.test_labels)))
 
     def _ask_clients(self, moment: Moment, report: RoundReport) -> np.ndarray:
-        replies = self._exchange("evaluate", moment, self.roster.members)
+        members = self.roster.members
+        replies = in_order(self._exchange("evaluate", moment, members), [m.node for m in members])
         report.bytes_up += sum(r.bytes_up for r in replies)
         report.bytes_down += sum(r.bytes_down for r in replies)
         counts = []
         seen, whole = moment.schedule.seen_classes(moment.task), self.world.dataset
         everybody = np.bincount(whole.test_labels, minlength=len(whole.class_names))
-        for member, reply in zip(self.roster.members, replies, strict=True):
+        for member, reply in zip(members, replies, strict=True):
             try:
                 most = member.held_out(whole.class_names) if self.config.own_data else everybody
                 counts.append(check_counts(reply, most, seen))

@@ -1,6 +1,6 @@
 """How the round loop reaches its clients: two small implementations stand behind this one interface."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,8 +30,16 @@ class Transport(Protocol):
     def busy(self) -> set[int]:
         """Those that still owe the answer to a message of an earlier exchange."""
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
-        """Send one packet to each node and wait; one reply per addressed node, in the order of ``packets``.
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+        """Send one packet to each node; yields one reply per addressed node as they come, in any order.
 
-        A node that failed, vanished or did not answer within ``timeout`` seconds yields a reply with ``error``.
+        Nothing is sent before the first reply is asked for, and all must be. What the caller does not keep is not kept
+        here either. A node that failed, vanished or did not answer within ``timeout`` seconds yields a reply with
+        ``error``.
         """
+
+
+def in_order(replies: Iterable[Reply], nodes: Iterable[int]) -> list[Reply]:
+    """All replies of an exchange, in the order of the nodes that it addressed."""
+    by_node = {reply.node: reply for reply in replies}
+    return [by_node[node] for node in nodes]

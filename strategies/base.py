@@ -1,7 +1,7 @@
 """The server half of a method; the base of all is FedAvg."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -10,15 +10,21 @@ from task.model import Model
 from task.packet import Arrays
 from task.stream import Schedule
 
+BLOCK = 2**16  # numbers that are summed at once, so that what is needed meanwhile stays in the processor's cache
+
 
 @dataclass(frozen=True)
 class Update:
-    """A client's checked answer: n_m training images, trained arrays (none if nothing trains) and statistics."""
+    """A client's checked answer: n_m training images, trained arrays (none if nothing trains), statistics, metrics.
+
+    Once they are averaged, the arrays are dropped unless the strategy says that it needs them.
+    """
 
     client: str
     num_examples: int
     arrays: Arrays
     prototypes: Arrays
+    metrics: Mapping[str, int | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,13 @@ class Strategy:
 
     A method overrides the hooks it needs. It may keep what it knows in attributes, which it replaces and never edits in
     place: a round that fails is undone by putting the old ones back.
+
+    Attributes:
+        needs_arrays: whether ``refine`` reads the clients' trained arrays. Otherwise each is dropped once it is
+            averaged, so that a round of many clients needs no more memory than one of few.
     """
+
+    needs_arrays = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -58,33 +70,58 @@ class Strategy:
         """Arrays that go to the clients beside the model's."""
         return {}
 
-    def weights(self, updates: Sequence[Update]) -> np.ndarray:
-        """Weight of each update in the mean, float64 [M]; they need not sum to 1."""
-        return np.array([u.num_examples for u in updates], np.float64)
-
-    def aggregate(self, model: Model, updates: Sequence[Update]) -> None:
-        """Replace the model's arrays by the weighted mean of the updates' arrays."""
-        trained = [u for u in updates if u.arrays]
-        if trained:
-            model.load(weighted_mean([u.arrays for u in trained], self.weights(trained)))
+    def weight(self, update: Update) -> float:
+        """How much an update counts in the mean of its round; asked as it comes, in any order."""
+        return update.num_examples
 
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
-        """Improve the aggregated model in place, without images; returns metrics for the results."""
+        """Improve the model, which holds the weighted mean by now, in place and without images.
+
+        Args:
+            model: the global one.
+            updates: this round's, in the order in which the clients were drawn.
+            moment: where in the run this is.
+
+        Returns:
+            metrics for the results.
+        """
         return {}
 
 
-def weighted_mean(arrays: Sequence[Arrays], weights: np.ndarray) -> Arrays:
-    """sum_m w_m theta_m / sum_m w_m for every array.
+class WeightedMean:
+    """sum_m w_m theta_m / sum_m w_m of dicts of float32 arrays, which come one by one and are not kept.
 
-    Args:
-        arrays: M dicts of equal names and shapes.
-        weights: float64 [M], not negative, sum above 0.
-
-    Returns:
-        arrays in the first dict's types; summed in float64, so that what is equal everywhere stays so bit for bit.
+    Each sum is a pair of float64 arrays, what rounding takes from the first being added to the second (Knuth's
+    TwoSum): the mean is the same bit for bit in whatever order they come, and what is equal everywhere stays so.
     """
-    shares = weights / weights.sum()
-    return {
-        name: sum(s * a[name].astype(np.float64) for s, a in zip(shares, arrays, strict=True)).astype(first.dtype)
-        for name, first in arrays[0].items()
-    }
+
+    def __init__(self) -> None:
+        self.total = 0.0  # sum of the weights so far
+        self._sums: dict[str, np.ndarray] = {}  # float64 [2, numbers]
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(self, arrays: Arrays, weight: float) -> None:
+        """Take in one dict, of the same names and shapes as all others; ``weight`` is not negative."""
+        self.total += weight
+        for name, array in arrays.items():
+            self._shapes[name], flat = array.shape, array.ravel()
+            if name not in self._sums:
+                self._sums[name] = np.zeros((2, flat.size))
+            pair = self._sums[name]
+            for start in range(0, flat.size, BLOCK):
+                part = slice(start, start + BLOCK)
+                _add_exactly(pair[:, part], weight * flat[part].astype(np.float64))
+
+    def arrays(self) -> Arrays:
+        """The mean as float32, if the weights sum to more than 0."""
+        return {
+            name: (pair.sum(axis=0) / self.total).astype(np.float32).reshape(self._shapes[name])
+            for name, pair in self._sums.items()
+        }
+
+
+def _add_exactly(pair: np.ndarray, term: np.ndarray) -> None:
+    high = pair[0] + term
+    kept = high - pair[0]
+    pair[1] += (pair[0] - (high - kept)) + (term - kept)
+    pair[0] = high

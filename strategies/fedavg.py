@@ -1,9 +1,5 @@
 """Federated averaging, weighted or plain."""
 
-from collections.abc import Sequence
-
-import numpy as np
-
 from strategies.base import Strategy, Update
 from task.config import Config
 from task.methods import FedAvgOptions
@@ -16,6 +12,6 @@ class FedAvg(Strategy):
         super().__init__(config)
         self.options: FedAvgOptions = config.options  # type: ignore[assignment]  # the table's options of FedAvg
 
-    def weights(self, updates: Sequence[Update]) -> np.ndarray:
+    def weight(self, update: Update) -> float:
         """n_m, or 1 for everyone."""
-        return np.ones(len(updates)) if self.options.mean == "plain" else super().weights(updates)
+        return 1.0 if self.options.mean == "plain" else super().weight(update)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from strategies.base import Moment, Strategy, Update, weighted_mean
+from strategies.base import Moment, Strategy, Update, WeightedMean
 from task.config import Config
 from task.model import Model
 from task.packet import Arrays
@@ -27,10 +27,12 @@ class FedEWC(Strategy):
 
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
         """Renew both when a task ends; the model stays as it is."""
-        found = [u for u in updates if u.prototypes]
-        if moment.ends_task and found:
-            sizes = np.array([u.num_examples for u in found], np.float64)
-            fisher = weighted_mean([{"fisher": u.prototypes["fisher"]} for u in found], sizes)["fisher"]
+        mean = WeightedMean()
+        for update in updates:
+            if update.prototypes:
+                mean.add({"fisher": update.prototypes["fisher"]}, update.num_examples)
+        if moment.ends_task and mean.total:
+            fisher = mean.arrays()["fisher"]
             anchor = model.export()["backbone"]
             self.known = {"fisher": fisher + self.known.get("fisher", np.float32(0)), "anchor": anchor}
         return {}

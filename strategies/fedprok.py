@@ -35,9 +35,9 @@ class FedProK(Strategy):
         rows = np.array([old.index(c) for c in self.class_ids[known].tolist()])
         return {"rows": rows, "means": self.means[known].numpy()}
 
-    def weights(self, updates: Sequence[Update]) -> np.ndarray:
+    def weight(self, update: Update) -> float:
         """Every client counts the same."""
-        return np.ones(len(updates))
+        return 1.0
 
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
         """Fuse the round's prototypes with the known ones."""

@@ -26,15 +26,17 @@ Batch = Sequence[tuple[Tensor, Tensor]]  # of each source samples [B, D] and the
 class HePCo(Strategy):
     """Plain mean, then all clients and the previous task's server are distilled into it without a single image."""
 
+    needs_arrays = True  # the clients are the teachers
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.options: HePCoOptions = config.options  # type: ignore[assignment]  # the table gives HePCo these options
         self.known = np.zeros(0)  # how many images of each head row have been reported, over all rounds
         self.previous: tuple[Latent, Tensor] | None = None  # the last task's final server, and ``known`` at that time
 
-    def weights(self, updates: Sequence[Update]) -> np.ndarray:
+    def weight(self, update: Update) -> float:
         """All clients count alike (step 1)."""
-        return np.ones(len(updates))
+        return 1.0
 
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
         """Train the generators and distil (steps 2 to 4); remember the server when a task ends."""

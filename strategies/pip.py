@@ -29,22 +29,19 @@ class PIP(Strategy):
         """class_ids int64 [K], means and variances float32 [K, D] of the current task; nothing in its first round."""
         return self.known if moment.task == self.task else {}
 
-    def weights(self, updates: Sequence[Update]) -> np.ndarray:
-        """omega_l, float64 [M]."""
-        return np.array([self.rounds[u.client] * u.num_examples for u in updates], np.float64)
-
-    def aggregate(self, model: Model, updates: Sequence[Update]) -> None:
-        """Count the round for everyone who trained in it, then take the weighted mean (eq. 12 and 13)."""
-        self.rounds = self.rounds + Counter(u.client for u in updates if u.arrays)
-        super().aggregate(model, updates)
+    def weight(self, update: Update) -> float:
+        """omega_l (eq. 12), before the round is counted."""
+        return (self.rounds[update.client] + 1) * update.num_examples
 
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
-        """Merge the round's prototypes; the model stays as it is."""
+        """Merge the round's prototypes and count it for everyone who trained in it; the model stays as it is."""
         if moment.task != self.task:
             self.task, self.known = moment.task, {}
         reported = [u for u in updates if u.prototypes]
         if reported:
-            self.known = _updated(self.known, _merge_reported(reported, self.weights(reported)))
+            weights = np.array([self.weight(u) for u in reported], np.float64)
+            self.known = _updated(self.known, _merge_reported(reported, weights))
+        self.rounds = self.rounds + Counter(u.client for u in updates)
         return {"prototypes": float(len(self.known.get("class_ids", ())))}
 
 

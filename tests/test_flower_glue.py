@@ -44,6 +44,7 @@ from server_app.flower_grid import GridTransport, readable_reason, serialised_by
 from server_app.flower_strategy import HGP, FCILStrategy, FedAvg
 from server_app.in_process import InProcessTransport
 from server_app.run import execute
+from server_app.transport import Reply, in_order
 from task.config import ConfigError, defaults, parse
 from task.packet import Packet
 from tests.conftest import TINY
@@ -314,16 +315,44 @@ def test_client_answers_when_the_message_cannot_be_read():
 # the Grid transport
 
 
+def asked(transport: GridTransport, packets: dict[int, Packet], timeout: float) -> list[Reply]:
+    """All replies to a train message, in the order of ``packets``."""
+    return in_order(transport.exchange("train", packets, timeout), packets)
+
+
+def test_an_answer_is_there_before_the_others_have_come():
+    """The second one needs half a second, the first nothing; whoever takes time over the first loses no other."""
+    grid = LoopbackGrid(echo, 3)
+    grid.delay[N[1]], grid.silent = 0.5, {N[2]}
+    replies, began = GridTransport(grid).exchange("train", {n: packet(n) for n in N[:3]}, 1.0), time.monotonic()
+    assert next(replies).node == N[0]
+    assert time.monotonic() < began + 0.4
+    time.sleep(1.5)  # beyond the timeout
+    second, third = replies
+    assert (second.node, second.error) == (N[1], "")
+    assert (third.node, third.error) == (N[2], "no answer within 1 s")
+
+
+def test_whoever_ends_an_exchange_early_is_still_owed_its_answers():
+    grid = LoopbackGrid(echo, 2)
+    transport = GridTransport(grid)
+    grid.silent = {N[1]}
+    replies = transport.exchange("train", {n: packet(n) for n in N[:2]}, 5)
+    next(replies)
+    replies.close()
+    assert transport.busy() == {N[1]}
+
+
 def test_each_node_gets_its_own_packet_and_replies_keep_the_order():
     transport = GridTransport(LoopbackGrid(echo, 4))
     nodes = [N[2], N[0], N[3]]
-    replies = transport.exchange("train", {n: packet(n) for n in nodes}, 5)
+    replies = asked(transport, {n: packet(n) for n in nodes}, 5)
     assert [r.node for r in replies] == nodes
     assert [r.packet.metrics["mark"] for r in replies] == nodes
     assert [r.packet.arrays["w"][0, 0] for r in replies] == nodes
     assert [r.error for r in replies] == ["", "", ""]
     assert sorted(transport.nodes()) == sorted(N)
-    assert transport.exchange("train", {}, 5) == []
+    assert asked(transport, {}, 5) == []
 
 
 def test_failures_have_reasons_and_spare_the_others():
@@ -331,7 +360,7 @@ def test_failures_have_reasons_and_spare_the_others():
     grid.reason[N[0]] = "<class 'ValueError'>:<'shapes differ'>"
     grid.silent.add(N[1])
     grid.refused.add(N[2])
-    replies = GridTransport(grid).exchange("train", {n: packet(1) for n in N}, 0.3)
+    replies = asked(GridTransport(grid), {n: packet(1) for n in N}, 0.3)
     assert [r.error for r in replies] == [
         "ValueError: shapes differ",
         "no answer within 0.3 s",
@@ -347,13 +376,13 @@ def test_late_answer_is_never_taken_for_a_new_one():
     grid = LoopbackGrid(echo, 2)
     transport = GridTransport(grid)
     grid.delay[N[0]] = 0.5
-    first = transport.exchange("train", {N[0]: packet(1), N[1]: packet(1)}, 0.2)
+    first = asked(transport, {N[0]: packet(1), N[1]: packet(1)}, 0.2)
     assert [r.error for r in first] == ["no answer within 0.2 s", ""]
     grid.delay.clear()
     # held back until the node is free, which the grid checks; its own answer comes, not the late one
-    [second] = transport.exchange("train", {N[0]: packet(2)}, 5)
+    [second] = asked(transport, {N[0]: packet(2)}, 5)
     assert second.packet.metrics == {"mark": 2}
-    [third] = transport.exchange("train", {N[0]: packet(3)}, 5)
+    [third] = asked(transport, {N[0]: packet(3)}, 5)
     assert third.packet.metrics == {"mark": 3}
 
 
@@ -361,9 +390,9 @@ def test_a_busy_node_holds_up_nobody():
     grid = LoopbackGrid(echo, 2)
     transport = GridTransport(grid)
     grid.silent.add(N[0])
-    transport.exchange("train", {N[0]: packet(1)}, 0.1)
+    asked(transport, {N[0]: packet(1)}, 0.1)
     started = time.monotonic()
-    replies = transport.exchange("train", {N[0]: packet(2), N[1]: packet(2)}, 60)
+    replies = asked(transport, {N[0]: packet(2), N[1]: packet(2)}, 60)
     assert time.monotonic() - started < 5
     assert [r.error for r in replies] == ["still busy with an earlier message", ""]
     assert replies[0].bytes_down == 0
@@ -373,12 +402,12 @@ def test_a_message_that_flower_has_forgotten_is_not_asked_for(monkeypatch):
     grid = LoopbackGrid(echo, 1)
     transport = GridTransport(grid)
     grid.silent.add(N[0])
-    transport.exchange("train", {N[0]: packet(1)}, 0.1)
+    asked(transport, {N[0]: packet(1)}, 0.1)
     grid.silent.clear()
     grid._working.clear()
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 13 * 3600)
-    [reply] = transport.exchange("train", {N[0]: packet(2)}, 5)
+    [reply] = asked(transport, {N[0]: packet(2)}, 5)
     assert reply.error == ""
 
 
@@ -395,18 +424,18 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> LoopbackGrid:
 
 def test_a_node_that_was_restarted_is_not_waited_for(restarted):
     began = time.monotonic()
-    replies = GridTransport(restarted).exchange("train", {n: packet(1) for n in N[:2]}, 60)
+    replies = asked(GridTransport(restarted), {n: packet(1) for n in N[:2]}, 60)
     assert [r.error for r in replies] == ["was restarted or out of reach before it answered", ""]
     assert time.monotonic() - began < 5
 
 
 def test_a_node_that_was_restarted_owes_nothing(restarted):
     transport = GridTransport(restarted)
-    transport.exchange("train", {N[0]: packet(1)}, 0.1)
+    asked(transport, {N[0]: packet(1)}, 0.1)
     time.sleep(0.5)
     restarted.silent.clear()
     restarted._working.clear()
-    [reply] = transport.exchange("train", {N[0]: packet(2)}, 5)
+    [reply] = asked(transport, {N[0]: packet(2)}, 5)
     assert reply.packet.metrics == {"mark": 2}
 
 
@@ -420,7 +449,7 @@ def test_a_node_that_was_restarted_owes_nothing(restarted):
 )
 def test_unreadable_answers_are_failures(answer):
     grid = LoopbackGrid(lambda message, context: Message(answer, reply_to=message), 1)
-    [reply] = GridTransport(grid).exchange("train", {N[0]: packet(1)}, 5)
+    [reply] = asked(GridTransport(grid), {N[0]: packet(1)}, 5)
     assert reply.packet is None
     assert reply.error.startswith("unreadable answer: ")
 
@@ -443,7 +472,7 @@ def test_bytes_are_those_of_the_serialised_messages(arrays):
         N[0]: Packet(arrays, {"p": np.ones(7)}, {"m": 0.5}, config),
         N[1]: Packet(arrays, config={"other": "longer text"}),
     }
-    replies = GridTransport(grid).exchange("train", sent, 30)
+    replies = asked(GridTransport(grid), sent, 30)
     assert [(r.node, r.bytes_down, r.bytes_up) for r in replies] == grid.log
     least = sum(len(np.unique(a)) > 1 and a.nbytes for a in arrays.values())
     assert all(down > least for _, down, _ in grid.log)
@@ -464,7 +493,7 @@ def test_shared_arrays_are_serialised_once(monkeypatch):
     )
     shared = np.ones((5, 5))
     sent = {N[i]: Packet(arrays={"w": shared, "own": np.zeros(i)}) for i in range(3)}
-    GridTransport(LoopbackGrid(echo, 3)).exchange("train", sent, 5)
+    asked(GridTransport(LoopbackGrid(echo, 3)), sent, 5)
     assert sorted(count) == [(0,), (1,), (2,), (5, 5)]
 
 
@@ -638,7 +667,7 @@ def test_nodes_in_process_are_faulty_to_order():
         broken=lambda node, kind: node == 1,
     )
     assert transport.nodes() == [0, 1, 2]
-    replies = transport.exchange("hello", {2: packet(0), 1: packet(0), 9: packet(0)}, 4)
+    replies = list(transport.exchange("hello", {2: packet(0), 1: packet(0), 9: packet(0)}, 4))
     assert replies[0].packet.config == {"node": 2, "kind": "hello"}
     assert [r.error for r in replies] == ["", "no answer within 4 s", "there is no such node"]
     assert replies[0].bytes_down == 24 + 8 + len('{"mark": 0}')

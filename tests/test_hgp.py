@@ -1,19 +1,22 @@
 """HGP's server half: averaging, mixture weights, memory, rebalancing; numbers by hand or in float64 NumPy."""
 
 import math
+from collections.abc import Iterable
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 from timm.models import VisionTransformer
 
-from strategies.base import Moment, Strategy, Update, weighted_mean
+from strategies.base import Moment, Strategy, Update, WeightedMean
 from strategies.fedavg import FedAvg
 from strategies.hgp import HGP, mixture_weights, rebalance, remember, temper
 from task.backbone import ViT
 from task.config import parse
 from task.methods import HGPOptions
-from task.model import Head, Model, build_model
+from task.model import Head, Model
+from task.packet import Arrays
 from task.prompts import Prompt
 from task.prototypes import Gaussians
 from task.stream import Schedule
@@ -56,13 +59,20 @@ def hgp(**keys):
     return HGP(parse({"method": "hgp", "hgp-samples-per-class": 16, **keys}))
 
 
+def mean_of(arrays: list[Arrays], weights: Iterable[float]) -> Arrays:
+    mean = WeightedMean()
+    for one, weight in zip(arrays, weights, strict=True):
+        mean.add(one, weight)
+    return mean.arrays()
+
+
 def test_weighted_mean_by_hand():
     """(1 * [1, 2] + 3 * [5, -2]) / 4 = [4, -1] and (1 * 8 + 3 * 0) / 4 = 2 (eq. 3)."""
     arrays = [
         {"a": np.array([[1, 2]], np.float32), "b": np.array(8, np.float32)},
         {"a": np.array([[5, -2]], np.float32), "b": np.array(0, np.float32)},
     ]
-    mean = weighted_mean(arrays, np.array([1.0, 3.0]))
+    mean = mean_of(arrays, [1.0, 3.0])
     assert {n: a.tolist() for n, a in mean.items()} == {"a": [[4, -1]], "b": 2}
     assert {a.dtype for a in mean.values()} == {np.dtype(np.float32)}
 
@@ -71,13 +81,9 @@ def test_weighted_mean_by_hand():
 def test_fedavg_weighs_by_images_or_not_at_all(mean, expected, tiny):
     """Head rows of 1 and 3, from 10 and 30 images."""
     config = parse(tiny | {"method": "fedavg", "prompt": "none", "fedavg-mean": mean})
-    model, server = build_model(config, [2]), FedAvg(config)
-    updates = [
-        Update(str(n), n, {name: np.full_like(a, value) for name, a in model.export().items()}, {})
-        for n, value in ((10, 1.0), (30, 3.0))
-    ]
-    server.aggregate(model, updates)
-    assert (model.export()["head.weight"] == expected).all()
+    server = FedAvg(config)
+    updates = [Update(str(n), n, {"head": np.float32([value])}, {}) for n, value in ((10, 1.0), (30, 3.0))]
+    assert mean_of([u.arrays for u in updates], map(server.weight, updates))["head"] == expected
 
 
 def test_weighted_mean_leaves_equal_arrays_alone_bit_for_bit():
@@ -87,17 +93,24 @@ def test_weighted_mean_leaves_equal_arrays_alone_bit_for_bit():
     array = array.astype(np.float32)
     array[:4] = np.finfo(np.float32).max, np.finfo(np.float32).tiny, np.finfo(np.float32).smallest_subnormal, 0
     for weights in ([1, 1, 1], [3, 7, 11], rng.integers(1, 900, 49), [1e-3, 0, 1e9]):
-        mean = weighted_mean([{"a": array.copy()} for _ in weights], np.array(weights, np.float64))["a"]
+        mean = mean_of([{"a": array.copy()} for _ in weights], np.array(weights, np.float64))["a"]
         assert np.array_equal(mean.view(np.int32), array.view(np.int32))
 
 
-def test_aggregate_weighs_by_images_and_skips_those_without_arrays():
-    """Heads of ones and fives from 30 and 10 images: (30 + 50) / 40 = 2."""
-    model = model_after(1)
-    arrays = [{name: np.full_like(a, value) for name, a in model.export().items()} for value in (1, 5)]
-    updates = [Update("a", 30, arrays[0], {}), Update("b", 10, arrays[1], {}), Update("c", 999, {}, {})]
-    Strategy(parse({})).aggregate(model, updates)
-    assert all(np.array_equal(a, np.full_like(a, 2)) for a in model.export().values())
+def test_the_weighted_mean_knows_no_order():
+    """Numbers of all sizes that nearly cancel; the exact mean by fractions, rounded once, and any order of adding."""
+    rng = np.random.default_rng(1)
+    arrays = (np.exp(rng.uniform(-12, 12, (40, 300))) * rng.choice([-1, 1], (40, 300))).astype(np.float32)
+    arrays[1::2] = -arrays[::2] * np.float32(1.0001)
+    weights = rng.integers(1, 900, 20).repeat(2)
+    exact = [sum(map(Fraction, map(float, column * weights.astype(float)))) / int(weights.sum()) for column in arrays.T]
+    for order in (np.arange(40), np.arange(40)[::-1], rng.permutation(40)):
+        found = mean_of([{"a": arrays[i]} for i in order], weights[order])["a"]
+        assert found.tolist() == [np.float32(float(e)) for e in exact]
+
+
+def test_an_update_weighs_its_images():
+    assert Strategy(parse({})).weight(Update("a", 30, {}, {})) == 30
 
 
 BANK = ([7, 2, 7, 2, 5], [1, 6, 3, 2, 4])

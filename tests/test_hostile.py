@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server_app.errors import RunError
+from server_app.gathering import Gathering
 from server_app.in_process import InProcessTransport
 from server_app.results import RoundReport
 from server_app.run import Run
 from server_app.transport import Reply
 from strategies.afcl import solve_ridge
-from strategies.base import Moment
+from strategies.base import Moment, Update
 from task.config import parse
 from task.methods import METHODS
 from task.packet import Arrays, Kind, Packet
@@ -57,7 +58,7 @@ class Given:
     def busy(self) -> set[int]:
         return set()
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
         return list(self.replies)
 
 
@@ -66,7 +67,7 @@ class Ground:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.honest = run._exchange("train", self.moment, run.roster.members)
+        self.honest = list(run._exchange("train", self.moment, run.roster.members))
         self.model, self.memory = run.model.export(), copy.copy(vars(run.strategy))
         silent = Reply(run.roster.members[VICTIM].node, None, "no answer", 0, 0)
         # where data are pooled, nobody but the victim has any
@@ -223,8 +224,10 @@ def check(ground: Ground, bad: Reply, seen: list[Reply]) -> None:
     """A refused reply is named and touches nothing; one that gets through leaves a finite model."""
     run, name = ground.run, ground.run.roster.members[VICTIM].name
     report = RoundReport(1, 1, [m.name for m in run.roster.members])
-    updates = run._checked(run.roster.members, ground.with_one(bad), ground.moment, report)
-    others = [u for u in updates if u.client != name]
+    found, shown = Gathering(run.config, run.strategy, run.model, ground.moment, run.roster.members), list[Update]()
+    found.take(ground.with_one(bad), report, shown.append)
+    assert [u.client for u in found.updates] == [u.client for u in shown]
+    others = [u for u in shown if u.client != name]
     assert [u.client for u in others] == [m.name for m in run.roster.members if m.name not in [name, *report.idle]]
     for update in others:
         packet = ground.honest[[m.name for m in run.roster.members].index(update.client)].packet

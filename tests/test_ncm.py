@@ -62,7 +62,6 @@ def head_after(updates_by_round):
     for server_round, updates in enumerate(updates_by_round, start=1):
         if SCHEDULE.is_first_round(server_round):
             model.begin_task(len(SCHEDULE.tasks[SCHEDULE.locate(server_round)[0]]))
-        strategy.aggregate(model, updates)
         strategy.refine(model, updates, Moment(SCHEDULE, server_round))
     return model.head
 

@@ -6,7 +6,7 @@ A reference runs in one process and leaves out of each round whom the deployment
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Failing(InProcessTransport):
         super().__init__(values, nodes)
         self._failed = failed
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
         replies = super().exchange(kind, packets, timeout)
         if kind != "train" or not packets:
             return replies

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ class Changing(InProcessTransport):
     def nodes(self) -> list[int]:
         return [n for n in [*super().nodes(), *self.aliases] if n not in self.hidden]
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
         server_round = next(iter(packets.values())).config.get("server-round", 0) if packets else 0
         if kind == "train" and server_round in self.before:
             self.before.pop(server_round)()  # type: ignore[call-overload]
@@ -85,7 +85,7 @@ class Changing(InProcessTransport):
             if node in self.hidden:
                 replies.append(Reply(node, None, "gone", 0, 0))
             else:
-                found = super().exchange(kind, {self.aliases.get(node, node): packet}, timeout)[0]
+                [found] = super().exchange(kind, {self.aliases.get(node, node): packet}, timeout)
                 replies.append(Reply(node, found.packet, found.error, found.bytes_down, found.bytes_up))
         return replies
 
@@ -207,8 +207,8 @@ def test_a_node_that_breaks_down_at_hello_is_asked_three_times(own: Values) -> N
     asked = []
 
     class Broken(Changing):
-        def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
-            replies = super().exchange(kind, packets, timeout)
+        def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+            replies = list(super().exchange(kind, packets, timeout))
             asked.extend(r.node for r in replies if kind == "hello")
             crash = Reply(2, None, f"crash {len(asked)}", 0, 0)
             return [crash if kind == "hello" and r.node == 2 else r for r in replies]

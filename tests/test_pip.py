@@ -11,7 +11,7 @@ from client_app import pip as client_half
 from client_app.client import Node, handle
 from client_app.objective import LocalData
 from client_app.pip import InjectedPrototypes, choose_copies, inject
-from strategies.base import Moment, Update
+from strategies.base import Moment, Update, WeightedMean
 from strategies.pip import PIP, merge_by_class
 from task.backbone import ViT
 from task.config import parse
@@ -137,19 +137,17 @@ def test_participation_weighs_clients_over_several_rounds():
     With arrays of 1 from a and 5 from b: (10 + 150) / 40 = 4; 1; (30 + 300) / 90 = 11/3.
     """
     strategy, model = PIP(parse({"method": "pip"})), small_model(1)
-
-    def arrays(value):
-        return {name: np.full_like(a, value) for name, a in model.export().items()}
-
-    a, b = Update("a", 10, arrays(1), {}), Update("b", 30, arrays(5), {})
-    idle = Update("b", 0, {}, {})
-    means = []
-    for updates in ([a, b], [a, idle], [b, a]):
-        strategy.aggregate(model, updates)
-        assert all(np.ptp(x) == 0 for x in model.export().values())
-        means.append(float(model.head.weight.detach()[0, 0]))
+    a, b = Update("a", 10, {"w": np.float32([1])}, {}), Update("b", 30, {"w": np.float32([5])}, {})
+    weights, means = [], []
+    for number, updates in enumerate(([a, b], [a], [b, a]), start=1):
+        mean = WeightedMean()
+        for update in updates:
+            mean.add(update.arrays, strategy.weight(update))
+        weights.append([strategy.weight(u) for u in updates])
+        means.append(float(mean.arrays()["w"][0]))
+        strategy.refine(model, updates, Moment(SCHEDULE, number))
+    assert weights == [[10, 30], [20], [60, 30]]
     assert means == pytest.approx([4, 1, 11 / 3])
-    assert strategy.weights([b, a]).tolist() == [60, 30]
 
 
 def test_merged_prototypes_use_the_same_weights():
@@ -165,7 +163,6 @@ def test_merged_prototypes_use_the_same_weights():
     ]
     assert strategy.broadcast(Moment(SCHEDULE, 1)) == {}
     for number, updates in ((1, [first]), (2, second)):
-        strategy.aggregate(model, updates)
         metrics = strategy.refine(model, updates, Moment(SCHEDULE, number))
     sent = strategy.broadcast(Moment(SCHEDULE, 3))
     assert metrics == {"prototypes": 2}
@@ -178,7 +175,6 @@ def test_merged_prototypes_use_the_same_weights():
 def test_prototypes_of_an_ended_task_are_not_sent():
     strategy, model = PIP(parse({"method": "pip"})), small_model(1)
     old = update("a", 4, [7, 2], [2, 2], [[3.0], [8.0]], [[1.0], [1.0]], model.export())
-    strategy.aggregate(model, [old])
     strategy.refine(model, [old], Moment(SCHEDULE, 3))
     assert strategy.broadcast(Moment(SCHEDULE, 4)) == {}
     assert strategy.refine(model, [], Moment(SCHEDULE, 4)) == {"prototypes": 0}
@@ -198,7 +194,6 @@ def test_a_single_image_borrows_its_classs_variance():
         update("a", 10, [7], [10], [[0.0]], [[4.0]], model.export()),
         update("b", 1, [7], [1], [[2.0]], [[0.0]], model.export()),
     ]
-    strategy.aggregate(model, both)
     strategy.refine(model, both, Moment(SCHEDULE, 1))
     assert float(strategy.known["variances"][0, 0]) == pytest.approx(4 + 40 / 121)
 

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def test_two_processes_cannot_write_one_run(tiny: Values, monkeypatch: pytest.Mo
     first, second = (InProcessTransport(config.flat(), 3) for _ in range(2))
     original, refused = first.exchange, list[str]()
 
-    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
         if kind == "train":
             with pytest.raises(ConfigError, match="another process is at") as caught:
                 execute(config, second)
@@ -181,7 +181,7 @@ def test_of_two_runs_of_one_name_the_later_begins_nothing(tiny: Values, monkeypa
     second = InProcessTransport(parse(tiny).flat(), 3)
     original, first = second.exchange, []
 
-    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
         if not first:
             first.append(execute(parse(tiny), InProcessTransport(parse(tiny).flat(), 3)))
         return original(kind, packets, timeout)
@@ -236,7 +236,7 @@ def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_returns(
     monkeypatch.setattr(transport, "nodes", lambda: list(connected))
     original = transport.exchange
 
-    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[Reply]:
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
         if kind == "train":
             connected[:] = [0, 1, 2]
         return original(kind, packets, timeout)

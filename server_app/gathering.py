@@ -1,0 +1,90 @@
+"""One round's answers, taken in one by one as they come, so that no more of them is held than the method needs."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from server_app.checks import Refused, check_reply, too_far
+from server_app.members import Member
+from server_app.results import RoundReport
+from server_app.transport import Reply
+from strategies.base import Moment, Strategy, Update, WeightedMean
+from task.config import Config
+from task.lessons import learnable
+from task.model import Model
+
+
+class Gathering:
+    """Checks each answer, averages its arrays and drops them, unless the method's refinement reads them.
+
+    What comes of a round does not depend on the order in which its answers come: the mean is an exact sum, and all else
+    is put into the order in which the clients were drawn.
+
+    Attributes:
+        mean: of the accepted arrays so far.
+        updates: the accepted answers of clients that have trained; with arrays only if the strategy needs them.
+        seconds: that the mean has taken so far.
+    """
+
+    def __init__(
+        self, config: Config, strategy: Strategy, model: Model, moment: Moment, drawn: Sequence[Member]
+    ) -> None:
+        self.mean = WeightedMean()
+        self.updates: list[Update] = []
+        self.seconds = 0.0
+        self._config, self._strategy, self._ends_task = config, strategy, moment.ends_task
+        self._drawn = {member.node: member for member in drawn}
+        self._sent = model.export()
+        self._spec = {name: tuple(value.shape) for name, value in model.trained().items()}
+        self._classes = learnable(config, moment.schedule, moment.task)
+
+    def take(self, replies: Iterable[Reply], report: RoundReport, look: Callable[[Update], None]) -> None:
+        """Take in all answers of the round.
+
+        Args:
+            replies: as they come, one from each drawn client.
+            report: gets bytes, idle clients and failures.
+            look: is shown each accepted update while its arrays are there.
+        """
+        held, refused = list[Update](), dict[str, str]()
+        for reply in replies:
+            report.bytes_up += reply.bytes_up
+            report.bytes_down += reply.bytes_down
+            name = self._drawn[reply.node].name
+            try:
+                update = self._checked(reply)
+            except Refused as error:
+                refused[name] = str(error)
+                continue
+            if not update.num_examples:
+                report.idle.append(name)
+            elif self._config.max_update_ratio:  # the median is known when all have come
+                held.append(update)
+            else:
+                refused |= self._settle([update], look)
+        refused |= self._settle(held, look)
+        self._put_in_order(refused, report)
+
+    def _checked(self, reply: Reply) -> Update:
+        member = self._drawn[reply.node]
+        return check_reply(reply, member, self._spec, self._classes, self._ends_task, self._config)
+
+    def _settle(self, updates: Sequence[Update], look: Callable[[Update], None]) -> dict[str, str]:
+        """Use those that do not go too far; returns why the others are refused."""
+        refused = too_far(updates, self._sent, self._config)
+        for update in updates:
+            if update.client in refused:
+                continue
+            look(update)
+            started = time.perf_counter()
+            if update.arrays:
+                self.mean.add(update.arrays, self._strategy.weight(update))
+            self.seconds += time.perf_counter() - started
+            self.updates.append(update if self._strategy.needs_arrays else replace(update, arrays={}))
+        return refused
+
+    def _put_in_order(self, refused: dict[str, str], report: RoundReport) -> None:
+        place = {member.name: i for i, member in enumerate(self._drawn.values())}
+        self.updates.sort(key=lambda update: place[update.client])
+        report.idle.sort(key=place.__getitem__)
+        report.failures += [{"name": name, "reason": refused[name]} for name in sorted(refused, key=place.__getitem__)]

@@ -1,0 +1,103 @@
+"""Answers of a round as they come: any order gives the same run, and what has been averaged is let go."""
+
+import gc
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server_app.gathering import Gathering
+from server_app.in_process import InProcessTransport
+from server_app.results import RoundReport
+from server_app.run import Run, execute
+from server_app.transport import Reply
+from strategies.base import Moment, Update
+from task.config import parse
+from task.methods import METHODS
+from task.packet import Kind, Packet
+from tests.test_invariants import without_times
+
+Values = dict[str, Any]
+
+
+class Backwards(InProcessTransport):
+    """The last node that is asked answers first."""
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+        yield from reversed(list(super().exchange(kind, packets, timeout)))
+
+
+class Counting(InProcessTransport):
+    """Counts the train answers that are alive when the next one comes."""
+
+    alive: list[weakref.ref[np.ndarray]]
+    most = 0
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+        self.alive = []
+        for reply in super().exchange(kind, packets, timeout):
+            if kind == "train" and reply.packet:
+                self.alive += [weakref.ref(array) for array in list(reply.packet.arrays.values())[:1]]
+                gc.collect()
+                self.most = max(self.most, sum(ref() is not None for ref in self.alive))
+            yield reply
+
+
+def results(values: Values, transport: type[InProcessTransport] = InProcessTransport, **faults: Any) -> Values:
+    config = parse(values)
+    folder = execute(config, transport(config.flat(), config.num_clients, **faults))
+    return without_times(json.loads((folder / "results.json").read_text()))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_does_not_depend_on_the_order_of_the_answers(method: str, tiny: Values) -> None:
+    values = tiny | {"method": method, "num-clients": 4}
+    assert results(values) == results(values | {"run-name": "backwards"}, Backwards)
+
+
+@pytest.mark.parametrize("bound", [{}, {"max-update-norm": 50.0}, {"max-update-ratio": 5.0}])
+def test_nor_do_its_failures_and_entropies(bound: Values, tiny: Values) -> None:
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        if kind == "train" and node == 2:
+            packet.metrics["num-examples"] = -1
+        if "head.weight" in packet.arrays and node == 4:
+            packet.arrays["head.weight"] += np.float32(100)
+        return packet
+
+    values = tiny | bound | {"num-clients": 7, "partition": "dirichlet", "dirichlet-beta": 0.02, "federated-bias": True}
+    found = results(values, tamper=tamper)
+    assert found == results(values | {"run-name": "backwards"}, Backwards, tamper=tamper)
+    first, refused = found["rounds"][0], ["client-0002", *(["client-0004"] if bound else [])]
+    assert [f["name"] for f in first["failures"]] == refused
+    assert first["idle"] == ["client-0001", "client-0003", "client-0005"]
+    assert len(found["federated_bias"]["response_entropies"][0]) == 4 - len(refused)
+
+
+@pytest.mark.parametrize(
+    ("keys", "most"), [({}, 2), ({"method": "hepco"}, 6), ({"max-update-ratio": 9.0}, 6), ({"max-update-norm": 9.0}, 2)]
+)
+def test_an_answer_is_let_go_once_it_is_averaged(keys: Values, most: int, tiny: Values) -> None:
+    """The one that comes and the one before it; HePCo's refinement and a median over all need all six."""
+    config = parse(tiny | {"num-clients": 6, "partition": "iid"} | keys)
+    transport = Counting(config.flat(), 6)
+    execute(config, transport)
+    assert transport.most == most
+
+
+def test_whoever_looks_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
+    config = parse(tiny)
+    run = Run(config, InProcessTransport(config.flat(), 3), tmp_path / "run", None, ExitStack())
+    members, moment = run.roster.members, Moment(run.world.schedule, 1)
+    found, seen = Gathering(config, run.strategy, run.model, moment, members), list[Update]()
+    found.take(run._exchange("train", moment, members), RoundReport(1, 1, [m.name for m in members]), seen.append)
+    assert [u.client for u in seen] == [u.client for u in found.updates] == [m.name for m in members]
+    assert not any(u.arrays for u in found.updates)
+    weights = np.array([u.num_examples for u in seen], np.float64)
+    for name, mean in found.mean.arrays().items():
+        stacked = np.stack([u.arrays[name] for u in seen], axis=-1).astype(np.float64)
+        np.testing.assert_allclose(mean, stacked @ weights / weights.sum(), rtol=1e-6, atol=1e-12)
