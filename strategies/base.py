@@ -57,8 +57,9 @@ class Strategy:
     place: a round that fails is undone by putting the old ones back.
 
     Attributes:
-        needs_arrays: whether ``refine`` reads the clients' trained arrays. Otherwise each is dropped once it is
-            averaged, so that a round of many clients needs no more memory than one of few.
+        needs_arrays: whether ``refine`` reads the clients' trained arrays, which are then its own to keep or to let
+            go. Otherwise they are dropped once they are averaged, so that a round of many clients needs no more memory
+            than one of few.
     """
 
     needs_arrays = False

@@ -3,7 +3,7 @@
 Shapes: J prompted blocks, C models, B samples, N prompts in a pool, V = 2 L_p D numbers in a prompt, S head rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -50,10 +50,17 @@ class Latent:
     bias: Tensor
 
     @classmethod
-    def stack(cls, models: Sequence[Mapping[str, Tensor]]) -> Self:
-        """Copies of the travelling arrays of C models."""
-        keys, pools = (torch.stack([m[name] for m in models], dim=1) for name in ("prompt.keys", "prompt.pool"))
-        weight, bias = (torch.stack([m[name] for m in models]) for name in ("head.weight", "head.bias"))
+    def stack(cls, models: Iterable[Mapping[str, Tensor]], number: int = 1) -> Self:
+        """Copies of the travelling arrays of C = ``number`` models, each of which may go once the next one comes."""
+        places = {"prompt.keys": 1, "prompt.pool": 1, "head.weight": 0, "head.bias": 0}  # of C among the dimensions
+        made = dict[str, Tensor]()
+        for c, model in enumerate(models):
+            for name, place in places.items():
+                shape = model[name].shape
+                if name not in made:
+                    made[name] = model[name].new_empty(*shape[:place], number, *shape[place:])
+                made[name].select(place, c).copy_(model[name])
+        keys, pools, weight, bias = made.values()
         return cls(keys, pools.flatten(3), weight, bias)
 
     def blocks(self, part: slice) -> Self:
@@ -64,9 +71,13 @@ class Latent:
         """Log-probabilities of samples [B, D] over the first ``rows`` head rows, [C, B, rows]."""
         return (z @ self.weight[:, :rows].mT + self.bias[:, None, :rows]).log_softmax(dim=-1)
 
+    @cached_property
+    def _unit_keys(self) -> Tensor:
+        return F.normalize(self.keys, dim=-1)
+
     def blend(self, z: Tensor, weights: Tensor) -> Tensor:
         """sum_c w_c rho(z; c): samples [B, D], weights [C, B] -> [J, B, V]; one product over all pools."""
-        shares = weights[:, :, None] * cosines(z, self.keys)  # [J, C, B, N]
+        shares = weights[:, :, None] * (F.normalize(z, dim=1) @ self._unit_keys.mT)  # [J, C, B, N]
         return shares.permute(0, 2, 1, 3).flatten(2) @ self.pools.flatten(1, 2)
 
     def blend_map(self, weights: Tensor) -> Tensor:
@@ -74,7 +85,7 @@ class Latent:
 
         rho(z; c) = sum_i (z / |z|) . (k_i / |k_i|) P_i is linear in z / |z|.
         """
-        keys = F.normalize(self.keys, dim=-1).flatten(1, 2)  # [J, C N, D]
+        keys = self._unit_keys.flatten(1, 2)  # [J, C N, D]
         shares = weights.T.repeat_interleave(self.keys.shape[2], dim=1)  # [S, C N]
         return (shares[:, :, None] * keys[:, None]).mT.flatten(1, 2) @ self.pools.flatten(1, 2)
 
@@ -90,10 +101,11 @@ class PromptGap:
     def __init__(self, server: Latent, teachers: Latent) -> None:
         self.server, self.teachers = server.keys, teachers.keys
         grams = []
-        for own, others in zip(server.pools, teachers.pools, strict=True):  # block by block: bounds the memory
-            basis = torch.cat([own.expand_as(others), own - others], dim=1)  # [C, 2 N, V]
-            grams.append(basis @ basis.mT)
-        self.gram = torch.stack(grams)  # [J, C, 2 N, 2 N]
+        for own, others in zip(server.pools, teachers.pools, strict=True):
+            for other in others:  # one basis at a time: bounds the memory
+                basis = torch.cat([own[0], own[0] - other])  # [2 N, V]
+                grams.append(basis @ basis.mT)
+        self.gram = torch.stack(grams).unflatten(0, teachers.pools.shape[:2])  # [J, C, 2 N, 2 N]
 
     def __call__(self, z: Tensor) -> Tensor:
         """Samples [B, D] -> summed over blocks and the numbers of a prompt, [C, B]."""
@@ -141,22 +153,24 @@ def generator_loss(
 class Source:
     """Teachers, how much each counts for each head row, how often each row is drawn, and where the samples come from.
 
-    shares [C, S]; histogram [S], not negative, sum above 0.
+    shares [C, S]; histogram [S], not negative, sum above 0. The generator's chance is its own, so that sources can be
+    drawn from side by side.
     """
 
     teachers: Latent
     shares: Tensor
     histogram: Tensor
     generator: Generator
+    rng: torch.Generator
 
     def blocks(self, part: slice) -> Self:
         """The same with the teachers' prompts of some blocks only."""
         return replace(self, teachers=self.teachers.blocks(part))
 
-    def draw(self, number: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    def draw(self, number: int) -> tuple[Tensor, Tensor]:
         """Samples [number, D], with the gradient of the generator, and their head rows [number]."""
-        labels = torch.multinomial(self.histogram, number, replacement=True, generator=rng)
-        return self.generator(labels, rng), labels
+        labels = torch.multinomial(self.histogram, number, replacement=True, generator=self.rng)
+        return self.generator(labels, self.rng), labels
 
     @cached_property
     def _map(self) -> Tensor | None:
@@ -173,13 +187,13 @@ class Source:
         return (chosen[:, :, None] * F.normalize(z, dim=1)[:, None]).flatten(1) @ self._map
 
 
-def train_generator(source: Source, server: Latent, options: HePCoOptions, rng: torch.Generator) -> float:
+def train_generator(source: Source, server: Latent, options: HePCoOptions) -> float:
     """Train the source's generator against its teachers (step 2); returns the last batch's loss per sample."""
     gap = PromptGap(server, source.teachers)
     optimiser = torch.optim.Adam(source.generator.parameters(), options.generator_learning_rate, fused=True)
     loss = torch.zeros(())
     for left in reversed(range(options.generator_steps)):
-        z, labels = source.draw(options.batch_size, rng)
+        z, labels = source.draw(options.batch_size)
         needed = gap if options.query_gradient or not left else None
         loss = generator_loss(z, labels, source.shares, server, source.teachers, needed, options)
         optimiser.zero_grad(set_to_none=True)

@@ -20,7 +20,8 @@ from task.model import Head, Model
 from task.prompt_decomposed import DecomposedPrompt, cosines
 from task.seeding import torch_rng
 
-Batch = Sequence[tuple[Tensor, Tensor]]  # of each source samples [B, D] and their head rows [B]
+Batches = list[tuple[Tensor, Tensor]]  # of one source, a step each: samples [B, D] and their head rows [B]
+Batch = Sequence[tuple[Tensor, Tensor]]  # of one step, from each source
 
 
 class HePCo(Strategy):
@@ -50,33 +51,37 @@ class HePCo(Strategy):
     def _consolidate(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
         counts = class_counts(updates, moment.schedule.seen_classes(moment.task))
         self.known = counts.sum(axis=0) + np.pad(self.known, (0, counts.shape[1] - len(self.known)))
-        rng = torch_rng(self.config.seed, "distil", moment.server_round, device=model.device)
-        sources, losses = self._sources(model, updates, counts, moment, rng)
-        prompts, head = distil(model.prompt, model.head, sources, self.options, rng)  # type: ignore[arg-type]  # the table gives HePCo this prompt
+        sources, server = self._sources(model, updates, counts, moment), Latent.stack([model.travelling()])
+        with ThreadPoolExecutor(at_once(model.device), "generator") as threads:
+            found = threads.map(lambda of: train_generator(of[0], server, self.options), sources)
+            losses = dict(zip(("generator-loss", "replay-generator-loss"), found, strict=False))
+        prompts, head = distil(model.prompt, model.head, sources, self.options)  # type: ignore[arg-type]  # the table gives HePCo this prompt
         return losses | {"prompt-distillation-loss": prompts, "head-distillation-loss": head}
 
     def _sources(
-        self, model: Model, updates: Sequence[Update], counts: np.ndarray, moment: Moment, rng: torch.Generator
-    ) -> tuple[list[tuple[Source, int]], dict[str, float]]:
-        """Trained sources with their part of a composite batch: the clients, then the previous server if any."""
-        clients = Latent.stack(
-            [{n: torch.from_numpy(a).to(model.device) for n, a in u.arrays.items()} for u in updates]
-        )
+        self, model: Model, updates: Sequence[Update], counts: np.ndarray, moment: Moment
+    ) -> list[tuple[Source, int]]:
+        """Sources with their part of a composite batch: the clients, then the previous server if any."""
+        clients = Latent.stack(_taken(updates, model.device), len(updates))
         found = torch.from_numpy(counts).float().to(model.device)
         histogram = found.sum(dim=0)
-        plan = [("generator-loss", clients, found / histogram.clamp(min=1), histogram, self.options.batch_size)]
+        plan = [(clients, found / histogram.clamp(min=1), histogram, self.options.batch_size)]
         if self.previous and self.options.replay_size:
             teacher, known = self.previous
-            plan.append(
-                ("replay-generator-loss", teacher, torch.ones_like(known)[None], known, self.options.replay_size)
-            )
-        server, sources, losses = Latent.stack([model.travelling()]), [], {}
-        for i, (name, teachers, shares, histogram, size) in enumerate(plan):
+            plan.append((teacher, torch.ones_like(known)[None], known, self.options.replay_size))
+        sources = []
+        for i, (teachers, shares, histogram, size) in enumerate(plan):
             start = torch_rng(self.config.seed, "generator", moment.server_round, i)
+            rng = torch_rng(self.config.seed, "latent", moment.server_round, i, device=model.device)
             generator = Generator(len(histogram), model.backbone.dim, self.options, start).to(model.device)
-            sources.append((Source(teachers, shares, histogram, generator), size))
-            losses[name] = train_generator(sources[-1][0], server, self.options, rng)
-        return sources, losses
+            sources.append((Source(teachers, shares, histogram, generator, rng), size))
+        return sources
+
+
+def _taken(updates: Sequence[Update], device: torch.device) -> Iterator[dict[str, Tensor]]:
+    """The arrays of each, which are let go one after another: there is no moment with two copies of them all."""
+    for update in updates:
+        yield {name: torch.from_numpy(update.arrays.pop(name)).to(device) for name in [*update.arrays]}
 
 
 def class_counts(updates: Sequence[Update], order: Sequence[int]) -> np.ndarray:
@@ -87,32 +92,40 @@ def class_counts(updates: Sequence[Update], order: Sequence[int]) -> np.ndarray:
     return counts[:, list(order)]
 
 
-def draw_batches(sources: Sequence[tuple[Source, int]], steps: int, rng: torch.Generator) -> list[Batch]:
-    """Composite batches for some steps: so many samples of each source, generators as they are."""
+def at_once(device: torch.device) -> int:
+    """How many parts of the server's work go side by side: one on a GPU, else the cores that torch's threads leave.
+
+    It changes no result. Unlike torch's own threads they do not wait for each other in every product, which is slow on
+    busy cores.
+    """
+    return max(1, cores() // torch.get_num_threads()) if device.type == "cpu" else 1
+
+
+def draw_batches(source: Source, size: int, steps: int) -> Batches:
+    """A batch of ``size`` samples for each step, all in one pass: a trained generator treats every sample alone."""
+    if not steps:
+        return []
     with torch.no_grad():
-        return [[source.draw(size, rng) for source, size in sources] for _ in range(steps)]
+        z, rows = source.draw(steps * size)
+    return list(zip(z.split(size), rows.split(size), strict=True))
 
 
 def distil(
-    prompt: DecomposedPrompt,
-    head: Head,
-    sources: Sequence[tuple[Source, int]],
-    options: HePCoOptions,
-    rng: torch.Generator,
+    prompt: DecomposedPrompt, head: Head, sources: Sequence[tuple[Source, int]], options: HePCoOptions
 ) -> tuple[float, float]:
     """Prompts and head, in place; returns the last batch's loss per sample of each (step 4).
 
     The head and the prompts of each block share nothing but the samples, so that on a CPU they are distilled side by
-    side; how many at once changes no result. Unlike torch's own threads they do not wait for each other in every
-    product, which is slow on busy cores. All samples are drawn first: batch x steps x D numbers.
+    side. All samples are drawn first: batch x steps x D numbers.
     """
-    batches, others = (draw_batches(sources, steps, rng) for steps in (options.prompt_steps, options.head_steps))
-    at_once = max(1, cores() // torch.get_num_threads()) if prompt.pool.device.type == "cpu" else 1
-    stop = Event()
-    with ThreadPoolExecutor(at_once, "distil") as threads:
+    number, stop = at_once(prompt.pool.device), Event()
+    with ThreadPoolExecutor(number, "distil") as threads:
         try:
+            steps = options.prompt_steps, options.head_steps
+            drawn = threads.map(lambda of: [draw_batches(of[0], of[1], number) for number in steps], sources)
+            batches, others = (list(zip(*each, strict=True)) for each in zip(*drawn, strict=True))
             parts = []
-            for part in _parts(len(prompt.blocks), at_once):
+            for part in _parts(len(prompt.blocks), number):
                 theirs = [source.blocks(part) for source, _ in sources]
                 parts.append(threads.submit(distil_blocks, prompt, part, theirs, _until(stop, batches), options))
             last = threads.submit(distil_head, head, _until(stop, others), options)
