@@ -15,7 +15,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 
 import strategies.hepco
 from strategies.base import Moment, Update
-from strategies.generator import Generator, Latent, PromptGap, Source, generator_loss, train_generator
+from strategies.generator import Generator, Latent, PromptGap, Source, generator_loss
 from strategies.hepco import HePCo, distil, distil_head, draw_batches, prompt_loss
 from task.config import Config, parse
 from task.cores import cores
@@ -83,44 +83,28 @@ class Server:
         return found
 
 
-class Clock:
-    """Wraps functions of strategies.hepco and adds up the seconds spent in them, by phase."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.sources: list[Source] = []
-
-    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, timed; remembers the sources that generators are trained for."""
-
-        def call(*arguments: Any) -> Any:
-            started = time.perf_counter()
-            found = function(*arguments)
-            self.seconds[phase] += time.perf_counter() - started
-            if isinstance(arguments[0], Source):
-                self.sources.append(arguments[0])
-            return found
-
-        return call
-
-
-def ours(size: Size, config: Config) -> Clock:
-    """A whole refinement in the second task's last round."""
-    server, strategy, clock = Server(size), HePCo(config), Clock()
+def ours(size: Size, config: Config) -> tuple[dict[str, float], list[tuple[Source, int]]]:
+    """Seconds of each phase of a whole refinement in the second task's last round; the sources that it trained."""
+    server, strategy, sources, seconds = Server(size), HePCo(config), list[tuple[Source, int]](), dict[str, float]()
     strategy.previous, strategy.known = (server.previous, torch.ones(CLASSES)), np.ones(CLASSES)
     answers = server.answers()
     schedule = Schedule([range(CLASSES), range(CLASSES, 2 * CLASSES)], 1)
-    own: dict[str, Callable[..., Any]] = {"train_generator": train_generator, "distil": distil}
+
+    def timed(prompt: DecomposedPrompt, head: Head, trained: Sequence[tuple[Source, int]], *more: Any) -> Any:
+        sources.extend(trained)
+        started = time.perf_counter()
+        found = distil(prompt, head, trained, *more)
+        seconds["distillation"] = time.perf_counter() - started
+        return found
+
+    strategies.hepco.distil = timed  # type: ignore[assignment]  # has the same arguments
     try:
-        for (name, function), phase in zip(own.items(), PHASES, strict=False):
-            setattr(strategies.hepco, name, clock.timed(phase, function))
         started = time.perf_counter()
         strategy.refine(server, answers, Moment(schedule, 2))  # type: ignore[arg-type]  # all that it needs of a model
-        clock.seconds["whole"] = time.perf_counter() - started
+        seconds["whole"] = time.perf_counter() - started
     finally:
-        for name, function in own.items():
-            setattr(strategies.hepco, name, function)
-    return clock
+        strategies.hepco.distil = distil
+    return seconds | {"generators": seconds["whole"] - seconds["distillation"]}, sources
 
 
 def direct_rho(z: Tensor, keys: Tensor, pool: Tensor) -> Tensor:
@@ -167,24 +151,23 @@ def seconds_per_step(step: Callable[[], Tensor], parameters: list[Tensor], steps
     return (time.perf_counter() - started) / steps
 
 
-def direct(size: Size, options: HePCoOptions, clock: Clock) -> dict[str, float]:
+def direct(size: Size, options: HePCoOptions, sources: Sequence[tuple[Source, int]]) -> dict[str, float]:
     """Seconds of each phase of the direct form, extrapolated but for the head, whose distillation is ours."""
-    server, rng = Server(size), torch_rng(0, "direct")
+    server = Server(size)
     latent = Latent.stack([server.travelling()])
     seconds = dict.fromkeys(PHASES, 0.0)
     started = time.perf_counter()
-    sizes = (options.batch_size, options.replay_size)
-    batches = draw_batches(list(zip(clock.sources, sizes, strict=True)), options.head_steps, rng)
-    distil_head(server.head, batches, options)
+    drawn = [draw_batches(*pair, options.head_steps) for pair in sources]
+    distil_head(server.head, zip(*drawn, strict=True), options)
     seconds["distillation"] += time.perf_counter() - started
-    for source, batch in zip(clock.sources, sizes, strict=True):
+    for source, batch in sources:
         source.generator.train()
 
         def generate(source: Source = source) -> Tensor:
-            return direct_generator_loss(*source.draw(options.batch_size, rng), source, latent, options)
+            return direct_generator_loss(*source.draw(options.batch_size), source, latent, options)
 
         def follow(source: Source = source, batch: int = batch) -> Tensor:
-            z, labels = source.draw(batch, rng)
+            z, labels = source.draw(batch)
             return direct_prompt_loss(server.prompt, z.detach(), source.shares[:, labels], source.teachers)
 
         parameters = list(source.generator.parameters())
@@ -200,10 +183,10 @@ def check(size: Size, options: HePCoOptions) -> None:
     server, rng = Server(size), torch_rng(0, "check")
     latent = Latent.stack([server.travelling()])
     arrays = [{n: torch.from_numpy(a) for n, a in u.arrays.items()} for u in server.answers()]
-    teachers, shares = Latent.stack(arrays), torch.full((CLIENTS, 2 * CLASSES), 1 / CLIENTS)
+    teachers, shares = Latent.stack(arrays, CLIENTS), torch.full((CLIENTS, 2 * CLASSES), 1 / CLIENTS)
     generator = Generator(2 * CLASSES, size.dim, options, rng)
-    source = Source(teachers, shares, torch.ones(2 * CLASSES), generator)
-    z, labels = source.draw(8, rng)
+    source = Source(teachers, shares, torch.ones(2 * CLASSES), generator, rng)
+    z, labels = source.draw(8)
     z = z.detach().requires_grad_()
     gap = PromptGap(latent, teachers)
     pair = [
@@ -247,12 +230,12 @@ def _main() -> int:
     )
     check(size, options)
     print(f"{'form':<8}" + "".join(f"{phase + ' s':>12}" for phase in PHASES) + f"{'peak GiB':>10}", flush=True)
-    clock = ours(size, config)
-    _print_row("ours", clock.seconds)
+    seconds, sources = ours(size, config)
+    _print_row("ours", seconds)
     torch.set_num_threads(cores())
-    found = direct(size, options, clock)
+    found = direct(size, options, sources)
     _print_row("direct", found)
-    ratio = found["whole"] / clock.seconds["whole"]
+    ratio = found["whole"] / seconds["whole"]
     print(f"direct: {size.timed} steps of each phase, times the number of steps; its head distillation is ours")
     print(f"ratio {ratio:.1f}x; required {REQUIRED:g}x: {'met' if ratio >= REQUIRED else 'NOT met'}")
     return 0 if ratio >= REQUIRED or asked.quick else 1

@@ -54,7 +54,7 @@ class Latent:
         """Copies of the travelling arrays of C = ``number`` models, each of which may go once the next one comes."""
         places = {"prompt.keys": 1, "prompt.pool": 1, "head.weight": 0, "head.bias": 0}  # of C among the dimensions
         made = dict[str, Tensor]()
-        for c, model in enumerate(models):
+        for c, model in zip(range(number), models, strict=True):
             for name, place in places.items():
                 shape = model[name].shape
                 if name not in made:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Attention
 from timm.models import VisionTransformer
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from task.keys import ConfigError
@@ -22,31 +23,38 @@ class PrefixAttention(nn.Module):
 
     Prefix tuning (HGP section 3.2, PIP eq. 3): keys [P_k; K], values [P_v; V], queries unchanged. The prefix is split
     over heads as K and V are, and given no position. It is not projected, unless ``projects`` says so: then it stands
-    for tokens in front of the others, as in PIP's equations. Without a prefix this is timm's own forward.
+    for tokens in front of the others, as in PIP's equations. Without a prefix this is timm's own forward, unless
+    ``first_only`` asks for the first token's output only.
     """
 
     def __init__(self, attention: Attention) -> None:
         super().__init__()
         self.attention = attention
         self.prefix: Tensor | None = None
-        self.projects = False
+        self.projects = self.first_only = False
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Tokens [B, N, D] -> [B, N, D]."""
+        """Tokens [B, N, D] -> [B, N, D], or [B, 1, D] of the first token only."""
         inner = self.attention
-        if self.prefix is None:
+        if self.prefix is None and not self.first_only:
             return inner(x, attn_mask=attn_mask, is_causal=is_causal)
         B, N, _ = x.shape
         qkv = inner.qkv(x).reshape(B, N, 3, inner.num_heads, inner.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, heads, N, D / heads]
-        q, k = inner.q_norm(q), inner.k_norm(k)
-        front = self._projected(self.prefix) if self.projects else self.prefix
-        front = front.to(q.dtype).unflatten(-1, (inner.num_heads, inner.head_dim)).expand(B, -1, -1, -1, -1)
-        front_k, front_v = front.permute(1, 0, 3, 2, 4).unbind(0)  # each [B, heads, L_p, D / heads]
-        if self.projects:
-            front_k = inner.k_norm(front_k)
-        x = F.scaled_dot_product_attention(q, torch.cat([front_k, k], dim=2), torch.cat([front_v, v], dim=2))
-        return inner.proj(inner.norm(x.transpose(1, 2).reshape(B, N, inner.attn_dim)))
+        q, k = inner.q_norm(q[:, :, :1] if self.first_only else q), inner.k_norm(k)
+        if self.prefix is not None:
+            front_k, front_v = self._front(self.prefix.to(q.dtype), B)
+            k, v = torch.cat([front_k, k], dim=2), torch.cat([front_v, v], dim=2)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return inner.proj(inner.norm(x.transpose(1, 2).flatten(2)))
+
+    def _front(self, prefix: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a prefix [B or 1, 2, L_p, D], each [B, heads, L_p, D / heads]."""
+        inner = self.attention
+        front = self._projected(prefix) if self.projects else prefix
+        front = front.unflatten(-1, (inner.num_heads, inner.head_dim)).expand(batch, -1, -1, -1, -1)
+        keys, values = front.permute(1, 0, 3, 2, 4).unbind(0)
+        return inner.k_norm(keys) if self.projects else keys, values
 
     def _projected(self, prefix: Tensor) -> Tensor:
         """Keys and values of prefix vectors [B or 1, 2, L_p, D], by the frozen weights that project the tokens."""
@@ -57,19 +65,29 @@ class PrefixAttention(nn.Module):
 
 
 class PromptedBlock(nn.Module):
-    """timm's block with prompt tokens appended to its input and dropped at its output (prompt tuning, PIP eq. 2)."""
+    """timm's block with prompt tokens appended to its input and dropped at its output (prompt tuning, PIP eq. 2).
 
-    def __init__(self, block: nn.Module) -> None:
+    With ``first_only`` it gives the first token's output, and spares the rest of its work.
+    """
+
+    def __init__(self, block: Block) -> None:
         super().__init__()
         self.block = block
         self.tokens: Tensor | None = None
+        self.first_only = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens [B, N, D] -> [B, N, D]."""
-        if self.tokens is None:
-            return self.block(x)
+        """Tokens [B, N, D] -> [B, N, D], or [B, 1, D] of the first token only."""
         B, N, _ = x.shape
-        return self.block(torch.cat([x, self.tokens.to(x.dtype).expand(B, -1, -1)], dim=1))[:, :N]
+        if self.tokens is not None:
+            x = torch.cat([x, self.tokens.to(x.dtype).expand(B, -1, -1)], dim=1)
+        return self._first(x) if self.first_only else self.block(x)[:, :N]
+
+    def _first(self, x: Tensor) -> Tensor:
+        """What a block of timm does, where the attention lets the first token go on alone."""
+        block = self.block
+        first = x[:, :1] + block.drop_path1(block.ls1(block.attn(block.norm1(x))))
+        return first + block.drop_path2(block.ls2(block.mlp(block.norm2(first))))
 
 
 class Backbone(nn.Module):
@@ -122,15 +140,18 @@ class ViT(Backbone):
 
         (A ViT that timm pools otherwise gives its own pooled feature.) ``projects``: see :class:`PrefixAttention`.
 
-        Without ``prompted`` this is q(x), exactly timm's forward_features and pre-logits head.
+        Without ``prompted`` this is q(x), exactly timm's forward_features and pre-logits head. With it, the last block
+        works out the class token only, the others being of no use then: the same feature but for rounding.
         """
         with self._holding(prompted or {}, projects):
             return self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
 
     @contextmanager
     def _holding(self, prompted: Prompted, projects: bool) -> Iterator[None]:
-        blocks = [self.vit.blocks[i] for i in prompted]
+        blocks, last = [self.vit.blocks[i] for i in prompted], self.vit.blocks[-1]
         try:
+            alone = bool(prompted) and self.vit.global_pool == "token" and type(last.block) is Block
+            last.first_only = last.block.attn.first_only = alone
             for block, vectors in zip(blocks, prompted.values(), strict=True):
                 if vectors.ndim == 4:
                     block.block.attn.prefix, block.block.attn.projects = vectors, projects
@@ -138,6 +159,7 @@ class ViT(Backbone):
                     block.tokens = vectors
             yield
         finally:
+            last.first_only = last.block.attn.first_only = False
             for block in blocks:
                 block.block.attn.prefix = block.tokens = None
 

@@ -14,6 +14,7 @@ import timm
 import torch
 from scipy.special import erf
 from timm.models import VisionTransformer
+from timm.models.vision_transformer import Block
 from torch import nn
 
 from task import weights as module
@@ -222,6 +223,31 @@ def test_prompt_tokens_equal_float64_numpy(changes, batch):
     assert np.abs(backbone(images()).numpy() - NumpyViT(tiny_vit(3, **changes)).features(images())).max() < 5e-5
 
 
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_the_last_block_may_have_no_prompt(changes):
+    """It works out the class token alone, of which the NumPy form knows nothing."""
+    vit, found = tiny_vit(2, **changes), prefix(3)
+    expected = NumpyViT(vit).features(images(), {0: found})
+    assert np.abs(ViT(vit, *HALVES)(images(), {0: found}).numpy() - expected).max() < 5e-5
+
+
+class OtherBlock(Block):
+    """One of which nobody knows what it does with its tokens."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [({}, 1), ({"global_pool": "avg"}, 5), ({"global_pool": "map"}, 5), ({"block_fn": OtherBlock}, 5)],
+    ids=["class token", "mean", "attention pool", "another block"],
+)
+def test_tokens_are_spared_where_nothing_reads_them(changes, tokens):
+    backbone, seen = ViT(tiny_vit(2, **changes), *HALVES), []
+    backbone.vit.blocks[1].register_forward_hook(lambda block, given, out: seen.append(out.shape[1]))
+    backbone(images(), {0: prefix()})
+    backbone(images())
+    assert seen == [tokens, 5]
+
+
 def test_shared_prompt_goes_to_the_named_blocks():
     """NumPy reads the prompt's parameter [blocks, 2, L_p, D] itself: keys, then values."""
     vit, prompt = tiny_vit(3), SharedPrompt([0, 2], 4, 12, seed=0)
@@ -281,6 +307,7 @@ def test_an_exception_leaves_no_prefix_behind(batch, found):
         backbone(batch, found)
     assert [block.block.attn.prefix for block in backbone.vit.blocks] == [None, None]
     assert [block.tokens for block in backbone.vit.blocks] == [None, None]
+    assert not any(block.first_only or block.block.attn.first_only for block in backbone.vit.blocks)
     assert torch.equal(backbone(images()), before)
 
 
