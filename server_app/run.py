@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,8 @@ class Run:
             log.info("%(overlap)d of the private places repeat a class of another client", self.results.sharing)
         self.done = self._restored(saved) if saved else self._begun(held)
         self.board = Board(config, directory, self.done)
+        self._artist, self._drawing = ThreadPoolExecutor(1, "report"), Future[None]()
+        self._drawing.set_result(None)
         self.results.write()
 
     def _first_plan(self, saved: Mapping[str, Any] | None, side: int) -> Plan | None:
@@ -197,7 +200,7 @@ class Run:
             self.done = moment.server_round
             self._save(moment)
             if moment.ends_task or moment.server_round == 1:
-                self._draw()  # so that a run that is killed leaves its pictures too
+                self._draw_aside()  # so that a run that is killed leaves its pictures too
             log.info("\n".join(describe_round(line, moment.server_round)))
         self.results.status = "finished"
         self._conclude()
@@ -234,7 +237,13 @@ class Run:
     def _conclude(self) -> None:
         self.board.close()
         self.results.write()
+        self._artist.shutdown()
         self._draw()
+
+    def _draw_aside(self) -> None:
+        """Begin to draw what is on the disk while the run goes on, unless the last pictures are still being drawn."""
+        if self._drawing.done():
+            self._drawing = self._artist.submit(self._draw)
 
     def _draw(self) -> None:
         try:
