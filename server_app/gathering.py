@@ -80,7 +80,8 @@ class Gathering:
             if update.arrays:
                 self.mean.add(update.arrays, self._strategy.weight(update))
             self.seconds += time.perf_counter() - started
-            self.updates.append(update if self._strategy.needs_arrays else replace(update, arrays={}))
+            kept = dict(update.arrays) if self._strategy.needs_arrays else {}
+            self.updates.append(replace(update, arrays=kept))
         return refused
 
     def _put_in_order(self, refused: dict[str, str], report: RoundReport) -> None:

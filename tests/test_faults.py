@@ -328,7 +328,7 @@ def test_an_existing_run_is_never_overwritten(tiny: dict) -> None:
 
 
 def test_a_killed_run_leaves_whole_files_up_to_its_last_round(tiny: dict) -> None:
-    """SIGKILL after the first line of rounds.jsonl; then the report is drawn from what is there."""
+    """SIGKILL after some lines of rounds.jsonl and the first pictures; then the report is drawn from what is there."""
     values = tiny | {"rounds-per-task": 2000}
     code = textwrap.dedent(f"""
         from server_app.in_process import InProcessTransport
@@ -341,7 +341,8 @@ def test_a_killed_run_leaves_whole_files_up_to_its_last_round(tiny: dict) -> Non
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 120
-        while not (folder / "rounds.jsonl").exists() or len((folder / "rounds.jsonl").read_text().splitlines()) < 3:
+        lines, drawn = folder / "rounds.jsonl", folder / "report.html"
+        while not (drawn.exists() and lines.exists()) or len(lines.read_text().splitlines()) < 3:
             assert process.poll() is None, process.stderr and process.stderr.read().decode()
             assert time.monotonic() < deadline
             time.sleep(0.05)

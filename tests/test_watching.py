@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ def test_a_run_that_goes_on_can_be_reported(tiny: Values, capsys: pytest.Capture
 
     def look(node: int, kind: Kind, packet: Packet) -> Packet:
         if kind == "train" and packet.config["name"] == "client-0000" and (folder / "rounds.jsonl").exists():
+            deadline = time.monotonic() + 60  # it is drawn beside the run
+            while not (folder / "report.html").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
             (folder / "report.html").unlink()
             codes.append(cli.main(["report", str(folder)]))
             assert json.loads((folder / "results.json").read_text())["status"] == "running"
