@@ -18,6 +18,7 @@ from server_app.transport import Reply
 from task.packet import Kind, Packet
 
 _LOOK = 10.0  # seconds between two looks for nodes that were started anew
+_AT_ONCE = 16  # answers that are pulled together, and so in memory together
 _LONGEST_ID = 2**64 - 1
 _RANDOM_IDS = ("_run_id", "_src_node_id", "_dst_node_id", "_src_task_id", "_dst_task_id")
 _WRAPPED = re.compile(r"<class '(?P<module>[\w.]*?)\.?(?P<kind>\w+)(?:\(\w+\))?'>:<'(?P<text>.*)'>", re.DOTALL)
@@ -50,8 +51,9 @@ class GridTransport:
         Args:
             kind: which handler of the client answers.
             packets: by node id; left as they are. An array that several packets share is serialised once.
-            timeout: seconds. A node that is still busy with an earlier message gets this one as soon as it is free;
-                when all the others have answered, it is not waited for.
+            timeout: seconds of waiting; what the caller does between two replies does not count. A node that is still
+                busy with an earlier message gets this one as soon as it is free; when all the others have answered, it
+                is not waited for.
 
         Raises:
             TypeError, ValueError: a packet holds something that cannot travel.
@@ -59,14 +61,11 @@ class GridTransport:
         started = time.monotonic()
         exchange = _Exchange(self._grid, self._owed, _envelopes(kind, packets, timeout))
         try:
-            while not exchange.finished() and time.monotonic() - started < timeout:
+            while not exchange.finished() and (waited := time.monotonic() - started - exchange.busy) < timeout:
                 exchange.send()
                 yield from exchange.collect()
                 if not exchange.finished():
-                    waited = time.monotonic() - started
-                    time.sleep(max(0.0, min(timeout - waited, _pause(waited))))
-            if not exchange.finished():
-                yield from exchange.collect()  # what came while the caller was busy with the others
+                    time.sleep(min(timeout - waited, _pause(waited)))
         finally:
             failed = exchange.close(timeout)
         yield from failed
@@ -113,7 +112,10 @@ class _Envelope:
 
 
 class _Exchange:
-    """The state of one exchange: each envelope is held, sent, or replied to."""
+    """The state of one exchange: each envelope is held, sent, or replied to.
+
+    ``busy`` is how many seconds the caller has spent on replies.
+    """
 
     def __init__(self, grid: Grid, owed: dict[str, _Envelope], envelopes: list[_Envelope]) -> None:
         self._grid = grid
@@ -122,6 +124,7 @@ class _Exchange:
         self._sent: dict[str, _Envelope] = {}
         self._failed: list[Reply] = []
         self._replied = False
+        self.busy = 0.0
         self._starts: dict[int, str] = {}
         self._next_look = 0.0
 
@@ -157,18 +160,34 @@ class _Exchange:
                     self._fail(lost, "was restarted or out of reach before it answered", lost.size)
 
     def collect(self) -> Iterator[Reply]:
-        """Pull the answers that have come, to this exchange's messages and to those still owed."""
+        """Pull the answers that have come, a few at a time, until no more have come while the caller was busy."""
+        came = True
+        while came:
+            came, awaited = False, [*self._sent, *self._owed]
+            for start in range(0, len(awaited), _AT_ONCE):
+                answers = self._pulled(awaited[start : start + _AT_ONCE])
+                came = came or bool(answers)
+                while answers:
+                    reply, began = _reply(*answers.pop()), time.monotonic()
+                    yield reply
+                    del reply
+                    self.busy += time.monotonic() - began
+
+    def _pulled(self, awaited: list[str]) -> list[tuple[_Envelope, Message]]:
+        """Answers to those of this exchange's messages; late ones to messages still owed are thrown away."""
+        answers = []
         # asking for a message whose time is over raises KeyError in a simulation
-        for known in [known for known, envelope in self._owed.items() if envelope.expires < time.time()]:
-            del self._owed[known]
-        awaited = [*self._sent, *self._owed]
+        for over in [known for known, envelope in self._owed.items() if envelope.expires < time.time()]:
+            del self._owed[over]
+        awaited = [known for known in awaited if known in self._sent or known in self._owed]
         for message in self._grid.pull_messages(awaited) if awaited else []:
             # not by sender: the SuperLink itself answers for nodes that are gone
             answered = message.metadata.reply_to_message_id
             self._owed.pop(answered, None)
             if envelope := self._sent.pop(answered, None):
                 self._replied = True
-                yield _reply(envelope, message)
+                answers.append((envelope, message))
+        return answers
 
     def close(self, timeout: float) -> list[Reply]:
         """Give up what is still open; the replies of all that failed."""

@@ -17,7 +17,7 @@ from task.model import Model
 class Gathering:
     """Checks each answer, averages its arrays and drops them, unless the method's refinement reads them.
 
-    What comes of a round does not depend on the order in which its answers come: the mean is an exact sum, and all else
+    What comes of a round does not depend on the order in which its answers come: the mean knows no order, and all else
     is put into the order in which the clients were drawn.
 
     Attributes:

@@ -119,7 +119,6 @@ class Run:
         self.done = self._restored(saved) if saved else self._begun(held)
         self.board = Board(config, directory, self.done)
         self._artist, self._drawing = ThreadPoolExecutor(1, "report"), Future[None]()
-        self._drawing.set_result(None)
         self.results.write()
 
     def _first_plan(self, saved: Mapping[str, Any] | None, side: int) -> Plan | None:
@@ -235,15 +234,15 @@ class Run:
             self._conclude()
 
     def _conclude(self) -> None:
+        self._artist.shutdown(cancel_futures=True)
         self.board.close()
         self.results.write()
-        self._artist.shutdown()
         self._draw()
 
     def _draw_aside(self) -> None:
-        """Begin to draw what is on the disk while the run goes on, unless the last pictures are still being drawn."""
-        if self._drawing.done():
-            self._drawing = self._artist.submit(self._draw)
+        """Draw what is on the disk while the run goes on; what has not begun to be drawn would be drawn twice."""
+        self._drawing.cancel()
+        self._drawing = self._artist.submit(self._draw)
 
     def _draw(self) -> None:
         try:

@@ -1,5 +1,6 @@
 """The server half of a method; the base of all is FedAvg."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -93,17 +94,23 @@ class WeightedMean:
     """sum_m w_m theta_m / sum_m w_m of dicts of float32 arrays, which come one by one and are not kept.
 
     Each sum is a pair of float64 arrays, what rounding takes from the first being added to the second (Knuth's
-    TwoSum): the mean is the same bit for bit in whatever order they come, and what is equal everywhere stays so.
+    TwoSum). That is exact to some 100 bits of the largest sum on the way, so that in float32 the mean is the same in
+    whatever order they come, and what is equal everywhere stays so bit for bit.
     """
 
     def __init__(self) -> None:
-        self.total = 0.0  # sum of the weights so far
+        self._weights: list[float] = []
         self._sums: dict[str, np.ndarray] = {}  # float64 [2, numbers]
         self._shapes: dict[str, tuple[int, ...]] = {}
 
+    @property
+    def total(self) -> float:
+        """Sum of the weights so far, in no order either."""
+        return math.fsum(self._weights)
+
     def add(self, arrays: Arrays, weight: float) -> None:
         """Take in one dict, of the same names and shapes as all others; ``weight`` is not negative."""
-        self.total += weight
+        self._weights.append(weight)
         for name, array in arrays.items():
             self._shapes[name], flat = array.shape, array.ravel()
             if name not in self._sums:
@@ -115,8 +122,9 @@ class WeightedMean:
 
     def arrays(self) -> Arrays:
         """The mean as float32, if the weights sum to more than 0."""
+        total = self.total
         return {
-            name: (pair.sum(axis=0) / self.total).astype(np.float32).reshape(self._shapes[name])
+            name: (pair.sum(axis=0) / total).astype(np.float32).reshape(self._shapes[name])
             for name, pair in self._sums.items()
         }
 

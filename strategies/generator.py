@@ -3,11 +3,12 @@
 Shapes: J prompted blocks, C models, B samples, N prompts in a pool, V = 2 L_p D numbers in a prompt, S head rows.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Self
+from itertools import pairwise, takewhile
+from threading import Event
+from typing import Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from task.methods import HePCoOptions
 from task.prompt_decomposed import cosines
+
+T = TypeVar("T")
 
 
 class Generator(nn.Module):
@@ -187,12 +190,17 @@ class Source:
         return (chosen[:, :, None] * F.normalize(z, dim=1)[:, None]).flatten(1) @ self._map
 
 
-def train_generator(source: Source, server: Latent, options: HePCoOptions) -> float:
+def until(stop: Event, items: Iterable[T]) -> Iterator[T]:
+    """The items, as long as nobody says stop."""
+    return takewhile(lambda item: not stop.is_set(), items)
+
+
+def train_generator(source: Source, server: Latent, options: HePCoOptions, stop: Event) -> float:
     """Train the source's generator against its teachers (step 2); returns the last batch's loss per sample."""
     gap = PromptGap(server, source.teachers)
     optimiser = torch.optim.Adam(source.generator.parameters(), options.generator_learning_rate, fused=True)
     loss = torch.zeros(())
-    for left in reversed(range(options.generator_steps)):
+    for left in until(stop, reversed(range(options.generator_steps))):
         z, labels = source.draw(options.batch_size)
         needed = gap if options.query_gradient or not left else None
         loss = generator_loss(z, labels, source.shares, server, source.teachers, needed, options)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
+from contextlib import contextmanager
 from threading import Event
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strategies.base import Moment, Strategy, Update
-from strategies.generator import Generator, Latent, Source, train_generator
+from strategies.generator import Generator, Latent, Source, train_generator, until
 from task.config import Config
 from task.cores import cores
 from task.methods import HePCoOptions
@@ -52,8 +52,8 @@ class HePCo(Strategy):
         counts = class_counts(updates, moment.schedule.seen_classes(moment.task))
         self.known = counts.sum(axis=0) + np.pad(self.known, (0, counts.shape[1] - len(self.known)))
         sources, server = self._sources(model, updates, counts, moment), Latent.stack([model.travelling()])
-        with ThreadPoolExecutor(at_once(model.device), "generator") as threads:
-            found = threads.map(lambda of: train_generator(of[0], server, self.options), sources)
+        with side_by_side(model.device) as (threads, stop):
+            found = threads.map(lambda of: train_generator(of[0], server, self.options, stop), sources)
             losses = dict(zip(("generator-loss", "replay-generator-loss"), found, strict=False))
         prompts, head = distil(model.prompt, model.head, sources, self.options)  # type: ignore[arg-type]  # the table gives HePCo this prompt
         return losses | {"prompt-distillation-loss": prompts, "head-distillation-loss": head}
@@ -92,19 +92,25 @@ def class_counts(updates: Sequence[Update], order: Sequence[int]) -> np.ndarray:
     return counts[:, list(order)]
 
 
-def at_once(device: torch.device) -> int:
-    """How many parts of the server's work go side by side: one on a GPU, else the cores that torch's threads leave.
+@contextmanager
+def side_by_side(device: torch.device) -> Iterator[tuple[ThreadPoolExecutor, Event]]:
+    """Threads for parts of the server's work, and what tells them to leave off: whoever interrupts a run is not kept.
 
-    It changes no result. Unlike torch's own threads they do not wait for each other in every product, which is slow on
-    busy cores.
+    One on a GPU, else as many as there are cores beside torch's own threads; how many changes no result. Unlike torch's
+    they do not wait for each other in every product, which is slow on busy cores.
     """
-    return max(1, cores() // torch.get_num_threads()) if device.type == "cpu" else 1
+    number, stop = max(1, cores() // torch.get_num_threads()) if device.type == "cpu" else 1, Event()
+    with ThreadPoolExecutor(number, "server") as threads:
+        try:
+            yield threads, stop
+        finally:
+            stop.set()
 
 
-def draw_batches(source: Source, size: int, steps: int) -> Batches:
+def draw_batches(source: Source, size: int, steps: Iterable[int]) -> Batches:
     """A batch of ``size`` samples for each step, the generator as it is."""
     with torch.no_grad():  # step by step: one pass for all would be no faster and need hundreds of MiB for its layers
-        return [source.draw(size) for _ in range(steps)]
+        return [source.draw(size) for _ in steps]
 
 
 def distil(
@@ -115,30 +121,23 @@ def distil(
     The head and the prompts of each block share nothing but the samples, so that on a CPU they are distilled side by
     side. All samples are drawn first: batch x steps x D numbers.
     """
-    number, stop = at_once(prompt.pool.device), Event()
-    with ThreadPoolExecutor(number, "distil") as threads:
-        try:
-            steps = options.prompt_steps, options.head_steps
-            drawn = threads.map(lambda of: [draw_batches(of[0], of[1], number) for number in steps], sources)
-            batches, others = (list(zip(*each, strict=True)) for each in zip(*drawn, strict=True))
-            parts = []
-            for part in _parts(len(prompt.blocks), number):
-                theirs = [source.blocks(part) for source, _ in sources]
-                parts.append(threads.submit(distil_blocks, prompt, part, theirs, _until(stop, batches), options))
-            last = threads.submit(distil_head, head, _until(stop, others), options)
-            losses = [loss for part in parts for loss in part.result()]
-            return sum(losses) / sum(size for _, size in sources), last.result()
-        finally:
-            stop.set()  # who interrupts a run does not wait for the remaining steps
+    blocks, phases = len(prompt.blocks), (options.prompt_steps, options.head_steps)
+    with side_by_side(prompt.pool.device) as (threads, stop):
 
+        def draw(of: tuple[Source, int]) -> list[Batches]:
+            return [draw_batches(*of, until(stop, range(steps))) for steps in phases]
 
-def _until(stop: Event, batches: Sequence[Batch]) -> Iterator[Batch]:
-    return takewhile(lambda batch: not stop.is_set(), batches)
-
-
-def _parts(number: int, most: int) -> list[slice]:
-    """``number`` things in ``most`` parts at most, as even as possible."""
-    return [slice(int(p[0]), int(p[-1]) + 1) for p in np.array_split(np.arange(number), min(number, most))]
+        batches, others = (list(zip(*each, strict=True)) for each in zip(*threads.map(draw, sources), strict=True))
+        # of several blocks in one product torch's threads would share the work otherwise, and round otherwise
+        alone = prompt.pool.device.type == "cpu"
+        parts = [slice(j, j + 1) for j in range(blocks)] if alone else [slice(0, blocks)]
+        losses = []
+        for part in parts:
+            theirs = [source.blocks(part) for source, _ in sources]
+            losses.append(threads.submit(distil_blocks, prompt, part, theirs, until(stop, batches), options))
+        last = threads.submit(distil_head, head, until(stop, others), options)
+        total = sum(loss for part in losses for loss in part.result())
+        return total / sum(size for _, size in sources), last.result()
 
 
 def distil_blocks(

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import strategies.hepco
 from strategies.base import Moment, Update
 from strategies.generator import Generator, Latent, PromptGap, Source, generator_loss, train_generator
-from strategies.hepco import HePCo, class_counts, distil, prompt_loss
+from strategies.hepco import HePCo, class_counts, distil, prompt_loss, side_by_side
 from task.config import parse
 from task.methods import HePCoOptions
 from task.model import Head, build_model
@@ -223,7 +224,7 @@ def test_training_lowers_the_generators_loss():
     def after(steps):
         own = options(generator_steps=steps, generator_learning_rate=1e-2)
         where = source([single(1), single(2)], COUNTS[:2])
-        return train_generator(where, latent(single(0)), own), where.generator
+        return train_generator(where, latent(single(0)), own, Event()), where.generator
 
     assert after(40)[0] < after(1)[0] - 1
     assert not after(1)[1].training
@@ -233,7 +234,7 @@ def test_first_generator_step_by_hand():
     """Adam's first step is the step size against the sign of the gradient."""
     server, own = latent(single(0)), options(generator_steps=1)
     moved, still = (source([single(1), single(2)], COUNTS[:2]) for _ in range(2))
-    train_generator(moved, server, own)
+    train_generator(moved, server, own, Event())
     z, labels = still.draw(own.batch_size)
     generator_loss(z, labels, still.shares, server, still.teachers, None, own).backward()
     for (name, p), q in zip(still.generator.named_parameters(), moved.generator.parameters(), strict=True):
@@ -245,7 +246,7 @@ def test_first_generator_step_by_hand():
 def test_by_default_the_gap_is_reported_and_trains_nothing():
     def after(**keys):
         where = source([single(1), single(2)], COUNTS[:2])
-        loss = train_generator(where, latent(single(0)), options(generator_steps=3, **keys))
+        loss = train_generator(where, latent(single(0)), options(generator_steps=3, **keys), Event())
         return loss, torch.cat([p.detach().flatten() for p in where.generator.parameters()])
 
     (without, first), (loss, again) = after(lambda_mse=0.0), after(lambda_mse=0.3)
@@ -359,9 +360,19 @@ def test_first_prompt_step_by_hand():
         assert np.allclose(moved.detach().numpy() - before, -1e-4 * np.sign(slope), atol=1e-6)
 
 
-def test_blocks_that_are_distilled_side_by_side_learn_the_same(monkeypatch):
+@pytest.fixture
+def torch_threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_blocks_that_are_distilled_side_by_side_learn_the_same(threads, monkeypatch, torch_threads):
+    torch_threads(threads)
+
     def after(at_once):
-        monkeypatch.setattr(strategies.hepco, "cores", lambda: at_once)
+        monkeypatch.setattr(strategies.hepco, "cores", lambda: at_once * threads)
         new, old = source([single(1), single(2)], COUNTS[:2]), source([single(3, 3)], [[1, 1, 1]])
         for where in (new, old):
             where.generator.eval()
@@ -401,6 +412,21 @@ def test_an_interrupted_distillation_does_not_go_on(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         distil(prompt, head, [(where, 2)], options(prompt_steps=300))
     assert len(steps) < 100
+
+
+def test_an_interrupted_training_of_generators_does_not_go_on():
+    """As when the server is interrupted while it waits for the other thread."""
+    where, own = source([single(1)], COUNTS[:1]), options(generator_steps=10**9)
+    trainings = []
+
+    def interrupted():
+        with side_by_side(torch.device("cpu")) as (threads, stop):
+            trainings.append(threads.submit(train_generator, where, latent(single(0)), own, stop))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert trainings[0].done()
 
 
 def test_counts_by_head_row():
@@ -448,7 +474,7 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
     """Clients teach their own counts; the previous task's last server joins in task 2 with all counts before it."""
     seen, composites = [], []
 
-    def spy(source, server, options):
+    def spy(source, server, options, stop):
         seen.append((source, server))
         return 0.0
 
