@@ -6,7 +6,7 @@ Shapes: J prompted blocks, C models, B samples, N prompts in a pool, V = 2 L_p D
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, takewhile
+from itertools import pairwise, product, takewhile
 from threading import Event
 from typing import Self, TypeVar
 
@@ -103,12 +103,12 @@ class PromptGap:
 
     def __init__(self, server: Latent, teachers: Latent) -> None:
         self.server, self.teachers = server.keys, teachers.keys
-        grams = []
-        for own, others in zip(server.pools, teachers.pools, strict=True):
-            for other in others:  # one basis at a time: bounds the memory
-                basis = torch.cat([own[0], own[0] - other])  # [2 N, V]
-                grams.append(basis @ basis.mT)
-        self.gram = torch.stack(grams).unflatten(0, teachers.pools.shape[:2])  # [J, C, 2 N, 2 N]
+        blocks, models, prompts, _ = teachers.pools.shape
+        self.gram = server.pools.new_empty(blocks, models, 2 * prompts, 2 * prompts)
+        for j, c in product(range(blocks), range(models)):  # one basis at a time: bounds the memory
+            own = server.pools[j, 0]
+            basis = torch.cat([own, own - teachers.pools[j, c]])  # [2 N, V]
+            torch.mm(basis, basis.mT, out=self.gram[j, c])
 
     def __call__(self, z: Tensor) -> Tensor:
         """Samples [B, D] -> summed over blocks and the numbers of a prompt, [C, B]."""
