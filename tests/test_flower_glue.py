@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402
 
+import gc
 import hashlib
 import json
 import logging
@@ -15,6 +16,7 @@ import tempfile
 import time
 import traceback
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -333,14 +335,63 @@ def test_an_answer_is_there_before_the_others_have_come():
     assert (third.node, third.error) == (N[2], "no answer within 1 s")
 
 
-def test_whoever_ends_an_exchange_early_is_still_owed_its_answers():
-    grid = LoopbackGrid(echo, 2)
+def test_an_answer_is_not_lost_when_its_node_is_restarted_while_the_caller_is_busy(monkeypatch):
+    """It answers after 0.2 s and is started anew after 0.4 s; the caller spends 0.6 s on the first answer."""
+    grid, began = LoopbackGrid(echo, 2), time.monotonic()
+    grid.delay[N[1]] = 0.2
+    late = {N[1]: lambda: time.monotonic() > began + 0.4}
+    monkeypatch.setattr(grid, "started", lambda node: "now" if late.get(node, bool)() else "yesterday")
+    monkeypatch.setattr(flower_grid, "_LOOK", 0.1)
+    found = []
+    for reply in GridTransport(grid).exchange("train", {n: packet(n) for n in N[:2]}, 5):
+        found.append((reply.node, reply.error))
+        time.sleep(0.6)
+    assert found == [(N[0], ""), (N[1], "")]
+
+
+def test_a_busy_caller_does_not_shorten_the_waiting_for_a_node_that_is_busy_too():
+    """The first node owes an older answer for 0.4 s; the caller spends more than the timeout on another's."""
+    grid = LoopbackGrid(echo, 3)
+    transport = GridTransport(grid)
+    grid.delay[N[0]] = 0.5
+    asked(transport, {N[0]: packet(1)}, 0.1)
+    grid.delay = {N[0]: 0.1, N[2]: 0.3}
+    found = {}
+    for reply in transport.exchange("train", {n: packet(2) for n in N[:3]}, 0.9):
+        found[reply.node] = reply.error, reply.packet.metrics["mark"]
+        time.sleep(1.0)
+    assert found == dict.fromkeys(N[:3], ("", 2))
+
+
+def test_a_few_answers_are_in_memory_at_once(monkeypatch):
+    """All four have come; two are pulled together, and one that the caller has seen may still be in its hand."""
+    grid, alive, most = LoopbackGrid(echo, 4), [], 0
+    monkeypatch.setattr(flower_grid, "_AT_ONCE", 2)
+    original = grid.pull_messages
+
+    def pull(message_ids):
+        found = original(message_ids)
+        alive.extend(weakref.ref(message) for message in found)
+        return found
+
+    monkeypatch.setattr(grid, "pull_messages", pull)
+    for _ in GridTransport(grid).exchange("train", {n: packet(n) for n in N}, 5):
+        gc.collect()
+        most = max(most, sum(ref() is not None for ref in alive))
+    assert len(alive) == 4
+    assert most <= 2
+
+
+def test_whoever_ends_an_exchange_early_is_owed_what_has_not_come():
+    """Two of three answers have been pulled together: their nodes are free, though the second was never looked at."""
+    grid = LoopbackGrid(echo, 3)
     transport = GridTransport(grid)
     grid.silent = {N[1]}
-    replies = transport.exchange("train", {n: packet(n) for n in N[:2]}, 5)
+    replies = transport.exchange("train", {n: packet(n) for n in N[:3]}, 5)
     next(replies)
     replies.close()
     assert transport.busy() == {N[1]}
+    assert [r.error for r in asked(transport, {n: packet(n) for n in (N[0], N[2])}, 5)] == ["", ""]
 
 
 def test_each_node_gets_its_own_packet_and_replies_keep_the_order():

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import logging
 import re
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import server_app.run
 from server_app import cli
 from server_app.in_process import InProcessTransport
+from server_app.results import Results
 from server_app.run import execute
 from task.config import ConfigError, parse
 from task.packet import Kind, Packet
@@ -111,3 +114,48 @@ def test_without_the_package_nothing_is_started(
 def test_nothing_is_written_unasked(tiny: Values) -> None:
     folder, _ = run(tiny)
     assert not (folder / "tensorboard").exists()
+
+
+@pytest.fixture
+def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Slow pictures; status and rounds of the run that each of them shows."""
+    seen: list[tuple[str, int]] = []
+
+    def draw(folders: list[Path]) -> None:
+        results = json.loads((folders[0] / "results.json").read_text())
+        seen.append((results["status"], len(results["rounds"])))
+        time.sleep(1.0)
+
+    monkeypatch.setattr(server_app.run, "write_report", draw)
+    return seen
+
+
+def drawing_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("report")]
+
+
+def test_slow_pictures_hold_up_nothing_and_end_with_the_run(tiny: Values, drawings: list[tuple[str, int]]) -> None:
+    """Asked for after rounds 1, 2 and 4: those that wait for a drawing under way give way to the newest."""
+    run(tiny | {"rounds-per-task": 2})
+    assert drawings[0] == ("running", 1)
+    assert drawings[-1] == ("finished", 4)
+    assert len(drawings) <= 3
+    assert drawing_threads() == []
+
+
+def test_no_drawing_outlives_a_run_whose_disk_is_full(
+    tiny: Values, drawings: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fills while the pictures of the first round are being drawn."""
+    write = Results.write
+
+    def full(results: Results) -> None:
+        if len(results.rounds) > 1:
+            raise OSError(28, "No space left on device")
+        write(results)
+
+    monkeypatch.setattr(Results, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        run(tiny | {"rounds-per-task": 2})
+    assert drawings == [("running", 1)]
+    assert drawing_threads() == []
