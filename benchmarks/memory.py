@@ -3,8 +3,8 @@
 python -m benchmarks.memory                     four methods on digits; some minutes
 python -m benchmarks.memory hgp KEY=VALUE...    one method, and run keys of every run
 
-The clients share the same images, so only what they send may grow: in the largest round, the answers of all who take
-part in it are in the server's memory at once. 100 clients of whom 10 are drawn in each round need what 10 clients need.
+The clients share the same images, and what they have trained is averaged as it comes and let go. So 100 clients need
+what 10 clients need, but for their statistics, and for the clients' prompts where the server distils from them (hepco).
 """
 
 import argparse
@@ -19,6 +19,7 @@ from pathlib import Path
 CLIENTS = ((10, 10), (100, 10), (100, 100))  # clients, and how many of them take part in each round
 METHODS = ("hgp", "fppl", "hepco", "pip")
 KEYS = {"num-tasks": "2", "rounds-per-task": "2", "local-epochs": "1", "partition": "iid", "device": "cpu"}
+KEEPING = ("fedewc", "hepco")  # statistics as large as a backbone; the clients' prompts
 REQUIRED = 1.10
 
 
@@ -53,7 +54,7 @@ def _main() -> int:
         return _one(asked.words)
     keys = KEYS | dict(word.split("=", 1) for word in asked.words if "=" in word)
     print(f"python {platform.python_version()}, {platform.machine()}, {' '.join(f'{k}={v}' for k, v in keys.items())}")
-    print(f"{'method':<8} {'clients':>7} {'a round':>7} {'peak MiB':>9} {'ratio':>6} {'sent at once, MiB':>18}")
+    print(f"{'method':<8} {'clients':>7} {'a round':>7} {'peak MiB':>9} {'ratio':>6} {'sent in one, MiB':>18}")
     ratios = []
     for method in [word for word in asked.words if "=" not in word] or METHODS:
         first = 0.0
@@ -61,10 +62,10 @@ def _main() -> int:
             own = {"method": method, "num-clients": str(clients), "clients-per-round": str(drawn)}
             peak, sent = measured(keys | own)
             first = first or peak
-            ratios += [peak / first] if drawn < clients else []
+            ratios += [peak / first] if drawn < clients or method not in KEEPING else []
             print(f"{method:<8} {clients:>7} {drawn:>7} {peak:>9.0f} {peak / first:>6.3f} {sent:>18.1f}", flush=True)
     met = max(ratios) <= REQUIRED
-    print(f"required with 10 of 100 in a round: at most {REQUIRED}: {'met' if met else 'NOT met'}")
+    print(f"required: at most {REQUIRED}, of {' and '.join(KEEPING)} with 10 in a round: {'met' if met else 'NOT met'}")
     return 0 if met else 1
 
 
