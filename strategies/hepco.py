@@ -99,8 +99,8 @@ def side_by_side(device: torch.device) -> Iterator[tuple[ThreadPoolExecutor, Eve
     One on a GPU, else as many as there are cores beside torch's own threads; how many changes no result. Unlike torch's
     they do not wait for each other in every product, which is slow on busy cores.
     """
-    number, stop = max(1, cores() // torch.get_num_threads()) if device.type == "cpu" else 1, Event()
-    with ThreadPoolExecutor(number, "server") as threads:
+    stop = Event()
+    with ThreadPoolExecutor(_at_once(device), "server") as threads:
         try:
             yield threads, stop
         finally:
@@ -128,16 +128,28 @@ def distil(
             return [draw_batches(*of, until(stop, range(steps))) for steps in phases]
 
         batches, others = (list(zip(*each, strict=True)) for each in zip(*threads.map(draw, sources), strict=True))
-        # of several blocks in one product torch's threads would share the work otherwise, and round otherwise
-        alone = prompt.pool.device.type == "cpu"
-        parts = [slice(j, j + 1) for j in range(blocks)] if alone else [slice(0, blocks)]
         losses = []
-        for part in parts:
+        for part in _parts(blocks, prompt.pool.device):
             theirs = [source.blocks(part) for source, _ in sources]
             losses.append(threads.submit(distil_blocks, prompt, part, theirs, until(stop, batches), options))
         last = threads.submit(distil_head, head, until(stop, others), options)
         total = sum(loss for part in losses for loss in part.result())
         return total / sum(size for _, size in sources), last.result()
+
+
+def _at_once(device: torch.device) -> int:
+    return max(1, cores() // torch.get_num_threads()) if device.type == "cpu" else 1
+
+
+def _parts(blocks: int, device: torch.device) -> list[slice]:
+    """Blocks that are distilled together: as many as make a part for each thread, or each one alone.
+
+    One thread of torch takes the blocks of a product one after another, so that the parts change no bit. Several share
+    the work of a product, and round otherwise for each number of blocks in it.
+    """
+    several = device.type == "cpu" and torch.get_num_threads() > 1
+    number = blocks if several else min(blocks, _at_once(device))
+    return [slice(int(p[0]), int(p[-1]) + 1) for p in np.array_split(np.arange(blocks), number)]
 
 
 def distil_blocks(
