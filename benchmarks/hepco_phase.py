@@ -16,7 +16,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +27,9 @@ from torch import Tensor
 
 import strategies.hepco
 from strategies.base import Moment, Update
-from strategies.generator import Generator, Latent, PromptGap, Source, generator_loss
+from strategies.generator import Generator, Source, generator_loss
 from strategies.hepco import HePCo, distil, distil_head, draw_batches, prompt_loss
+from strategies.teachers import Latent, Pooled, Teachers
 from task.config import Config, parse
 from task.cores import cores
 from task.methods import HePCoOptions
@@ -87,8 +88,7 @@ def ours(size: Size, config: Config) -> tuple[dict[str, float], list[tuple[Sourc
     """Seconds of each phase of a whole refinement in the second task's last round; the sources that it trained."""
     server, strategy, sources, seconds = Server(size), HePCo(config), list[tuple[Source, int]](), dict[str, float]()
     strategy.previous, strategy.known = (server.previous, torch.ones(CLASSES)), np.ones(CLASSES)
-    answers = server.answers()
-    schedule = Schedule([range(CLASSES), range(CLASSES, 2 * CLASSES)], 1)
+    answers, moment = server.answers(), Moment(Schedule([range(CLASSES), range(CLASSES, 2 * CLASSES)], 1), 2)
 
     def timed(prompt: DecomposedPrompt, head: Head, trained: Sequence[tuple[Source, int]], *more: Any) -> Any:
         sources.extend(trained)
@@ -100,7 +100,10 @@ def ours(size: Size, config: Config) -> tuple[dict[str, float], list[tuple[Sourc
     strategies.hepco.distil = timed  # type: ignore[assignment]  # has the same arguments
     try:
         started = time.perf_counter()
-        strategy.refine(server, answers, Moment(schedule, 2))  # type: ignore[arg-type]  # all that it needs of a model
+        for i in range(CLIENTS):
+            strategy.receive(server, answers[i], moment)  # type: ignore[arg-type]  # all that it needs of a model
+            answers[i] = replace(answers[i], arrays={})
+        strategy.refine(server, answers, moment)  # type: ignore[arg-type]  # the same
         seconds["whole"] = time.perf_counter() - started
     finally:
         strategies.hepco.distil = distil
@@ -113,31 +116,36 @@ def direct_rho(z: Tensor, keys: Tensor, pool: Tensor) -> Tensor:
     return (cosine[:, :, None] * pool).sum(dim=1)
 
 
-def direct_gap(z: Tensor, weights: Tensor, keys: Tensor, pools: Tensor, teachers: Latent) -> Tensor:
+def direct_gap(z: Tensor, labels: Tensor, keys: Tensor, pools: Tensor, teachers: Teachers) -> Tensor:
     """sum_b sum_c w_cb |rho(z; server) - rho(z; c)|^2, server and teacher anew in every block and pair."""
-    total = z.new_zeros(())
-    for c, weight in enumerate(weights):
+    total, models = z.new_zeros(()), _models(teachers)
+    for c, weight in enumerate(teachers.shares[:, labels]):
         for j in range(BLOCKS):
-            apart = direct_rho(z, keys[j], pools[j]) - direct_rho(z, teachers.keys[j, c], teachers.pools[j, c])
+            apart = direct_rho(z, keys[j], pools[j]) - direct_rho(z, models.keys[j, c], models.pools[j, c])
             total = total + (weight[:, None] * apart.square()).sum()
     return total
 
 
 def direct_generator_loss(z: Tensor, labels: Tensor, source: Source, server: Latent, options: HePCoOptions) -> Tensor:
     """Eq. 2 to 5 teacher by teacher."""
-    rows, weights = source.teachers.bias.shape[1], source.shares[:, labels]
-    total = -options.lambda_mse * direct_gap(z, weights, server.keys[:, 0], server.pools[:, 0], source.teachers)
-    for c, weight in enumerate(weights):
+    heads, rows = source.teachers.heads, source.teachers.heads.bias.shape[1]
+    total = -options.lambda_mse * direct_gap(z, labels, server.keys[:, 0], server.pools[:, 0], source.teachers)
+    for c, weight in enumerate(source.teachers.shares[:, labels]):
         p = F.linear(z, server.weight[0, :rows], server.bias[0, :rows]).log_softmax(dim=1)
-        q = F.linear(z, source.teachers.weight[c], source.teachers.bias[c]).log_softmax(dim=1)
+        q = F.linear(z, heads.weight[c], heads.bias[c]).log_softmax(dim=1)
         kl = F.kl_div(q, p, reduction="none", log_target=True).sum(dim=1)
         total = total + (weight * (F.nll_loss(q, labels, reduction="none") - options.lambda_kl * kl)).sum()
     return total
 
 
-def direct_prompt_loss(prompt: DecomposedPrompt, z: Tensor, weights: Tensor, teachers: Latent) -> Tensor:
+def direct_prompt_loss(prompt: DecomposedPrompt, z: Tensor, labels: Tensor, teachers: Teachers) -> Tensor:
     """Eq. 6 teacher by teacher."""
-    return direct_gap(z, weights, prompt.keys, prompt.pool.flatten(2), teachers)
+    return direct_gap(z, labels, prompt.keys, prompt.pool.flatten(2), teachers)
+
+
+def _models(teachers: Teachers) -> Latent:
+    assert isinstance(teachers, Pooled)  # they are few here
+    return teachers.heads
 
 
 def seconds_per_step(step: Callable[[], Tensor], parameters: list[Tensor], steps: int) -> float:
@@ -168,7 +176,7 @@ def direct(size: Size, options: HePCoOptions, sources: Sequence[tuple[Source, in
 
         def follow(source: Source = source, batch: int = batch) -> Tensor:
             z, labels = source.draw(batch)
-            return direct_prompt_loss(server.prompt, z.detach(), source.shares[:, labels], source.teachers)
+            return direct_prompt_loss(server.prompt, z.detach(), labels, source.teachers)
 
         parameters = list(source.generator.parameters())
         each = seconds_per_step(generate, parameters, size.timed)  # type: ignore[arg-type]  # Parameters are Tensors
@@ -183,22 +191,21 @@ def check(size: Size, options: HePCoOptions) -> None:
     server, rng = Server(size), torch_rng(0, "check")
     latent = Latent.stack([server.travelling()])
     arrays = [{n: torch.from_numpy(a) for n, a in u.arrays.items()} for u in server.answers()]
-    teachers, shares = Latent.stack(arrays, CLIENTS), torch.full((CLIENTS, 2 * CLASSES), 1 / CLIENTS)
+    shares = torch.full((CLIENTS, 2 * CLASSES), 1 / CLIENTS)
+    teachers = Pooled(Latent.stack(arrays, CLIENTS), shares)
     generator = Generator(2 * CLASSES, size.dim, options, rng)
-    source = Source(teachers, shares, torch.ones(2 * CLASSES), generator, rng)
+    source = Source(teachers, torch.ones(2 * CLASSES), generator, rng)
     z, labels = source.draw(8)
     z = z.detach().requires_grad_()
-    gap = PromptGap(latent, teachers)
     pair = [
-        generator_loss(z, labels, shares, latent, teachers, gap, options),
+        generator_loss(z, labels, latent, teachers, teachers.gap(latent), options),
         direct_generator_loss(z, labels, source, latent, options),
     ]
     print(f"gradient of the generator's loss: {_apart(pair, [z]):.1e} apart, relative")
     z = z.detach()
-    weights = shares[:, labels]
     pair = [
-        prompt_loss(server.prompt.keys, server.prompt.pool, z, teachers.blend(z, weights)).sum(),
-        direct_prompt_loss(server.prompt, z, weights, teachers),
+        prompt_loss(server.prompt.keys, server.prompt.pool, z, teachers.target(z, labels)).sum(),
+        direct_prompt_loss(server.prompt, z, labels, teachers),
     ]
     print(f"gradient of keys and prompts: {_apart(pair, [*server.prompt.parameters()]):.1e} apart, relative")
 

@@ -1,5 +1,6 @@
-"""One round's answers, taken in one by one as they come, so that no more of them is held than the method needs."""
+"""One round's answers, taken in one by one as they come: many need no more memory than few."""
 
+import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -15,26 +16,29 @@ from task.model import Model
 
 
 class Gathering:
-    """Checks each answer, averages its arrays and drops them, unless the method's refinement reads them.
+    """Checks each answer, averages its arrays, shows them to the method and lets them go.
 
     What comes of a round does not depend on the order in which its answers come: the mean knows no order, and all else
     is put into the order in which the clients were drawn.
 
     Attributes:
+        sent: arrays of the model before the round.
+        known: what the strategy knew then.
         mean: of the accepted arrays so far.
-        updates: the accepted answers of clients that have trained; with arrays only if the strategy needs them.
+        updates: the accepted answers of clients that have trained, without their arrays.
         seconds: that the mean has taken so far.
     """
 
     def __init__(
         self, config: Config, strategy: Strategy, model: Model, moment: Moment, drawn: Sequence[Member]
     ) -> None:
+        self.sent = model.export()
+        self.known = {name: copy.copy(value) for name, value in vars(strategy).items()}
         self.mean = WeightedMean()
         self.updates: list[Update] = []
         self.seconds = 0.0
-        self._config, self._strategy, self._ends_task = config, strategy, moment.ends_task
+        self._config, self._strategy, self._model, self._moment = config, strategy, model, moment
         self._drawn = {member.node: member for member in drawn}
-        self._sent = model.export()
         self._spec = {name: tuple(value.shape) for name, value in model.trained().items()}
         self._classes = learnable(config, moment.schedule, moment.task)
 
@@ -67,11 +71,11 @@ class Gathering:
 
     def _checked(self, reply: Reply) -> Update:
         member = self._drawn[reply.node]
-        return check_reply(reply, member, self._spec, self._classes, self._ends_task, self._config)
+        return check_reply(reply, member, self._spec, self._classes, self._moment.ends_task, self._config)
 
     def _settle(self, updates: Sequence[Update], look: Callable[[Update], None]) -> dict[str, str]:
         """Use those that do not go too far; returns why the others are refused."""
-        refused = too_far(updates, self._sent, self._config)
+        refused = too_far(updates, self.sent, self._config)
         for update in updates:
             if update.client in refused:
                 continue
@@ -79,9 +83,9 @@ class Gathering:
             started = time.perf_counter()
             if update.arrays:
                 self.mean.add(update.arrays, self._strategy.weight(update))
+            self._strategy.receive(self._model, update, self._moment)
             self.seconds += time.perf_counter() - started
-            kept = dict(update.arrays) if self._strategy.needs_arrays else {}
-            self.updates.append(replace(update, arrays=kept))
+            self.updates.append(replace(update, arrays={}))
         return refused
 
     def _put_in_order(self, refused: dict[str, str], report: RoundReport) -> None:

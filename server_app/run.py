@@ -1,7 +1,6 @@
 """One run from first hello to last picture: the only place that owns the round loop."""
 
 import contextlib
-import copy
 import json
 import logging
 import time
@@ -283,12 +282,12 @@ class Run:
                     entropies[update.client] = response_entropies(self.model, [update], self.world.dataset, order)
 
         found = Gathering(self.config, self.strategy, self.model, moment, drawn)
-        found.take(self._exchange("train", moment, drawn), report, look)
+        found.take(self._exchange("train", moment, drawn, found.sent), report, look)
         return found, entropies
 
-    def _exchange(self, kind: Kind, moment: Moment, members: Sequence[Member]) -> Iterable[Reply]:
+    def _exchange(self, kind: Kind, moment: Moment, members: Sequence[Member], arrays: Arrays) -> Iterable[Reply]:
         packet = Packet(
-            arrays=self.model.export(),
+            arrays=arrays,
             prototypes=self.strategy.broadcast(moment) if kind == "train" else {},
             config={
                 "task": moment.task + 1,
@@ -328,7 +327,6 @@ class Run:
 
     def _improve(self, found: Gathering, moment: Moment, report: RoundReport) -> None:
         """Aggregate and refine; a result that is not finite, or absurdly large, is dropped rather than spread."""
-        before, known = self.model.export(), {name: copy.copy(value) for name, value in vars(self.strategy).items()}
         self.results.seconds["server_aggregate"] += found.seconds
         with self._timed("server_aggregate"):
             if found.mean.total:
@@ -339,8 +337,8 @@ class Run:
         # a method that trains nothing may write what no training reaches, such as a row that must never win
         limit = LARGEST if self.config.row.client else np.finfo(np.float32).max
         if not all((np.abs(a) <= limit).all() for a in self.model.export().values()):
-            self.model.load(before)
-            vars(self.strategy).update(known)
+            self.model.load(found.sent)
+            vars(self.strategy).update(found.known)
             report.dropped = True
             if all(r.dropped for r in self.results.rounds if r.task == report.task) and moment.ends_task:
                 raise RunError(f"no round of task {report.task} gave a usable model: lower the server's learning rate.")
@@ -358,7 +356,8 @@ class Run:
 
     def _ask_clients(self, moment: Moment, report: RoundReport) -> np.ndarray:
         members = self.roster.members
-        replies = in_order(self._exchange("evaluate", moment, members), [m.node for m in members])
+        answers = self._exchange("evaluate", moment, members, self.model.export())
+        replies = in_order(answers, [m.node for m in members])
         report.bytes_up += sum(r.bytes_up for r in replies)
         report.bytes_down += sum(r.bytes_down for r in replies)
         counts = []

@@ -18,7 +18,7 @@ BLOCK = 2**16  # numbers that are summed at once, so that what is needed meanwhi
 class Update:
     """A client's checked answer: n_m training images, trained arrays (none if nothing trains), statistics, metrics.
 
-    Once they are averaged, the arrays are dropped unless the strategy says that it needs them.
+    Once they are averaged, the arrays are let go.
     """
 
     client: str
@@ -55,15 +55,8 @@ class Strategy:
     """Sample-weighted averaging and no refinement (FedAvg; HGP eq. 3).
 
     A method overrides the hooks it needs. It may keep what it knows in attributes, which it replaces and never edits in
-    place: a round that fails is undone by putting the old ones back.
-
-    Attributes:
-        needs_arrays: whether ``refine`` reads the clients' trained arrays, which are then its own to keep or to let
-            go. Otherwise they are dropped once they are averaged, so that a round of many clients needs no more memory
-            than one of few.
+    place: a round that fails is undone by putting back those from before its first answer.
     """
-
-    needs_arrays = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -76,12 +69,24 @@ class Strategy:
         """How much an update counts in the mean of its round; asked as it comes, in any order."""
         return update.num_examples
 
+    def receive(self, model: Model, update: Update, moment: Moment) -> None:
+        """Look at an accepted update as it comes, in any order, while its arrays are there.
+
+        What is kept of them is the method's own, to be let go in ``refine``. Whatever comes of it must not depend on
+        the order.
+
+        Args:
+            model: the global one, as it was sent.
+            update: of a client that has trained.
+            moment: where in the run this is.
+        """
+
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
         """Improve the model, which holds the weighted mean by now, in place and without images.
 
         Args:
             model: the global one.
-            updates: this round's, in the order in which the clients were drawn.
+            updates: this round's, in the order in which the clients were drawn, without their arrays.
             moment: where in the run this is.
 
         Returns:

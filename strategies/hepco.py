@@ -1,6 +1,6 @@
 """HePCo, server half: heterogeneous prompt consolidation (Halbe et al., TMLR 2024, section 4)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
@@ -12,13 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strategies.base import Moment, Strategy, Update
-from strategies.generator import Generator, Latent, Source, train_generator, until
+from strategies.generator import Generator, Source, train_generator, until
+from strategies.teachers import Folding, Heads, Latent, Pooled, Teachers
 from task.config import Config
 from task.cores import cores
+from task.lessons import learnable
 from task.methods import HePCoOptions
 from task.model import Head, Model
+from task.packet import Arrays
 from task.prompt_decomposed import DecomposedPrompt, cosines
 from task.seeding import torch_rng
+
+FOLD = 5  # pools are kept up to so many times the size of the folded prompts, since folding takes longer
 
 Batches = list[tuple[Tensor, Tensor]]  # of one source, a step each: samples [B, D] and their head rows [B]
 Batch = Sequence[tuple[Tensor, Tensor]]  # of one step, from each source
@@ -27,61 +32,94 @@ Batch = Sequence[tuple[Tensor, Tensor]]  # of one step, from each source
 class HePCo(Strategy):
     """Plain mean, then all clients and the previous task's server are distilled into it without a single image."""
 
-    needs_arrays = True  # the clients are the teachers
-
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.options: HePCoOptions = config.options  # type: ignore[assignment]  # the table gives HePCo these options
         self.known = np.zeros(0)  # how many images of each head row have been reported, over all rounds
         self.previous: tuple[Latent, Tensor] | None = None  # the last task's final server, and ``known`` at that time
+        self.arrived: Arrived | None = None  # from a round's first answer on
 
     def weight(self, update: Update) -> float:
         """All clients count alike (step 1)."""
         return 1.0
 
+    def receive(self, model: Model, update: Update, moment: Moment) -> None:
+        """Keep the client as a teacher; of many, what takes no more memory than a few."""
+        if not update.prototypes:
+            return
+        if not self.arrived:
+            rows = len(learnable(self.config, moment.schedule, moment.task))
+            drawn, dim = self.config.clients_per_round or self.config.num_clients, model.backbone.dim
+            many = drawn * self.config.prompt_pool > FOLD * rows * dim
+            self.arrived = Arrived(Folding(Latent.stack([model.travelling()])) if many else None)
+        counts = class_counts([update], moment.schedule.seen_classes(moment.task))[0]
+        self.arrived.add(update.client, update.arrays, counts, model.device)
+
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
         """Train the generators and distil (steps 2 to 4); remember the server when a task ends."""
+        arrived, self.arrived = self.arrived, None
         counted = [u for u in updates if u.prototypes]
-        metrics = self._consolidate(model, counted, moment) if counted else {}
+        metrics = self._consolidate(model, counted, arrived, moment) if arrived else {}
         if moment.ends_task and self.known.any():  # a server that nobody has taught teaches nothing
             known = torch.from_numpy(self.known).float().to(model.device)
             self.previous = (Latent.stack([model.travelling()]), known)
         return metrics
 
-    def _consolidate(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def _consolidate(
+        self, model: Model, updates: Sequence[Update], arrived: "Arrived", moment: Moment
+    ) -> dict[str, float]:
         counts = class_counts(updates, moment.schedule.seen_classes(moment.task))
         self.known = counts.sum(axis=0) + np.pad(self.known, (0, counts.shape[1] - len(self.known)))
-        sources, server = self._sources(model, updates, counts, moment), Latent.stack([model.travelling()])
+        histogram = torch.from_numpy(counts).float().to(model.device).sum(dim=0)
+        clients = arrived.teachers([u.client for u in updates], counts, model.device)
+        sources, server = self._sources(model, clients, histogram, moment), Latent.stack([model.travelling()])
         with side_by_side(model.device) as (threads, stop):
             found = threads.map(lambda of: train_generator(of[0], server, self.options, stop), sources)
             losses = dict(zip(("generator-loss", "replay-generator-loss"), found, strict=False))
         prompts, head = distil(model.prompt, model.head, sources, self.options)  # type: ignore[arg-type]  # the table gives HePCo this prompt
         return losses | {"prompt-distillation-loss": prompts, "head-distillation-loss": head}
 
-    def _sources(
-        self, model: Model, updates: Sequence[Update], counts: np.ndarray, moment: Moment
-    ) -> list[tuple[Source, int]]:
+    def _sources(self, model: Model, clients: Teachers, histogram: Tensor, moment: Moment) -> list[tuple[Source, int]]:
         """Sources with their part of a composite batch: the clients, then the previous server if any."""
-        clients = Latent.stack(_taken(updates, model.device), len(updates))
-        found = torch.from_numpy(counts).float().to(model.device)
-        histogram = found.sum(dim=0)
-        plan = [(clients, found / histogram.clamp(min=1), histogram, self.options.batch_size)]
+        plan = [(clients, histogram, self.options.batch_size)]
         if self.previous and self.options.replay_size:
-            teacher, known = self.previous
-            plan.append((teacher, torch.ones_like(known)[None], known, self.options.replay_size))
+            server, known = self.previous
+            plan.append((Pooled(server, (known > 0).float()[None]), known, self.options.replay_size))
         sources = []
-        for i, (teachers, shares, histogram, size) in enumerate(plan):
+        for i, (teachers, histogram, size) in enumerate(plan):
             start = torch_rng(self.config.seed, "generator", moment.server_round, i)
             rng = torch_rng(self.config.seed, "latent", moment.server_round, i, device=model.device)
             generator = Generator(len(histogram), model.backbone.dim, self.options, start).to(model.device)
-            sources.append((Source(teachers, shares, histogram, generator, rng), size))
+            sources.append((Source(teachers, histogram, generator, rng), size))
         return sources
 
 
-def _taken(updates: Sequence[Update], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """The arrays of each, which are let go one after another: there is no moment with two copies of them all."""
-    for update in updates:
-        yield {name: torch.from_numpy(update.arrays.pop(name)).to(device) for name in [*update.arrays]}
+class Arrived:
+    """What is kept of a round's clients: their models, or their heads alone where prompts are folded."""
+
+    def __init__(self, folding: Folding | None) -> None:
+        self._folding = folding
+        self._models: dict[str, Arrays] = {}
+
+    def add(self, client: str, arrays: Arrays, counts: np.ndarray, device: torch.device) -> None:
+        """A client's arrays and its counts [S]."""
+        if self._folding:
+            self._folding.add(Latent.stack([_tensors(arrays, device)]), counts)
+            arrays = {name: array for name, array in arrays.items() if name.startswith("head.")}
+        self._models[client] = arrays
+
+    def teachers(self, clients: Sequence[str], counts: np.ndarray, device: torch.device) -> Teachers:
+        """All of them in this order, of counts n_cy [C, S]; nothing is left here."""
+        found = torch.from_numpy(counts).float().to(device)
+        shares = found / found.sum(dim=0).clamp(min=1)
+        models = (_tensors(self._models.pop(client), device) for client in clients)
+        if self._folding:
+            return self._folding.teachers(Heads.of(models), shares)
+        return Pooled(Latent.stack(models, len(clients)), shares)
+
+
+def _tensors(arrays: Arrays, device: torch.device) -> Mapping[str, Tensor]:
+    return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
 
 def class_counts(updates: Sequence[Update], order: Sequence[int]) -> np.ndarray:
@@ -169,7 +207,7 @@ def distil_blocks(
     loss = torch.zeros(len(keys))
     for drawn in batches:
         with torch.no_grad():
-            target = torch.cat([s.target(*samples) for s, samples in zip(sources, drawn, strict=True)], dim=1)
+            target = torch.cat([s.teachers.target(*samples) for s, samples in zip(sources, drawn, strict=True)], dim=1)
         loss = prompt_loss(keys, pool, torch.cat([z for z, _ in drawn]), target)
         optimiser.zero_grad(set_to_none=True)
         loss.sum().backward()

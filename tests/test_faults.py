@@ -15,7 +15,7 @@ import safetensors.numpy
 from server_app.errors import RunError
 from server_app.in_process import InProcessTransport
 from server_app.run import execute
-from strategies.base import Moment
+from strategies.base import Moment, Update
 from task.config import ConfigError, parse
 from task.model import Model
 from task.packet import Kind, Packet
@@ -266,6 +266,31 @@ def test_a_dropped_round_leaves_no_trace(tiny: dict, monkeypatch: pytest.MonkeyP
     results = run(tiny | {"num-tasks": 1, "rounds-per-task": 3})
     assert [r["dropped"] for r in results["rounds"]] == [False, True, False]
     assert banks[2].means is banks[1].means
+
+
+def test_a_dropped_round_takes_back_what_was_kept_of_its_answers(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    from strategies.hgp import HGP
+
+    met, before, refine = [], [], HGP.refine
+
+    def receive(self: HGP, model: Model, update: Update, moment: Moment) -> None:
+        assert update.arrays
+        self.met = [*getattr(self, "met", []), (moment.server_round, update.client)]
+
+    def spoil(self: HGP, model: Model, updates: list, moment: Moment) -> dict[str, float]:
+        met.append(self.met)
+        before.append(updates)
+        found = refine(self, model, updates, moment)
+        if moment.server_round == 2:
+            model.head.weight.data.fill_(np.nan)
+        return found
+
+    monkeypatch.setattr(HGP, "receive", receive)
+    monkeypatch.setattr(HGP, "refine", spoil)
+    run(tiny | {"num-tasks": 1, "rounds-per-task": 3})
+    clients = ["client-0000", "client-0001", "client-0002"]
+    assert met[2] == [(number, client) for number in (1, 3) for client in clients]
+    assert not any(update.arrays for updates in before for update in updates)
 
 
 def test_nobody_answers_hello(tiny: dict) -> None:

@@ -41,7 +41,7 @@ class Counting(InProcessTransport):
         self.alive = []
         for reply in super().exchange(kind, packets, timeout):
             if kind == "train" and reply.packet:
-                self.alive += [weakref.ref(array) for array in list(reply.packet.arrays.values())[:1]]
+                self.alive.append(weakref.ref(max(reply.packet.arrays.values(), key=np.size)))
                 self.most = max(self.most, sum(ref() is not None for ref in self.alive))
             yield reply
 
@@ -56,6 +56,16 @@ def results(values: Values, transport: type[InProcessTransport] = InProcessTrans
 def test_a_run_does_not_depend_on_the_order_of_the_answers(method: str, tiny: Values) -> None:
     values = tiny | {"method": method, "num-clients": 4}
     assert results(values) == results(values | {"run-name": "backwards"}, Backwards)
+
+
+def test_nor_where_the_clients_prompts_are_folded(tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tiny | QUICK["hepco"] | {"method": "hepco", "num-clients": 4}
+    pooled = results(values | {"run-name": "pooled"})
+    monkeypatch.setattr("strategies.hepco.FOLD", 0)
+    folded = results(values)
+    assert folded == results(values | {"run-name": "backwards"}, Backwards)
+    assert folded["rounds"][0]["server"] != pooled["rounds"][0]["server"]  # rounding shows that it was another way
+    assert folded["rounds"][0]["server"] == pytest.approx(pooled["rounds"][0]["server"], rel=1e-3)
 
 
 @pytest.mark.parametrize("bound", [{}, {"max-update-norm": 50.0}, {"max-update-ratio": 5.0}])
@@ -81,12 +91,13 @@ def test_nor_do_its_failures_and_entropies(bound: Values, tiny: Values) -> None:
     [
         ({}, 2),
         ({"method": "hepco", **QUICK["hepco"]}, 6),
+        ({"method": "hepco", **QUICK["hepco"], "prompt-pool": 2000}, 2),
         ({"max-update-ratio": 9.0}, 6),
         ({"max-update-norm": 9.0}, 2),
     ],
 )
 def test_an_answer_is_let_go_once_it_is_averaged(keys: Values, most: int, tiny: Values) -> None:
-    """The one that comes and the one before it; HePCo's refinement and a median over all need all six."""
+    """The one that comes and the one before it; a median over all needs all six, HePCo too if its pools are small."""
     config = parse(tiny | {"num-clients": 6, "partition": "iid"} | keys)
     transport = Counting(config.flat(), 6)
     execute(config, transport)
@@ -98,7 +109,8 @@ def test_whoever_looks_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
     run = Run(config, InProcessTransport(config.flat(), 3), tmp_path / "run", None, ExitStack())
     members, moment = run.roster.members, Moment(run.world.schedule, 1)
     found, seen = Gathering(config, run.strategy, run.model, moment, members), list[Update]()
-    found.take(run._exchange("train", moment, members), RoundReport(1, 1, [m.name for m in members]), seen.append)
+    replies = run._exchange("train", moment, members, found.sent)
+    found.take(replies, RoundReport(1, 1, [m.name for m in members]), seen.append)
     assert [u.client for u in seen] == [u.client for u in found.updates] == [m.name for m in members]
     assert not any(u.arrays for u in found.updates)
     weights = np.array([u.num_examples for u in seen], np.float64)

@@ -1,7 +1,9 @@
 """HePCo: the decomposed prompt, the latent generator and the two distillations; numbers by hand or float64 NumPy."""
 
+import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event
 from types import SimpleNamespace
 
@@ -11,8 +13,9 @@ import torch
 
 import strategies.hepco
 from strategies.base import Moment, Update
-from strategies.generator import Generator, Latent, PromptGap, Source, generator_loss, train_generator
+from strategies.generator import Generator, Source, generator_loss, train_generator
 from strategies.hepco import HePCo, class_counts, distil, prompt_loss, side_by_side
+from strategies.teachers import Folding, Heads, Latent, Pooled, PromptGap
 from task.config import parse
 from task.methods import HePCoOptions
 from task.model import Head, build_model
@@ -39,6 +42,19 @@ def arrays(seed, rows=S, dtype=np.float64):
 
 def latent(*models):
     return Latent.stack(({n: torch.from_numpy(a) for n, a in m.items()} for m in models), len(models))
+
+
+def pooled(models, shares):
+    return Pooled(latent(*models), torch.from_numpy(np.asarray(shares, models[0]["head.bias"].dtype)))
+
+
+def folded(models, counts, start):
+    """The same teachers, folded as they come; counts [C, S]."""
+    folding = Folding(latent(start))
+    for model, each in zip(models, counts, strict=True):
+        folding.add(latent(model), each)
+    heads = Heads.of({n: torch.from_numpy(a) for n, a in m.items()} for m in models)
+    return folding.teachers(heads, pooled(models, counts / np.maximum(counts.sum(0), 1)).shares)
 
 
 def numpy_rho(model, z, block):
@@ -145,35 +161,35 @@ def numpy_generator_loss(teachers, shares, labels, rows, kl, mse):
 
 @pytest.mark.parametrize(("kl", "mse"), [(1.0, 0.1), (0.0, 0.0), (2.0, 0.0), (0.0, 0.3)])
 def test_generator_loss_of_clients(kl, mse):
-    server, teachers = latent(SERVER), latent(*CLIENTS)
-    own = options(lambda_kl=kl, lambda_mse=mse)
-    gap, shares, labels = PromptGap(server, teachers), torch.from_numpy(SHARES), torch.from_numpy(LABELS)
-    found = generator_loss(torch.from_numpy(Z), labels, shares, server, teachers, gap, own)
+    server, teachers = latent(SERVER), pooled(CLIENTS, SHARES)
+    own, labels = options(lambda_kl=kl, lambda_mse=mse), torch.from_numpy(LABELS)
+    found = generator_loss(torch.from_numpy(Z), labels, server, teachers, teachers.gap(server), own)
     assert float(found) == pytest.approx(numpy_generator_loss(CLIENTS, SHARES, LABELS, S, kl, mse), rel=1e-10)
 
 
 def test_the_gap_trains_the_generator_only_where_asked():
     """The difference of the two gradients is that of -lambda_MSE gap alone, weighted by the shares."""
-    server, teachers = latent(SERVER), latent(*CLIENTS)
-    gap, shares, labels = PromptGap(server, teachers), torch.from_numpy(SHARES), torch.from_numpy(LABELS)
+    server, teachers = latent(SERVER), pooled(CLIENTS, SHARES)
+    gap, labels = teachers.gap(server), torch.from_numpy(LABELS)
     losses, gradients = [], []
     for asked in (False, True):
         z = torch.from_numpy(Z).requires_grad_()
         own = options(query_gradient=asked)
-        losses.append(generator_loss(z, labels, shares, server, teachers, gap, own))
+        losses.append(generator_loss(z, labels, server, teachers, gap, own))
         gradients.append(torch.autograd.grad(losses[-1], z)[0])
     assert torch.equal(*losses)
     z = torch.from_numpy(Z).requires_grad_()
-    expected = torch.autograd.grad(-0.1 * (shares[:, labels] * gap(z)).sum(), z)[0]
+    expected = torch.autograd.grad(-0.1 * gap(z, labels).sum(), z)[0]
     assert torch.allclose(gradients[1] - gradients[0], expected)
     assert expected.abs().min() > 0
 
 
 def test_generator_loss_of_the_previous_server_knows_its_rows_only():
     previous, labels = arrays(7, rows=3), np.array([0, 2, 1, 1, 0, 2, 2])
-    server, teacher = latent(SERVER), latent(previous)
-    gap, shares = PromptGap(server, teacher), torch.ones(1, 3)
-    found = generator_loss(torch.from_numpy(Z), torch.from_numpy(labels), shares, server, teacher, gap, options())
+    server, teacher = latent(SERVER), pooled([previous], np.ones((1, 3)))
+    found = generator_loss(
+        torch.from_numpy(Z), torch.from_numpy(labels), server, teacher, teacher.gap(server), options()
+    )
     assert float(found) == pytest.approx(numpy_generator_loss([previous], np.ones((1, 3)), labels, 3, 1.0, 0.1))
 
 
@@ -213,7 +229,7 @@ def source(models, counts, seed=0, dim=D, chance=1, **keys):
     counts = torch.tensor(counts).float()
     shares = counts / counts.sum(0).clamp(min=1)
     generator = Generator(counts.shape[1], dim, options(**keys), torch.Generator().manual_seed(seed))
-    return Source(latent(*models), shares, counts.sum(0), generator, torch.Generator().manual_seed(chance))
+    return Source(pooled(models, shares), counts.sum(0), generator, torch.Generator().manual_seed(chance))
 
 
 def single(seed, rows=S):
@@ -236,7 +252,7 @@ def test_first_generator_step_by_hand():
     moved, still = (source([single(1), single(2)], COUNTS[:2]) for _ in range(2))
     train_generator(moved, server, own, Event())
     z, labels = still.draw(own.batch_size)
-    generator_loss(z, labels, still.shares, server, still.teachers, None, own).backward()
+    generator_loss(z, labels, server, still.teachers, None, own).backward()
     for (name, p), q in zip(still.generator.named_parameters(), moved.generator.parameters(), strict=True):
         clear = p.grad.abs() > 1e-3  # batch normalisation takes all effect from the biases before it
         assert clear.any() or name in ("net.0.bias", "net.3.bias")
@@ -260,12 +276,56 @@ def test_target_is_the_weighted_sum_of_the_teachers_prompts(drawn):
     rng = np.random.default_rng(drawn)
     counts = rng.integers(1, 9, (C, S)) * (np.arange(S) >= S - drawn)
     labels, shares = rng.integers(S - drawn, S, B), counts / np.maximum(counts.sum(0), 1)
-    where = Source(latent(*CLIENTS), torch.from_numpy(shares), torch.from_numpy(counts).sum(0), None, None)
-    found = where.target(torch.from_numpy(Z), torch.from_numpy(labels)).unflatten(-1, (2, L, D))
-    assert (where._map is not None) == (drawn == 2)
-    for b, (z, y) in enumerate(zip(Z, labels, strict=True)):
-        expected = [sum(s[y] * numpy_rho(c, z, j) for s, c in zip(shares, CLIENTS, strict=True)) for j in range(J)]
-        assert np.allclose(found[:, b], expected)
+    few, many = pooled(CLIENTS, shares), folded(CLIENTS, counts, SERVER)
+    assert (few._map is not None) == (drawn == 2)
+    for teachers in (few, many):
+        found = teachers.target(torch.from_numpy(Z), torch.from_numpy(labels)).unflatten(-1, (2, L, D))
+        for b, (z, y) in enumerate(zip(Z, labels, strict=True)):
+            expected = [sum(s[y] * numpy_rho(c, z, j) for s, c in zip(shares, CLIENTS, strict=True)) for j in range(J)]
+            assert np.allclose(found[:, b], expected)
+
+
+def test_gap_is_the_weighted_sum_over_the_teachers():
+    """Eq. 4 from pools and from folded prompts, with its slope; folding begins with another model than the server."""
+    server = latent(SERVER)
+
+    def expected(z, y):
+        return sum(s[y] * numpy_gap(SERVER, c, z) for s, c in zip(SHARES, CLIENTS, strict=True))
+
+    # what is folded is summed in float64 and kept in float32
+    for teachers, exact in ((pooled(CLIENTS, SHARES), 1e-12), (folded(CLIENTS, COUNTS, arrays(17)), 1e-6)):
+        z = torch.from_numpy(Z).requires_grad_()
+        found = teachers.gap(server)(z, torch.from_numpy(LABELS))
+        assert np.allclose(found.detach(), [expected(*pair) for pair in zip(Z, LABELS, strict=True)], rtol=exact)
+        found.sum().backward()
+        for b in (0, 2):
+            steps = 1e-6 * np.eye(D)
+            slope = [(expected(Z[b] + e, LABELS[b]) - expected(Z[b] - e, LABELS[b])) / 2e-6 for e in steps]
+            assert np.allclose(z.grad[b], slope, rtol=1e-5)
+
+
+def test_gap_is_exact_in_float32_where_many_models_are_close():
+    """As for pools: what all have in common is left out of the sums."""
+    rng = np.random.default_rng(4)
+    near = [{n: (a + 1e-4 * rng.normal(size=a.shape)).astype(np.float32) for n, a in SERVER.items()} for _ in range(C)]
+    start, server = ({n: (a + 1e-4 * k).astype(np.float32) for n, a in SERVER.items()} for k in (0, 1))
+    found = folded(near, COUNTS, start).gap(latent(server))(torch.from_numpy(Z).float(), torch.from_numpy(LABELS))
+    wide = [{n: a.astype(np.float64) for n, a in m.items()} for m in (server, *near)]
+    expected = [
+        sum(s[y] * numpy_gap(wide[0], c, z) for s, c in zip(SHARES, wide[1:], strict=True))
+        for z, y in zip(Z, LABELS, strict=True)
+    ]
+    assert np.allclose(found, expected, rtol=1e-2)
+
+
+def test_what_is_folded_does_not_depend_on_the_order():
+    near = [single(seed) for seed in range(1, 1 + C)]
+    first, *others = (
+        folded([near[c] for c in order], COUNTS[list(order)], single(0)) for order in itertools.permutations(range(C))
+    )
+    assert all(torch.equal(first.mean, other.mean) and torch.equal(first.spread, other.spread) for other in others)
+    assert first.mean.shape == (J, 3 * D, 2 * L * D)  # three of six rows have been counted
+    assert first.spread.shape == (3, D, D)
 
 
 def test_labels_follow_the_histogram():
@@ -466,6 +526,14 @@ def hepco(seed=0, **keys):
     return HePCo(parse({"method": "hepco", "seed": seed, **{f"hepco-{n}": v for n, v in (SMALL | keys).items()}}))
 
 
+def refined(strategy, model, updates, server_round):
+    """As in a round: what has been received is let go."""
+    moment = Moment(SCHEDULE, server_round)
+    for update in updates:
+        strategy.receive(model, update, moment)
+    return strategy.refine(model, [replace(u, arrays={}) for u in updates], moment)
+
+
 def test_clients_count_alike():
     assert [hepco().weight(u) for u in updates(1, {7: 100}, {2: 1})] == [1, 1]
 
@@ -485,24 +553,24 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
     monkeypatch.setattr(strategies.hepco, "train_generator", spy)
     monkeypatch.setattr(strategies.hepco, "distil", counted)
     strategy, model = hepco(), Server(1)
-    strategy.refine(model, updates(1, {7: 3, 2: 1}, {7: 1}), Moment(SCHEDULE, 1))
+    refined(strategy, model, updates(1, {7: 3, 2: 1}, {7: 1}), 1)
     assert len(seen) == 1
-    assert seen[0][0].shares.tolist() == [[0.75, 1], [0.25, 0]]
+    assert seen[0][0].teachers.shares.tolist() == [[0.75, 1], [0.25, 0]]
     assert seen[0][0].histogram.tolist() == [4, 1]
     assert strategy.previous is None
-    strategy.refine(model, updates(1, {2: 5}), Moment(SCHEDULE, 2))
+    refined(strategy, model, updates(1, {2: 5}), 2)
     left = model.travelling()["prompt.pool"].clone()
     seen.clear()
     model = Server(2)
     for server_round in (3, 4):
-        metrics = strategy.refine(model, updates(2, {5: 2}, {5: 2, 0: 1}), Moment(SCHEDULE, server_round))
+        metrics = refined(strategy, model, updates(2, {5: 2}, {5: 2, 0: 1}), server_round)
         clients, past = (s for s, _ in seen[-2:])
-        assert clients.shares.tolist() == [[0, 0, 0.5, 0], [0, 0, 0.5, 1]]
+        assert clients.teachers.shares.tolist() == [[0, 0, 0.5, 0], [0, 0, 0.5, 1]]
         assert clients.histogram.tolist() == [0, 0, 4, 1]
         assert past.histogram.tolist() == [4, 6]  # 3 + 1 and 1 + 5
-        assert past.shares.tolist() == [[1, 1]]
-        assert torch.equal(past.teachers.pools[:, 0], left.flatten(2))
-        assert past.teachers.bias.shape == (1, 2)
+        assert past.teachers.shares.tolist() == [[1, 1]]
+        assert torch.equal(past.teachers.heads.pools[:, 0], left.flatten(2))
+        assert past.teachers.heads.bias.shape == (1, 2)
     assert set(metrics) > {"generator-loss", "replay-generator-loss"}
     assert composites == 2 * [[64]] + 2 * [[64, 32]]
     assert strategy.known.tolist() == [4, 6, 8, 2]
@@ -511,22 +579,51 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
 
 def test_no_replay_where_its_ratio_is_zero():
     strategy = hepco(**{"replay-ratio": 0.0})
-    strategy.refine(Server(1), updates(1, {7: 3, 2: 1}), Moment(SCHEDULE, 2))
-    assert "replay-generator-loss" not in strategy.refine(Server(2), updates(2, {5: 2}), Moment(SCHEDULE, 3))
+    refined(strategy, Server(1), updates(1, {7: 3, 2: 1}), 2)
+    assert "replay-generator-loss" not in refined(strategy, Server(2), updates(2, {5: 2}), 3)
 
 
 def test_refining_repeats_with_the_seed_and_changes_everything():
     def after(seed):
         strategy, model = hepco(seed), Server(1)
-        strategy.refine(model, updates(1, {7: 3, 2: 1}, {7: 1}), Moment(SCHEDULE, 2))
+        refined(strategy, model, updates(1, {7: 3, 2: 1}, {7: 1}), 2)
         model.head.grow(2)
-        strategy.refine(model, updates(2, {5: 2}), Moment(SCHEDULE, 3))
+        refined(strategy, model, updates(2, {5: 2}), 3)
         return model.travelling()
 
     first, again, other, start = after(0), after(0), after(1), Server(2).travelling()
     assert all(torch.equal(first[n], again[n]) for n in first)
     assert all(not torch.equal(first[n], other[n]) for n in first)
     assert all(not torch.equal(first[n], start[n]) for n in first)
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_many_clients_teach_what_few_do(gradient, monkeypatch):
+    """Pools and folded prompts lead to the same model, but for rounding, and to the same reported losses."""
+
+    def after(fold):
+        monkeypatch.setattr(strategies.hepco, "FOLD", fold)
+        strategy, model = hepco(**{"query-gradient": gradient, "generator-steps": 5}), Server(1)
+        with torch.no_grad():
+            model.prompt.pool += 1  # as far from zero as the clients'
+        losses = refined(strategy, model, updates(1, {7: 3, 2: 1}, {7: 1}, {2: 6, 7: 2}), 1)
+        return model.travelling(), losses
+
+    (few, losses), (many, same) = after(10**6), after(0)
+    assert set(losses) == set(same) == {"generator-loss", "prompt-distillation-loss", "head-distillation-loss"}
+    assert losses == pytest.approx(same, rel=1e-4)
+    assert all(torch.allclose(few[n], many[n], atol=1e-5) for n in few)
+    assert not any(torch.equal(few[n], Server(1).travelling()[n]) for n in few)
+
+
+def test_prompts_are_folded_where_many_clients_are_drawn():
+    """40 prompts in a pool against FOLD times 2 classes of 5 numbers: with 2 of them drawn no, with 10 yes."""
+    for drawn, clients, many in ((0, 1, False), (0, 2, True), (1, 9, False), (2, 9, True)):
+        config = parse({"method": "hepco", "prompt-pool": 40, "num-clients": clients, "clients-per-round": drawn})
+        strategy = HePCo(config)
+        strategy.receive(Server(1), updates(1, {7: 3})[0], Moment(SCHEDULE, 1))
+        assert isinstance(strategy.arrived._folding, Folding) == many
+        assert all(name.startswith("head.") for name in strategy.arrived._models["c0"]) == many
 
 
 def test_a_round_without_answers_leaves_the_model_alone():
@@ -544,5 +641,7 @@ def test_a_first_task_that_nobody_trained_in_teaches_nothing():
     assert server.previous is None
     model.begin_task(2)
     statistics = {"class_ids": np.array([2, 3]), "counts": np.array([4, 1])}
-    losses = server.refine(model, [Update("a", 5, model.export(), statistics)], Moment(schedule, 2))
+    update = Update("a", 5, model.export(), statistics)
+    server.receive(model, update, Moment(schedule, 2))
+    losses = server.refine(model, [update], Moment(schedule, 2))
     assert set(losses) == {"generator-loss", "prompt-distillation-loss", "head-distillation-loss"}

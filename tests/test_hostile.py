@@ -67,7 +67,7 @@ class Ground:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.honest = list(run._exchange("train", self.moment, run.roster.members))
+        self.honest = list(run._exchange("train", self.moment, run.roster.members, run.model.export()))
         self.model, self.memory = run.model.export(), copy.copy(vars(run.strategy))
         silent = Reply(run.roster.members[VICTIM].node, None, "no answer", 0, 0)
         # where data are pooled, nobody but the victim has any
