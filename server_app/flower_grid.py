@@ -130,16 +130,17 @@ class _Exchange:
 
     def finished(self) -> bool:
         """Whether nothing is left that is worth waiting for."""
-        free = any(self._free(envelope) for envelope in self._held.values())
-        return not self._sent and not free and (not self._held or self._replied)
+        return not self._sent and not self._free() and (not self._held or self._replied)
 
-    def _free(self, envelope: _Envelope) -> bool:
-        return envelope.node not in {owed.node for owed in self._owed.values()}
+    def _free(self) -> list[_Envelope]:
+        """What is held back for nodes that owe nothing."""
+        owing = {owed.node for owed in self._owed.values()}
+        return [envelope for envelope in self._held.values() if envelope.node not in owing]
 
     def send(self) -> None:
         """Push what is held back for nodes that are free; all in one list, as a generator fails over HTTP."""
         self._look()
-        free = [self._held.pop(node) for node, envelope in list(self._held.items()) if self._free(envelope)]
+        free = [self._held.pop(envelope.node) for envelope in self._free()]
         messages = [envelope.message for envelope in free if envelope.message is not None]
         accepted = set(self._grid.push_messages(messages)) if messages else set()
         for envelope, message in zip(free, messages, strict=True):

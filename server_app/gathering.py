@@ -14,6 +14,8 @@ from task.config import Config
 from task.lessons import learnable
 from task.model import Model
 
+Measure = Callable[[Update], list[float]]
+
 
 class Gathering:
     """Checks each answer, averages its arrays, shows them to the method and lets them go.
@@ -26,7 +28,8 @@ class Gathering:
         known: what the strategy knew then.
         mean: of the accepted arrays so far.
         updates: the accepted answers of clients that have trained, without their arrays.
-        seconds: that the mean has taken so far.
+        entropies: of their responses, as far as they are measured.
+        seconds: that the mean and the method have taken so far.
     """
 
     def __init__(
@@ -36,19 +39,21 @@ class Gathering:
         self.known = {name: copy.copy(value) for name, value in vars(strategy).items()}
         self.mean = WeightedMean()
         self.updates: list[Update] = []
+        self.entropies: list[float] = []
         self.seconds = 0.0
         self._config, self._strategy, self._model, self._moment = config, strategy, model, moment
+        self._measured: dict[str, list[float]] = {}
         self._drawn = {member.node: member for member in drawn}
         self._spec = {name: tuple(value.shape) for name, value in model.trained().items()}
         self._classes = learnable(config, moment.schedule, moment.task)
 
-    def take(self, replies: Iterable[Reply], report: RoundReport, look: Callable[[Update], None]) -> None:
+    def take(self, replies: Iterable[Reply], report: RoundReport, measure: Measure) -> None:
         """Take in all answers of the round.
 
         Args:
             replies: as they come, one from each drawn client.
             report: gets bytes, idle clients and failures.
-            look: is shown each accepted update while its arrays are there.
+            measure: entropies of an accepted update's responses, asked while its arrays are there.
         """
         held, refused = list[Update](), dict[str, str]()
         for reply in replies:
@@ -65,21 +70,21 @@ class Gathering:
             elif self._config.max_update_ratio:  # the median is known when all have come
                 held.append(update)
             else:
-                refused |= self._settle([update], look)
-        refused |= self._settle(held, look)
+                refused |= self._settle([update], measure)
+        refused |= self._settle(held, measure)
         self._put_in_order(refused, report)
 
     def _checked(self, reply: Reply) -> Update:
         member = self._drawn[reply.node]
         return check_reply(reply, member, self._spec, self._classes, self._moment.ends_task, self._config)
 
-    def _settle(self, updates: Sequence[Update], look: Callable[[Update], None]) -> dict[str, str]:
+    def _settle(self, updates: Sequence[Update], measure: Measure) -> dict[str, str]:
         """Use those that do not go too far; returns why the others are refused."""
         refused = too_far(updates, self.sent, self._config)
         for update in updates:
             if update.client in refused:
                 continue
-            look(update)
+            self._measured[update.client] = measure(update)
             started = time.perf_counter()
             if update.arrays:
                 self.mean.add(update.arrays, self._strategy.weight(update))
@@ -91,5 +96,6 @@ class Gathering:
     def _put_in_order(self, refused: dict[str, str], report: RoundReport) -> None:
         place = {member.name: i for i, member in enumerate(self._drawn.values())}
         self.updates.sort(key=lambda update: place[update.client])
+        self.entropies = [entropy for update in self.updates for entropy in self._measured[update.client]]
         report.idle.sort(key=place.__getitem__)
         report.failures += [{"name": name, "reason": refused[name]} for name in sorted(refused, key=place.__getitem__)]

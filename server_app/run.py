@@ -259,31 +259,28 @@ class Run:
         started = time.perf_counter()
         if self.results.privacy:
             note_asked(self._asked, report)
-        found, entropies = self._gathered(moment, drawn, report)
+        found = self._gathered(moment, drawn, report)
         self.results.privacy = charged(self.results.privacy, self._asked, self.results.rounds)
         self._note_clients(found.updates, report)
         self._require_quorum(report, moment)
         if moment.ends_task:
-            listed = [entropy for u in found.updates for entropy in entropies.get(u.client, [])]
-            self.results.add_bias(moment.task, listed, local_distance(found.updates))
+            self.results.add_bias(moment.task, found.entropies, local_distance(found.updates))
         self._improve(found, moment, report)
         report.seconds = time.perf_counter() - started
         return report
 
-    def _gathered(
-        self, moment: Moment, drawn: Sequence[Member], report: RoundReport
-    ) -> tuple[Gathering, dict[str, list[float]]]:
-        """The round's answers, and the response entropies of the local models by client if they are asked for."""
-        order, entropies = np.array(moment.schedule.seen_classes(moment.task)), dict[str, list[float]]()
+    def _gathered(self, moment: Moment, drawn: Sequence[Member], report: RoundReport) -> Gathering:
+        order = np.array(moment.schedule.seen_classes(moment.task))
 
-        def look(update: Update) -> None:
-            if self.config.federated_bias and moment.ends_task:
-                with self._timed("federated_bias"):
-                    entropies[update.client] = response_entropies(self.model, [update], self.world.dataset, order)
+        def measure(update: Update) -> list[float]:
+            if not (self.config.federated_bias and moment.ends_task):
+                return []
+            with self._timed("federated_bias"):
+                return response_entropies(self.model, [update], self.world.dataset, order)
 
         found = Gathering(self.config, self.strategy, self.model, moment, drawn)
-        found.take(self._exchange("train", moment, drawn, found.sent), report, look)
-        return found, entropies
+        found.take(self._exchange("train", moment, drawn, found.sent), report, measure)
+        return found
 
     def _exchange(self, kind: Kind, moment: Moment, members: Sequence[Member], arrays: Arrays) -> Iterable[Reply]:
         packet = Packet(

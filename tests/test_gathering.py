@@ -104,13 +104,20 @@ def test_an_answer_is_let_go_once_it_is_averaged(keys: Values, most: int, tiny: 
     assert transport.most == most
 
 
-def test_whoever_looks_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
+def test_whoever_measures_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
     config = parse(tiny)
     run = Run(config, InProcessTransport(config.flat(), 3), tmp_path / "run", None, ExitStack())
     members, moment = run.roster.members, Moment(run.world.schedule, 1)
     found, seen = Gathering(config, run.strategy, run.model, moment, members), list[Update]()
-    replies = run._exchange("train", moment, members, found.sent)
-    found.take(replies, RoundReport(1, 1, [m.name for m in members]), seen.append)
+
+    def measure(update: Update) -> list[float]:
+        seen.append(update)
+        return [float(len(seen)), 0.5]
+
+    replies = reversed(list(run._exchange("train", moment, members, found.sent)))
+    found.take(replies, RoundReport(1, 1, [m.name for m in members]), measure)
+    assert found.entropies == [3, 0.5, 2, 0.5, 1, 0.5]
+    seen.reverse()
     assert [u.client for u in seen] == [u.client for u in found.updates] == [m.name for m in members]
     assert not any(u.arrays for u in found.updates)
     weights = np.array([u.num_examples for u in seen], np.float64)
