@@ -19,7 +19,6 @@ from pathlib import Path
 CLIENTS = ((10, 10), (100, 10), (100, 100))  # clients, and how many of them take part in each round
 METHODS = ("hgp", "fppl", "hepco", "pip")
 KEYS = {"num-tasks": "2", "rounds-per-task": "2", "local-epochs": "1", "partition": "iid", "device": "cpu"}
-KEEPING = ("fedewc",)  # statistics as large as a backbone
 REQUIRED = 1.10
 
 
@@ -62,10 +61,10 @@ def _main() -> int:
             own = {"method": method, "num-clients": str(clients), "clients-per-round": str(drawn)}
             peak, sent = measured(keys | own)
             first = first or peak
-            ratios += [peak / first] if drawn < clients or method not in KEEPING else []
+            ratios.append(peak / first)
             print(f"{method:<8} {clients:>7} {drawn:>7} {peak:>9.0f} {peak / first:>6.3f} {sent:>18.1f}", flush=True)
     met = max(ratios) <= REQUIRED
-    print(f"required: at most {REQUIRED}, of {' and '.join(KEEPING)} with 10 in a round: {'met' if met else 'NOT met'}")
+    print(f"required: at most {REQUIRED}: {'met' if met else 'NOT met'}")
     return 0 if met else 1
 
 

@@ -72,8 +72,8 @@ class Strategy:
     def receive(self, model: Model, update: Update, moment: Moment) -> None:
         """Look at an accepted update as it comes, in any order, while its arrays are there.
 
-        What is kept of them is the method's own, to be let go in ``refine``. Whatever comes of it must not depend on
-        the order.
+        What the method keeps of them is its own, to be let go in ``refine``; statistics that it takes out of the update
+        are let go too. Whatever comes of it must not depend on the order.
 
         Args:
             model: the global one, as it was sent.

@@ -20,18 +20,22 @@ class FedEWC(Strategy):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.known: Arrays = {}
+        self.mean: WeightedMean | None = None  # of the Fisher information that has come in this round
 
     def broadcast(self, moment: Moment) -> Arrays:
         """Fisher and anchor, float32 [P] each; nothing in the first task."""
         return self.known
 
+    def receive(self, model: Model, update: Update, moment: Moment) -> None:
+        """Take the Fisher information out of the answer, since it is as large as the backbone."""
+        if update.prototypes:
+            self.mean = self.mean or WeightedMean()
+            self.mean.add({"fisher": update.prototypes.pop("fisher")}, update.num_examples)
+
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
         """Renew both when a task ends; the model stays as it is."""
-        mean = WeightedMean()
-        for update in updates:
-            if update.prototypes:
-                mean.add({"fisher": update.prototypes["fisher"]}, update.num_examples)
-        if moment.ends_task and mean.total:
+        mean, self.mean = self.mean, None
+        if moment.ends_task and mean:
             fisher = mean.arrays()["fisher"]
             anchor = model.export()["backbone"]
             self.known = {"fisher": fisher + self.known.get("fisher", np.float32(0)), "anchor": anchor}

@@ -202,21 +202,28 @@ def test_ewc_server_averages_by_images_and_adds_up_over_tasks():
     server, model, schedule = FedEWC(parse({"method": "fedewc"})), small_model(), Schedule([[0, 1], [2, 3, 4]], 2)
     size = model.packed_backbone().numel()
 
-    def updates(*values: float) -> list[Update]:
-        sent = [{"fisher": np.full(size, value, np.float32)} for value in values]
-        return [Update(str(i), images, {}, one) for i, (images, one) in enumerate(zip((10, 30), sent, strict=False))]
+    def take(server_round: int, *values: float) -> None:
+        moment, sent = (
+            Moment(schedule, server_round),
+            [{"fisher": np.full(size, value, np.float32)} for value in values],
+        )
+        updates = [Update(str(i), images, {}, one) for i, (images, one) in enumerate(zip((10, 30), sent, strict=False))]
+        for update in updates:
+            server.receive(model, update, moment)
+        server.refine(model, updates, moment)
+        assert not any(update.prototypes for update in updates)
 
-    server.refine(model, updates(1.0, 3.0), Moment(schedule, 1))
+    take(1, 1.0, 3.0)
     assert server.broadcast(Moment(schedule, 2)) == {}
-    server.refine(model, updates(1.0, 3.0), Moment(schedule, 2))
+    take(2, 1.0, 3.0)
     known = server.broadcast(Moment(schedule, 3))
     assert np.allclose(known["fisher"], 2.5)  # (10 * 1 + 30 * 3) / 40
     assert (known["anchor"] == model.export()["backbone"]).all()
     with torch.no_grad():
         model.own.vit.cls_token += 1.0
-    server.refine(model, updates(9.0), Moment(schedule, 3))
+    take(3, 9.0)
     assert server.broadcast(Moment(schedule, 4)) is known  # within a task both stay
-    server.refine(model, updates(4.0), Moment(schedule, 4))
+    take(4, 4.0)
     renewed = server.broadcast(Moment(schedule, 4))
     assert np.allclose(renewed["fisher"], 6.5)
     assert np.allclose((renewed["anchor"] - known["anchor"])[:12], 1.0)  # the class token is packed first
