@@ -64,7 +64,8 @@ def check_reply(
         _check_statistics(kind, packet.prototypes, member.class_counts, classes, arrays, config)
     elif packet.prototypes:
         raise Refused(f"statistics {sorted(packet.prototypes)} came; none were expected")
-    return Update(member.name, examples, packet.arrays, packet.prototypes, packet.metrics)
+    # a method may take what is large out of its own dict
+    return Update(member.name, examples, packet.arrays, dict(packet.prototypes), packet.metrics)
 
 
 def update_norm(update: Update, sent: Arrays) -> float:

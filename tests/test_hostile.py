@@ -225,7 +225,12 @@ def check(ground: Ground, bad: Reply, seen: list[Reply]) -> None:
     run, name = ground.run, ground.run.roster.members[VICTIM].name
     report = RoundReport(1, 1, [m.name for m in run.roster.members])
     found, shown = Gathering(run.config, run.strategy, run.model, ground.moment, run.roster.members), list[Update]()
-    found.take(ground.with_one(bad), report, shown.append)
+    found.take(
+        ground.with_one(bad),
+        report,
+        lambda update: shown.append(replace(update, prototypes={**update.prototypes})) or [],
+    )
+    ground.reset()
     assert [u.client for u in found.updates] == [u.client for u in shown]
     others = [u for u in shown if u.client != name]
     assert [u.client for u in others] == [m.name for m in run.roster.members if m.name not in [name, *report.idle]]
@@ -233,7 +238,8 @@ def check(ground: Ground, bad: Reply, seen: list[Reply]) -> None:
         packet = ground.honest[[m.name for m in run.roster.members].index(update.client)].packet
         assert packet
         assert update.arrays is packet.arrays
-        assert update.prototypes is packet.prototypes
+        assert update.prototypes.keys() == packet.prototypes.keys()
+        assert all(array is packet.prototypes[name] for name, array in update.prototypes.items())
     if not report.failures:
         report, model = ground.play(ground.with_one(bad))
         assert all(np.isfinite(a).all() for a in model.values())
