@@ -1,6 +1,7 @@
 """What must hold for every method: a new one joins by its row in the table."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +59,34 @@ def train_message(config: Config, task: int = 0) -> Packet:
     return Packet(arrays=model.export(), config=place | {"backbone-sha256": model.backbone.sha256})
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Scalar], str, str], Path]:
+    """Folder of a run of a method and prompt, which all tests that only look at one share."""
+    folder, known = tmp_path_factory.mktemp("finished"), dict[tuple[str, str], Path]()
+
+    def find(tiny: dict[str, Scalar], method: str, prompt: str) -> Path:
+        if (method, prompt) not in known:
+            name = f"{method}-{prompt}"
+            run(tiny | {"method": method, "prompt": prompt, "output-dir": str(folder), "run-name": name})
+            known[method, prompt] = folder / name
+        return known[method, prompt]
+
+    return find
+
+
 @EVERY
-def test_same_seed_same_results_and_another_seed_others(method: str, prompt: str, tiny: dict, tmp_path: Path) -> None:
-    results = [run(tiny | {"method": method, "prompt": prompt, "run-name": name}) for name in ("first", "second")]
-    assert without_times(results[0]) == without_times(results[1])
-    models = [(tmp_path / "runs" / name / "model.safetensors") for name in ("first", "second")]
+def test_same_seed_same_results_and_another_seed_others(
+    method: str, prompt: str, tiny: dict, tmp_path: Path, finished: Callable
+) -> None:
+    folder = finished(tiny, method, prompt)
+    one = json.loads((folder / "results.json").read_text())
+    again = run(tiny | {"method": method, "prompt": prompt, "run-name": "again"})
+    assert without_times(again) == without_times(one)
+    models = (folder / "model.safetensors", tmp_path / "runs" / "again" / "model.safetensors")
     first, second = (safetensors.numpy.load_file(m) for m in models)
     assert all((first[n] == second[n]).all() for n in first)
     other = run(tiny | {"method": method, "prompt": prompt, "run-name": "other", "seed": 1})
-    assert other["class_order"] != results[0]["class_order"]
+    assert other["class_order"] != one["class_order"]
     drawn = safetensors.numpy.load_file(tmp_path / "runs" / "other" / "model.safetensors")
     assert any((first[n] != drawn[n]).any() for n in first)
 
@@ -131,10 +151,11 @@ def test_prediction_of_an_image_does_not_depend_on_its_batch(method: str, prompt
 
 
 @EVERY
-def test_save_and_load_gives_the_same_model(method: str, prompt: str, tiny: dict, tmp_path: Path) -> None:
+def test_save_and_load_gives_the_same_model(method: str, prompt: str, tiny: dict, finished: Callable) -> None:
     config = parse(tiny | {"method": method, "prompt": prompt})
-    results = run(tiny | {"method": method, "prompt": prompt})
-    path = tmp_path / "runs" / "run" / "model.safetensors"
+    folder = finished(tiny, method, prompt)
+    results = json.loads((folder / "results.json").read_text())
+    path = folder / "model.safetensors"
     world = build_world(config)
     model = build_model(config, world.task_sizes(1))
     model.load(safetensors.numpy.load_file(path))
@@ -152,8 +173,10 @@ def test_clearly_above_chance_after_one_round(method: str, prompt: str, tiny: di
 
 
 @EVERY
-def test_evaluation_by_the_clients_gives_the_same_matrix(method: str, prompt: str, tiny: dict) -> None:
-    own = run(tiny | {"method": method, "prompt": prompt, "run-name": "server"})
+def test_evaluation_by_the_clients_gives_the_same_matrix(
+    method: str, prompt: str, tiny: dict, finished: Callable
+) -> None:
+    own = json.loads((finished(tiny, method, prompt) / "results.json").read_text())
     theirs = run(tiny | {"method": method, "prompt": prompt, "run-name": "clients", "evaluate": "clients"})
     assert own["accuracy_matrix"] == theirs["accuracy_matrix"]
     assert own["per_class_accuracy"] == theirs["per_class_accuracy"]
