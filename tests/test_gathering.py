@@ -69,7 +69,11 @@ def test_nor_where_the_clients_prompts_are_folded(tiny: Values, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("bound", [{}, {"max-update-norm": 50.0}, {"max-update-ratio": 5.0}])
-def test_nor_do_its_failures_and_entropies(bound: Values, tiny: Values) -> None:
+def test_nor_do_its_failures_and_entropies(bound: Values, tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the method receives what has been accepted, nothing else."""
+    received = set[str]()
+    monkeypatch.setattr("strategies.base.Strategy.receive", lambda self, model, update, at: received.add(update.client))
+
     def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
         if kind == "train" and node == 2:
             packet.metrics["num-examples"] = -1
@@ -83,6 +87,8 @@ def test_nor_do_its_failures_and_entropies(bound: Values, tiny: Values) -> None:
     first, refused = found["rounds"][0], ["client-0002", *(["client-0004"] if bound else [])]
     assert [f["name"] for f in first["failures"]] == refused
     assert first["idle"] == ["client-0001", "client-0003", "client-0005"]
+    assert received.isdisjoint(refused)
+    assert {"client-0000", "client-0006"} <= received
     assert len(found["federated_bias"]["response_entropies"][0]) == 4 - len(refused)
 
 

@@ -607,6 +607,7 @@ def test_many_clients_teach_what_few_do(gradient, monkeypatch):
         with torch.no_grad():
             model.prompt.pool += 1  # as far from zero as the clients'
         losses = refined(strategy, model, updates(1, {7: 3, 2: 1}, {7: 1}, {2: 6, 7: 2}), 1)
+        assert strategy.arrived is None
         return model.travelling(), losses
 
     (few, losses), (many, same) = after(10**6), after(0)
@@ -617,13 +618,15 @@ def test_many_clients_teach_what_few_do(gradient, monkeypatch):
 
 
 def test_prompts_are_folded_where_many_clients_are_drawn():
-    """40 prompts in a pool against FOLD times 2 classes of 5 numbers: with 2 of them drawn no, with 10 yes."""
+    """Pools of 40 prompts against FOLD = 5 times the 2 classes of a task of 5 numbers each: of two clients they are more."""
     for drawn, clients, many in ((0, 1, False), (0, 2, True), (1, 9, False), (2, 9, True)):
         config = parse({"method": "hepco", "prompt-pool": 40, "num-clients": clients, "clients-per-round": drawn})
         strategy = HePCo(config)
-        strategy.receive(Server(1), updates(1, {7: 3})[0], Moment(SCHEDULE, 1))
-        assert isinstance(strategy.arrived._folding, Folding) == many
-        assert all(name.startswith("head.") for name in strategy.arrived._models["c0"]) == many
+        for task, update in ((1, updates(1, {7: 3})[0]), (2, updates(2, {5: 3})[0])):
+            strategy.arrived = None
+            strategy.receive(Server(task), update, Moment(SCHEDULE, 2 * task))
+            assert isinstance(strategy.arrived._folding, Folding) == many
+            assert all(name.startswith("head.") for name in strategy.arrived._models["c0"]) == many
 
 
 def test_a_round_without_answers_leaves_the_model_alone():
