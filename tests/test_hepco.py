@@ -618,7 +618,7 @@ def test_many_clients_teach_what_few_do(gradient, monkeypatch):
 
 
 def test_prompts_are_folded_where_many_clients_are_drawn():
-    """Pools of 40 prompts against FOLD = 5 times the 2 classes of a task of 5 numbers each: of two clients they are more."""
+    """Pools of 40 prompts against FOLD = 5 times 2 classes of 5 numbers, in either task: two clients are many."""
     for drawn, clients, many in ((0, 1, False), (0, 2, True), (1, 9, False), (2, 9, True)):
         config = parse({"method": "hepco", "prompt-pool": 40, "num-clients": clients, "clients-per-round": drawn})
         strategy = HePCo(config)
