@@ -11,8 +11,10 @@ import torch
 from client_app.node import Node, client_name, own_data_dir, partition_id, state_dir, stream_of
 from client_app.objective import LocalData
 from client_app.training import DivergedError, train_locally
+from task.backbones import load_backbone
 from task.config import Config, ConfigError, at_node, parse
 from task.data import default_augmentation
+from task.device import resolve_device
 from task.evaluation import confusion_counts
 from task.holdings import open_holdings, recall, take_stock
 from task.images import UnreadableImage
@@ -68,14 +70,16 @@ def _without_lost(
 
 
 def _hello(packet: Packet, config: Config, node: Node) -> Packet:
-    model = build_model(config, [])
+    # a prompt of every client, built for this alone, would leave its memory in pieces where one process serves them all
+    device = str(resolve_device(config.device))
+    backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, device)
     answer = _own_holdings(config, node) if config.own_data else _registered_share(config, node)
     answer.config |= {
         "name": client_name(config, node),
-        "backbone-sha256": model.backbone.sha256,
+        "backbone-sha256": backbone.sha256,
         "code-sha256": code_sha256(),
         "versions": [f"{name} {package_version(name)}" for name in ("torch", "timm", "flwr")],
-        "device": str(model.device),
+        "device": str(next(backbone.parameters()).device),
     }
     return answer
 

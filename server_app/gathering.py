@@ -1,4 +1,4 @@
-"""One round's answers, taken in one by one as they come: many need no more memory than few."""
+"""One round's answers, taken in one by one as they come and let go as soon as the run's settings allow it."""
 
 import copy
 import time

@@ -335,6 +335,7 @@ class Run:
         limit = LARGEST if self.config.row.client else np.finfo(np.float32).max
         if not all((np.abs(a) <= limit).all() for a in self.model.export().values()):
             self.model.load(found.sent)
+            vars(self.strategy).clear()
             vars(self.strategy).update(found.known)
             report.dropped = True
             if all(r.dropped for r in self.results.rounds if r.task == report.task) and moment.ends_task:

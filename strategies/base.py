@@ -73,7 +73,8 @@ class Strategy:
         """Look at an accepted update as it comes, in any order, while its arrays are there.
 
         What the method keeps of them is its own, to be let go in ``refine``; statistics that it takes out of the update
-        are let go too. Whatever comes of it must not depend on the order.
+        are let go too. Whatever comes of it must not depend on the order. What is added to in place begins and ends in
+        one round, or a round that fails could not be undone.
 
         Args:
             model: the global one, as it was sent.

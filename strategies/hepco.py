@@ -44,7 +44,7 @@ class HePCo(Strategy):
         return 1.0
 
     def receive(self, model: Model, update: Update, moment: Moment) -> None:
-        """Keep the client as a teacher; of many, what takes no more memory than a few."""
+        """Keep the client as a teacher; of many, sums that do not grow with their number."""
         if not update.prototypes:
             return
         if not self.arrived:

@@ -171,13 +171,13 @@ class Pooled(Teachers):
 
 @dataclass(frozen=True)
 class Folded(Teachers):
-    """Many models, whose prompts take no more memory than those of a few.
+    """Models whose prompts take a memory that does not depend on how many they are.
 
-    In a block rho(z; c) = (z / |z|) M_c with M_c = sum_i (k_i / |k_i|)^T P_i. The losses ask for no more, in a head
-    row y, than mean_y = sum_c w_cy M_c, and in which directions of z the M_c differ: the second moment of any server's
-    distance from them is spread_y = sum_c w_cy (M_c - mean_y) (M_c - mean_y)^T, and (M_server - mean_y) (...)^T.
+    In a block rho(z; c) = u M_c with u = z / |z| and M_c = sum_i (k_i / |k_i|)^T P_i. For a head row y the losses ask
+    for no more than mean_y = sum_c w_cy M_c and spread_y = sum_c w_cy (M_c - mean_y) (M_c - mean_y)^T, since
+    sum_c w_cy |u M_server - u M_c|^2 = u (spread_y + (M_server - mean_y) (M_server - mean_y)^T) u^T.
 
-    mean [J, S' D, V]; spread [S', D, D], summed over blocks.
+    mean [J, S' D, V]; spread [J, S', D, D].
     """
 
     mean: Tensor
@@ -189,13 +189,13 @@ class Folded(Teachers):
 
     def gap(self, server: Latent) -> Gap:
         """A quadratic form in z / |z|."""
-        apart = self.mean.unflatten(1, self.spread.shape[:2]) - server.map()[:, None]  # [J, S', D, V]
-        form = (self.spread + (apart @ apart.mT).sum(dim=0)).flatten(0, 1)
+        apart = self.mean.unflatten(1, self.spread.shape[1:3]) - server.map()[:, None]  # [J, S', D, V]
+        form = (self.spread + apart @ apart.mT).sum(dim=0).flatten(0, 1)
         return lambda z, labels: (self._at_rows(z, labels) @ form * F.normalize(z, dim=1)).sum(dim=1)
 
     def blocks(self, part: slice) -> Self:
         """Views."""
-        return replace(self, mean=self.mean[part])
+        return replace(self, mean=self.mean[part], spread=self.spread[part])
 
 
 class Folding:
@@ -208,17 +208,17 @@ class Folding:
     def add(self, model: Latent, counts: np.ndarray) -> None:
         """A single model, which counts n_cy [S] for the head rows."""
         apart = model.map() - self._start
-        arrays = {"apart": apart.cpu().numpy(), "square": (apart @ apart.mT).sum(dim=0).cpu().numpy()}
+        arrays = {"apart": apart.cpu().numpy(), "square": (apart @ apart.mT).cpu().numpy()}
         for row in np.flatnonzero(counts):
             self._means.setdefault(int(row), WeightedMean()).add(arrays, float(counts[row]))
 
     def teachers(self, heads: Heads, shares: Tensor) -> Folded:
-        """Those that have been taken in, of these heads and shares n_cy / n_y; nothing is left here."""
+        """Those that have been taken in, of these heads and shares n_cy / n_y; the sums are let go."""
         blocks, dim, numbers = self._start.shape
         mean = self._start.new_empty(blocks, len(self._means), dim, numbers)
-        spread = self._start.new_empty(len(self._means), dim, dim)
+        spread = self._start.new_empty(blocks, len(self._means), dim, dim)
         for i, row in enumerate(sorted(self._means)):
             found = {name: torch.from_numpy(a).to(mean) for name, a in self._means.pop(row).arrays().items()}
             mean[:, i] = self._start + found["apart"]
-            spread[i] = found["square"] - (found["apart"] @ found["apart"].mT).sum(dim=0)
+            spread[:, i] = found["square"] - found["apart"] @ found["apart"].mT
         return Folded(heads, shares, mean.flatten(1, 2), spread)

@@ -271,14 +271,17 @@ def test_a_dropped_round_leaves_no_trace(tiny: dict, monkeypatch: pytest.MonkeyP
 def test_a_dropped_round_takes_back_what_was_kept_of_its_answers(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     from strategies.hgp import HGP
 
-    met, before, refine = [], [], HGP.refine
+    met, second, before, refine = [], [], [], HGP.refine
 
     def receive(self: HGP, model: Model, update: Update, moment: Moment) -> None:
         assert update.arrays
         self.met = [*getattr(self, "met", []), (moment.server_round, update.client)]
+        if moment.server_round == 2:
+            self.second = True
 
     def spoil(self: HGP, model: Model, updates: list, moment: Moment) -> dict[str, float]:
         met.append(self.met)
+        second.append(hasattr(self, "second"))
         before.append(updates)
         found = refine(self, model, updates, moment)
         if moment.server_round == 2:
@@ -289,6 +292,7 @@ def test_a_dropped_round_takes_back_what_was_kept_of_its_answers(tiny: dict, mon
     monkeypatch.setattr(HGP, "refine", spoil)
     run(tiny | {"num-tasks": 1, "rounds-per-task": 3})
     clients = ["client-0000", "client-0001", "client-0002"]
+    assert second == [False, True, False]
     assert met[2] == [(number, client) for number in (1, 3) for client in clients]
     assert not any(update.arrays for updates in before for update in updates)
 

@@ -304,6 +304,14 @@ def test_gap_is_the_weighted_sum_over_the_teachers():
             assert np.allclose(z.grad[b], slope, rtol=1e-5)
 
 
+def test_each_block_has_its_own_gap():
+    z, labels, server = torch.from_numpy(Z), torch.from_numpy(LABELS), latent(SERVER)
+    for teachers in (pooled(CLIENTS, SHARES), folded(CLIENTS, COUNTS, SERVER)):
+        blocks = [teachers.blocks(slice(j, j + 1)).gap(server.blocks(slice(j, j + 1)))(z, labels) for j in range(J)]
+        assert torch.allclose(sum(blocks), teachers.gap(server)(z, labels))
+        assert not torch.allclose(*blocks)
+
+
 def test_gap_is_exact_in_float32_where_many_models_are_close():
     """As for pools: what all have in common is left out of the sums."""
     rng = np.random.default_rng(4)
@@ -325,7 +333,7 @@ def test_what_is_folded_does_not_depend_on_the_order():
     )
     assert all(torch.equal(first.mean, other.mean) and torch.equal(first.spread, other.spread) for other in others)
     assert first.mean.shape == (J, 3 * D, 2 * L * D)  # three of six rows have been counted
-    assert first.spread.shape == (3, D, D)
+    assert first.spread.shape == (J, 3, D, D)
 
 
 def test_labels_follow_the_histogram():
