@@ -134,10 +134,13 @@ class Teachers(ABC):
     def blocks(self, part: slice) -> Self:
         """The same with the prompts of some blocks only."""
 
+    @cached_property
+    def _known(self) -> Tensor:
+        return self.shares.any(dim=0)  # bool [S], S' of them true
+
     def _at_rows(self, z: Tensor, labels: Tensor) -> Tensor:
         """Samples [B, D] -> [B, S' D]: z / |z| where its head row is, and else zero."""
-        known = self.shares.any(dim=0)
-        chosen = F.one_hot(labels, len(known))[:, known]
+        chosen = F.one_hot(labels, len(self._known))[:, self._known]
         return (chosen[:, :, None] * F.normalize(z, dim=1)[:, None]).flatten(1)
 
 
@@ -164,9 +167,9 @@ class Pooled(Teachers):
 
     @cached_property
     def _map(self) -> Tensor | None:
-        known, (_, models, prompts, dim) = self.shares.any(dim=0), self.heads.keys.shape
-        smaller = int(known.sum()) * dim < models * prompts
-        return self.heads.blend_map(self.shares[:, known]) if smaller else None
+        _, models, prompts, dim = self.heads.keys.shape
+        smaller = int(self._known.sum()) * dim < models * prompts
+        return self.heads.blend_map(self.shares[:, self._known]) if smaller else None
 
 
 @dataclass(frozen=True)
