@@ -204,7 +204,7 @@ def check(size: Size, options: HePCoOptions) -> None:
     print(f"gradient of the generator's loss: {_apart(pair, [z]):.1e} apart, relative")
     z = z.detach()
     pair = [
-        prompt_loss(server.prompt.keys, server.prompt.pool, z, teachers.target(z, labels)).sum(),
+        prompt_loss(server.prompt.keys, server.prompt.pool, z, next(teachers.targets([(z, labels)]))).sum(),
         direct_prompt_loss(server.prompt, z, labels, teachers),
     ]
     print(f"gradient of keys and prompts: {_apart(pair, [*server.prompt.parameters()]):.1e} apart, relative")

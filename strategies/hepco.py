@@ -13,19 +13,17 @@ from torch import Tensor
 
 from strategies.base import Moment, Strategy, Update
 from strategies.generator import Generator, Source, train_generator, until
-from strategies.teachers import Folding, Heads, Latent, Pooled, Teachers
+from strategies.teachers import Batches, Filed, Heads, Latent, Pooled, PromptFile, Teachers
 from task.config import Config
 from task.cores import cores
-from task.lessons import learnable
 from task.methods import HePCoOptions
 from task.model import Head, Model
 from task.packet import Arrays
 from task.prompt_decomposed import DecomposedPrompt, cosines
 from task.seeding import torch_rng
 
-FOLD = 5  # pools are kept up to so many times the size of the folded prompts, since folding takes longer
+FEW = 10  # clients of a round whose prompts are kept in memory; those of more lie in a file
 
-Batches = list[tuple[Tensor, Tensor]]  # of one source, a step each: samples [B, D] and their head rows [B]
 Batch = Sequence[tuple[Tensor, Tensor]]  # of one step, from each source
 
 
@@ -44,16 +42,10 @@ class HePCo(Strategy):
         return 1.0
 
     def receive(self, model: Model, update: Update, moment: Moment) -> None:
-        """Keep the client as a teacher; of many, sums that do not grow with their number."""
-        if not update.prototypes:
-            return
-        if not self.arrived:
-            rows = len(learnable(self.config, moment.schedule, moment.task))
-            drawn, dim = self.config.clients_per_round or self.config.num_clients, model.backbone.dim
-            many = drawn * self.config.prompt_pool > FOLD * rows * dim
-            self.arrived = Arrived(Folding(Latent.stack([model.travelling()])) if many else None)
-        counts = class_counts([update], moment.schedule.seen_classes(moment.task))[0]
-        self.arrived.add(update.client, update.arrays, counts, model.device)
+        """Keep the client as a teacher."""
+        if update.prototypes:
+            self.arrived = self.arrived or Arrived()
+            self.arrived.add(update.client, update.arrays)
 
     def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
         """Train the generators and distil (steps 2 to 4); remember the server when a task ends."""
@@ -95,26 +87,40 @@ class HePCo(Strategy):
 
 
 class Arrived:
-    """What is kept of a round's clients: their models, or their heads alone where prompts are folded."""
+    """The models of a round's clients; where they are many, their prompts lie in a file."""
 
-    def __init__(self, folding: Folding | None) -> None:
-        self._folding = folding
+    def __init__(self) -> None:
         self._models: dict[str, Arrays] = {}
+        self._file: PromptFile | None = None  # from the first that makes them many; in the order of the models
 
-    def add(self, client: str, arrays: Arrays, counts: np.ndarray, device: torch.device) -> None:
-        """A client's arrays and its counts [S]."""
-        if self._folding:
-            self._folding.add(Latent.stack([_tensors(arrays, device)]), counts)
-            arrays = {name: array for name, array in arrays.items() if name.startswith("head.")}
+    def add(self, client: str, arrays: Arrays) -> None:
+        """A client's arrays.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
         self._models[client] = arrays
+        if self._file:
+            self._put_away(self._file, client)
+        elif len(self._models) > FEW:
+            self._file = PromptFile()
+            for each in self._models:
+                self._put_away(self._file, each)
+
+    def _put_away(self, file: PromptFile, client: str) -> None:
+        model = self._models[client]
+        file.append(model)
+        self._models[client] = {name: array for name, array in model.items() if name.startswith("head.")}
 
     def teachers(self, clients: Sequence[str], counts: np.ndarray, device: torch.device) -> Teachers:
         """All of them in this order, of counts n_cy [C, S]; nothing is left here."""
         found = torch.from_numpy(counts).float().to(device)
         shares = found / found.sum(dim=0).clamp(min=1)
+        places = {client: place for place, client in enumerate(self._models)}
         models = (_tensors(self._models.pop(client), device) for client in clients)
-        if self._folding:
-            return self._folding.teachers(Heads.of(models), shares)
+        if self._file:
+            part = range(self._file.shape[0])
+            return Filed(Heads.of(models), shares, self._file, [places[client] for client in clients], part)
         return Pooled(Latent.stack(models, len(clients)), shares)
 
 
@@ -165,12 +171,13 @@ def distil(
         def draw(of: tuple[Source, int]) -> list[Batches]:
             return [draw_batches(*of, until(stop, range(steps))) for steps in phases]
 
-        batches, others = (list(zip(*each, strict=True)) for each in zip(*threads.map(draw, sources), strict=True))
+        batches, others = zip(*threads.map(draw, sources), strict=True)
         losses = []
         for part in _parts(blocks, prompt.pool.device):
-            theirs = [source.blocks(part) for source, _ in sources]
-            losses.append(threads.submit(distil_blocks, prompt, part, theirs, until(stop, batches), options))
-        last = threads.submit(distil_head, head, until(stop, others), options)
+            targets = (s.teachers.blocks(part).targets(own) for (s, _), own in zip(sources, batches, strict=True))
+            steps = zip(zip(*batches, strict=True), zip(*targets, strict=True), strict=True)
+            losses.append(threads.submit(distil_blocks, prompt, part, until(stop, steps), options))
+        last = threads.submit(distil_head, head, until(stop, zip(*others, strict=True)), options)
         total = sum(loss for part in losses for loss in part.result())
         return total / sum(size for _, size in sources), last.result()
 
@@ -191,24 +198,21 @@ def _parts(blocks: int, device: torch.device) -> list[slice]:
 
 
 def distil_blocks(
-    prompt: DecomposedPrompt, part: slice, sources: Sequence[Source], batches: Iterable[Batch], options: HePCoOptions
+    prompt: DecomposedPrompt, part: slice, steps: Iterable[tuple[Batch, tuple[Tensor, ...]]], options: HePCoOptions
 ) -> list[float]:
     """Keys and prompts of some prompted blocks, in place; returns each one's loss, summed over the last batch.
 
     Args:
         prompt: the server's.
         part: which of its blocks.
-        sources: with the teachers' prompts of these blocks.
-        batches: one for each step.
+        steps: a batch and what each source's teachers make of their samples in these blocks, [J, B, V].
         options: the step size.
     """
     keys, pool = (p.detach()[part].clone().requires_grad_() for p in (prompt.keys, prompt.pool))
     optimiser = torch.optim.Adam([keys, pool], options.distillation_learning_rate, fused=True)
     loss = torch.zeros(len(keys))
-    for drawn in batches:
-        with torch.no_grad():
-            target = torch.cat([s.teachers.target(*samples) for s, samples in zip(sources, drawn, strict=True)], dim=1)
-        loss = prompt_loss(keys, pool, torch.cat([z for z, _ in drawn]), target)
+    for drawn, targets in steps:
+        loss = prompt_loss(keys, pool, torch.cat([z for z, _ in drawn]), torch.cat(targets, dim=1))
         optimiser.zero_grad(set_to_none=True)
         loss.sum().backward()
         optimiser.step()

@@ -4,22 +4,28 @@ Shapes: J prompted blocks, C models, B samples, N prompts in a pool, V = 2 L_p D
 them that some teacher knows.
 """
 
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Self
+from threading import Lock
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strategies.base import WeightedMean
+from task.packet import Arrays
 from task.prompt_decomposed import cosines
 
 Gap = Callable[[Tensor, Tensor], Tensor]  # samples [B, D] and their head rows [B] -> [B]
+T = TypeVar("T")
+Batches = Sequence[tuple[Tensor, Tensor]]  # of one source, a step each: samples [B, D] and their head rows [B]
+
+TILE = 2**22  # numbers of a block that are worked on at once where its pools lie in a file
 
 
 @dataclass(frozen=True)
@@ -86,10 +92,6 @@ class Latent(Heads):
         shares = weights.T.repeat_interleave(self.keys.shape[2], dim=1)  # [S, C N]
         return (shares[:, :, None] * keys[:, None]).mT.flatten(1, 2) @ self.pools.flatten(1, 2)
 
-    def map(self) -> Tensor:
-        """Of a single model, [J, D, V]."""
-        return self.blend_map(self.bias.new_ones(1, 1))
-
 
 class PromptGap:
     """|rho(z; server) - rho(z; teacher)|^2 of eq. 4 as a quadratic form in the cosine weights.
@@ -114,6 +116,13 @@ class PromptGap:
         u = torch.cat([own - other, other], dim=-1)  # [J, C, B, 2 N]
         return ((u @ self.gram) * u).sum(dim=(0, 3))
 
+    def form(self) -> Tensor:
+        """The same as a quadratic form in z / |z|, summed over blocks: [C, D, D]."""
+        own, other = F.normalize(self.server, dim=-1), F.normalize(self.teachers, dim=-1)
+        basis = torch.cat([own - other, other], dim=2)  # [J, C, 2 N, D]
+        each, weighted = (part.transpose(0, 1).flatten(1, 2) for part in (basis, self.gram @ basis))  # [C, J 2 N, D]
+        return each.mT @ weighted
+
 
 @dataclass(frozen=True)
 class Teachers(ABC):
@@ -123,8 +132,8 @@ class Teachers(ABC):
     shares: Tensor
 
     @abstractmethod
-    def target(self, z: Tensor, labels: Tensor) -> Tensor:
-        """sum_c w_cy rho(z; c) of samples [B, D] and their head rows y [B] -> [J, B, V]."""
+    def targets(self, batches: Batches) -> Iterator[Tensor]:
+        """sum_c w_cy rho(z; c) of each batch of samples [B, D] and their head rows y [B], as [J, B, V]."""
 
     @abstractmethod
     def gap(self, server: Latent) -> Gap:
@@ -146,15 +155,17 @@ class Teachers(ABC):
 
 @dataclass(frozen=True)
 class Pooled(Teachers):
-    """Few models, each as it is."""
+    """Few models, all in memory."""
 
     heads: Latent
 
-    def target(self, z: Tensor, labels: Tensor) -> Tensor:
+    def targets(self, batches: Batches) -> Iterator[Tensor]:
         """By one matrix for each row where that is smaller than the pools."""
-        if self._map is None:
-            return self.heads.blend(z, self.shares[:, labels])
-        return self._at_rows(z, labels) @ self._map
+        for z, labels in batches:
+            if self._map is None:
+                yield self.heads.blend(z, self.shares[:, labels])
+            else:
+                yield self._at_rows(z, labels) @ self._map
 
     def gap(self, server: Latent) -> Gap:
         """From the pools' Gram matrices."""
@@ -172,56 +183,89 @@ class Pooled(Teachers):
         return self.heads.blend_map(self.shares[:, self._known]) if smaller else None
 
 
-@dataclass(frozen=True)
-class Folded(Teachers):
-    """Models whose prompts take a memory that does not depend on how many they are.
+class PromptFile:
+    """Keys and pools of models of equal shape in a file without a name, which goes when nobody holds it.
 
-    In a block rho(z; c) = u M_c with u = z / |z| and M_c = sum_i (k_i / |k_i|)^T P_i. For a head row y the losses ask
-    for no more than mean_y = sum_c w_cy M_c and spread_y = sum_c w_cy (M_c - mean_y) (M_c - mean_y)^T, since
-    sum_c w_cy |u M_server - u M_c|^2 = u (spread_y + (M_server - mean_y) (M_server - mean_y)^T) u^T.
-
-    mean [J, S' D, V]; spread [J, S', D, D].
+    It is read and not mapped, since what is mapped counts as the process's memory.
     """
 
-    mean: Tensor
-    spread: Tensor
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as this is)
+        self._reading = Lock()  # a file has one place at which it is read
+        self.shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # J, N, D, V
 
-    def target(self, z: Tensor, labels: Tensor) -> Tensor:
-        """One product."""
-        return self._at_rows(z, labels) @ self.mean
+    def append(self, model: Arrays) -> None:
+        """Write those of a model's travelling arrays behind the others.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        keys, pools = model["prompt.keys"], model["prompt.pool"]
+        both = np.concatenate([keys, pools.reshape(*keys.shape[:2], -1)], axis=2, dtype=np.float32)
+        self.shape = (*keys.shape, both.shape[2] - keys.shape[2])
+        self._file.write(both.data)
+        self._file.flush()
+
+    def read(self, places: Sequence[int], blocks: range) -> Tensor:
+        """Of the models at these places some blocks, keys [..., D] before prompts [..., V]: [J, C, N, D + V]."""
+        number, prompts, *widths = self.shape
+        found = torch.empty(len(blocks), len(places), prompts, sum(widths))
+        for j, c in product(range(len(blocks)), range(len(places))):
+            with self._reading:
+                self._file.seek((places[c] * number + blocks[j]) * found[0, 0].nbytes)
+                self._file.readinto(found[j, c].numpy().data)
+        return found
+
+
+@dataclass(frozen=True)
+class Filed(Teachers):
+    """Many models, whose keys and pools lie in a file: what is in memory of them does not grow with their number.
+
+    Each passes through memory once for the gap, and in distillation once for as many samples as make up a tile.
+
+    Beside the heads the file, each model's place in it, and blocks.
+    """
+
+    file: PromptFile
+    places: Sequence[int]
+    part: range
+
+    def targets(self, batches: Batches) -> Iterator[Tensor]:
+        """Tile by tile: prompts of some samples, pools of some models."""
+        numbers = self.file.shape[3] * max((len(z) for z, _ in batches), default=1)
+        for some in _some(batches, TILE // numbers):
+            z, labels = (torch.cat(each) for each in zip(*some, strict=True))
+            total = z.new_zeros(len(self.part), len(z), self.file.shape[3])
+            for models, shares in self._models():
+                total += models.blend(z, shares[:, labels])
+            yield from total.split([len(each) for each, _ in some], dim=1)
 
     def gap(self, server: Latent) -> Gap:
-        """A quadratic form in z / |z|."""
-        apart = self.mean.unflatten(1, self.spread.shape[1:3]) - server.map()[:, None]  # [J, S', D, V]
-        form = (self.spread + apart @ apart.mT).sum(dim=0).flatten(0, 1)
+        """A quadratic form in z / |z| for each head row."""
+        form = server.weight.new_zeros(int(self._known.sum()), *2 * self.heads.weight.shape[2:])
+        for models, shares in self._models():
+            form += torch.tensordot(shares[:, self._known], PromptGap(server, models).form(), ([0], [0]))
+        form = form.flatten(0, 1)
         return lambda z, labels: (self._at_rows(z, labels) @ form * F.normalize(z, dim=1)).sum(dim=1)
 
     def blocks(self, part: slice) -> Self:
-        """Views."""
-        return replace(self, mean=self.mean[part], spread=self.spread[part])
+        """Of the same file."""
+        return replace(self, part=self.part[part])
+
+    def _models(self) -> Iterator[tuple[Latent, Tensor]]:
+        """Some models at a time and their shares [C, S]; how many does not depend on the blocks, nor does rounding."""
+        _, prompts, dim, width = self.file.shape
+        numbers = max(
+            prompts * (dim + width), (2 * prompts) ** 2, dim**2
+        )  # of a block, in here and in its quadratic forms
+        for some in _some(range(len(self.places)), TILE // numbers):
+            found = self.file.read([self.places[c] for c in some], self.part).to(self.shares)
+            keys, pools = found.split([dim, width], dim=3)
+            chosen = slice(some[0], some[-1] + 1)
+            yield Latent(self.heads.weight[chosen], self.heads.bias[chosen], keys, pools), self.shares[chosen]
 
 
-class Folding:
-    """Takes in models one by one, in any order, and lets them go."""
-
-    def __init__(self, start: Latent) -> None:
-        self._start = start.map()  # what the models have in common is left out, for it would hide where they differ
-        self._means: dict[int, WeightedMean] = {}
-
-    def add(self, model: Latent, counts: np.ndarray) -> None:
-        """A single model, which counts n_cy [S] for the head rows."""
-        apart = model.map() - self._start
-        arrays = {"apart": apart.cpu().numpy(), "square": (apart @ apart.mT).cpu().numpy()}
-        for row in np.flatnonzero(counts):
-            self._means.setdefault(int(row), WeightedMean()).add(arrays, float(counts[row]))
-
-    def teachers(self, heads: Heads, shares: Tensor) -> Folded:
-        """Those that have been taken in, of these heads and shares n_cy / n_y; the sums are let go."""
-        blocks, dim, numbers = self._start.shape
-        mean = self._start.new_empty(blocks, len(self._means), dim, numbers)
-        spread = self._start.new_empty(blocks, len(self._means), dim, dim)
-        for i, row in enumerate(sorted(self._means)):
-            found = {name: torch.from_numpy(a).to(mean) for name, a in self._means.pop(row).arrays().items()}
-            mean[:, i] = self._start + found["apart"]
-            spread[:, i] = found["square"] - found["apart"] @ found["apart"].mT
-        return Folded(heads, shares, mean.flatten(1, 2), spread)
+def _some(items: Sequence[T], number: int) -> Iterator[Sequence[T]]:
+    """The items in portions of ``number``, or one by one."""
+    step = max(1, number)
+    return (items[start : start + step] for start in range(0, len(items), step))
