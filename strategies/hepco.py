@@ -13,7 +13,7 @@ from torch import Tensor
 
 from strategies.base import Moment, Strategy, Update
 from strategies.generator import Generator, Source, train_generator, until
-from strategies.teachers import Batches, Filed, Heads, Latent, Pooled, PromptFile, Teachers
+from strategies.teachers import FEW, Batches, Filed, Heads, Latent, Pooled, PromptFile, Teachers
 from task.config import Config
 from task.cores import cores
 from task.methods import HePCoOptions
@@ -21,8 +21,6 @@ from task.model import Head, Model
 from task.packet import Arrays
 from task.prompt_decomposed import DecomposedPrompt, cosines
 from task.seeding import torch_rng
-
-FEW = 10  # clients of a round whose prompts are kept in memory; those of more lie in a file
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # of one step, from each source
 

@@ -25,7 +25,8 @@ Gap = Callable[[Tensor, Tensor], Tensor]  # samples [B, D] and their head rows [
 T = TypeVar("T")
 Batches = Sequence[tuple[Tensor, Tensor]]  # of one source, a step each: samples [B, D] and their head rows [B]
 
-TILE = 2**22  # numbers of a block that are worked on at once where its pools lie in a file
+FEW = 10  # models whose pools are kept in memory; those of more lie in a file
+TILE = 2**20  # numbers of a block that are worked on at once where its pools lie in a file
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,6 @@ class Latent(Heads):
         shares = weights[:, :, None] * (F.normalize(z, dim=1) @ self._unit_keys.mT)  # [J, C, B, N]
         return shares.permute(0, 2, 1, 3).flatten(2) @ self.pools.flatten(1, 2)
 
-    def blend_map(self, weights: Tensor) -> Tensor:
-        """The matrix by which :meth:`blend` acts on z / |z| with S kinds of weights, [C, S] -> [J, S D, V].
-
-        rho(z; c) = sum_i (z / |z|) . (k_i / |k_i|) P_i is linear in z / |z|.
-        """
-        keys = self._unit_keys.flatten(1, 2)  # [J, C N, D]
-        shares = weights.T.repeat_interleave(self.keys.shape[2], dim=1)  # [S, C N]
-        return (shares[:, :, None] * keys[:, None]).mT.flatten(1, 2) @ self.pools.flatten(1, 2)
-
 
 class PromptGap:
     """|rho(z; server) - rho(z; teacher)|^2 of eq. 4 as a quadratic form in the cosine weights.
@@ -131,9 +123,20 @@ class Teachers(ABC):
     heads: Heads
     shares: Tensor
 
-    @abstractmethod
     def targets(self, batches: Batches) -> Iterator[Tensor]:
-        """sum_c w_cy rho(z; c) of each batch of samples [B, D] and their head rows y [B], as [J, B, V]."""
+        """sum_c w_cy rho(z; c) of each batch of samples [B, D] and their head rows y [B], as [J, B, V].
+
+        rho(z; c) = sum_i (z / |z|) . (k_i / |k_i|) P_i is linear in z / |z|: by one matrix for each head row, where
+        these matrices are smaller than the pools.
+        """
+        if self._map is None:
+            yield from self.blends(batches)
+        else:
+            yield from (self._at_rows(z, labels) @ self._map for z, labels in batches)
+
+    @abstractmethod
+    def blends(self, batches: Batches) -> Iterator[Tensor]:
+        """The same from the pools."""
 
     @abstractmethod
     def gap(self, server: Latent) -> Gap:
@@ -143,9 +146,26 @@ class Teachers(ABC):
     def blocks(self, part: slice) -> Self:
         """The same with the prompts of some blocks only."""
 
+    @property
+    @abstractmethod
+    def prompts(self) -> int:
+        """How many are in a pool, N."""
+
     @cached_property
     def _known(self) -> Tensor:
         return self.shares.any(dim=0)  # bool [S], S' of them true
+
+    @cached_property
+    def _map(self) -> Tensor | None:
+        """The targets of all unit vectors at all head rows that are known, [J, S' D, V].
+
+        None where that is larger than the pools, or than those of twice as many models as are kept in memory.
+        """
+        rows, dim = self._known.nonzero(), self.heads.weight.shape[2]
+        if len(rows) * dim >= min(len(self.shares), 2 * FEW) * self.prompts:
+            return None
+        basis = torch.eye(dim).to(self.shares).repeat(len(rows), 1)
+        return next(iter(self.blends([(basis, rows.expand(-1, dim).flatten())])))
 
     def _at_rows(self, z: Tensor, labels: Tensor) -> Tensor:
         """Samples [B, D] -> [B, S' D]: z / |z| where its head row is, and else zero."""
@@ -159,13 +179,14 @@ class Pooled(Teachers):
 
     heads: Latent
 
-    def targets(self, batches: Batches) -> Iterator[Tensor]:
-        """By one matrix for each row where that is smaller than the pools."""
-        for z, labels in batches:
-            if self._map is None:
-                yield self.heads.blend(z, self.shares[:, labels])
-            else:
-                yield self._at_rows(z, labels) @ self._map
+    def blends(self, batches: Batches) -> Iterator[Tensor]:
+        """One product over all pools for each batch."""
+        return (self.heads.blend(z, self.shares[:, labels]) for z, labels in batches)
+
+    @property
+    def prompts(self) -> int:
+        """As in each of the models."""
+        return self.heads.keys.shape[2]
 
     def gap(self, server: Latent) -> Gap:
         """From the pools' Gram matrices."""
@@ -175,12 +196,6 @@ class Pooled(Teachers):
     def blocks(self, part: slice) -> Self:
         """Views."""
         return replace(self, heads=self.heads.blocks(part))
-
-    @cached_property
-    def _map(self) -> Tensor | None:
-        _, models, prompts, dim = self.heads.keys.shape
-        smaller = int(self._known.sum()) * dim < models * prompts
-        return self.heads.blend_map(self.shares[:, self._known]) if smaller else None
 
 
 class PromptFile:
@@ -230,15 +245,21 @@ class Filed(Teachers):
     places: Sequence[int]
     part: range
 
-    def targets(self, batches: Batches) -> Iterator[Tensor]:
+    def blends(self, batches: Batches) -> Iterator[Tensor]:
         """Tile by tile: prompts of some samples, pools of some models."""
-        numbers = self.file.shape[3] * max((len(z) for z, _ in batches), default=1)
-        for some in _some(batches, TILE // numbers):
+        tile = max(1, TILE // self.file.shape[3])  # samples
+        for some in _some(batches, tile // max((len(z) for z, _ in batches), default=1)):
             z, labels = (torch.cat(each) for each in zip(*some, strict=True))
             total = z.new_zeros(len(self.part), len(z), self.file.shape[3])
             for models, shares in self._models():
-                total += models.blend(z, shares[:, labels])
+                for found, own, rows in zip(total.split(tile, dim=1), z.split(tile), labels.split(tile), strict=True):
+                    found += models.blend(own, shares[:, rows])
             yield from total.split([len(each) for each, _ in some], dim=1)
+
+    @property
+    def prompts(self) -> int:
+        """As in each of the models."""
+        return self.file.shape[1]
 
     def gap(self, server: Latent) -> Gap:
         """A quadratic form in z / |z| for each head row."""
@@ -255,9 +276,7 @@ class Filed(Teachers):
     def _models(self) -> Iterator[tuple[Latent, Tensor]]:
         """Some models at a time and their shares [C, S]; how many does not depend on the blocks, nor does rounding."""
         _, prompts, dim, width = self.file.shape
-        numbers = max(
-            prompts * (dim + width), (2 * prompts) ** 2, dim**2
-        )  # of a block, in here and in its quadratic forms
+        numbers = max(prompts * (dim + width), (2 * prompts) ** 2, dim**2)  # in its pool, and in its quadratic forms
         for some in _some(range(len(self.places)), TILE // numbers):
             found = self.file.read([self.places[c] for c in some], self.part).to(self.shares)
             keys, pools = found.split([dim, width], dim=3)

@@ -276,9 +276,7 @@ def test_target_is_the_weighted_sum_of_the_teachers_prompts(drawn):
     rng = np.random.default_rng(drawn)
     counts = rng.integers(1, 9, (C, S)) * (np.arange(S) >= S - drawn)
     labels, shares = rng.integers(S - drawn, S, B), counts / np.maximum(counts.sum(0), 1)
-    few = pooled(CLIENTS, shares)
-    assert (few._map is not None) == (drawn == 2)
-    for teachers, exact in ((few, 1e-12), (filed(CLIENTS, shares, [1, 2, 0]), 1e-5)):
+    for teachers, exact in ((pooled(CLIENTS, shares), 1e-12), (filed(CLIENTS, shares, [1, 2, 0]), 1e-5)):
         batches = [(torch.from_numpy(Z[part]), torch.from_numpy(labels[part])) for part in (slice(4), slice(4, B))]
         found = torch.cat([*teachers.targets(batches)], dim=1).unflatten(-1, (2, L, D))
         for b, (z, y) in enumerate(zip(Z, labels, strict=True)):
@@ -287,26 +285,39 @@ def test_target_is_the_weighted_sum_of_the_teachers_prompts(drawn):
 
 
 @pytest.mark.parametrize(
-    ("tile", "models", "samples"), [(0, [1, 1, 1], [4, 2, 1]), (280, [2, 1], [6, 1]), (2**22, [3], [7])]
+    ("tile", "blends"),  # models and samples at a time
+    [(0, 7 * [(1, 1)]), (280, [(2, 6), (1, 6), (2, 1), (1, 1)]), (2**22, [(3, 7)])],
 )
-def test_a_file_is_read_tile_by_tile(tile, models, samples, monkeypatch):
+def test_a_file_is_read_tile_by_tile(tile, blends, monkeypatch):
     """A model has 4 prompts of 30 numbers with their keys of 5 in a block; a sample has one such prompt."""
     seen, blend = [], Latent.blend
-    monkeypatch.setattr(
-        Latent, "blend", lambda self, z, weights: [seen.append((len(weights), len(z))), blend(self, z, weights)][1]
-    )
+
+    def spy(self, z, weights):
+        seen.append((len(weights), len(z)))
+        return blend(self, z, weights)
+
     monkeypatch.setattr(strategies.teachers, "TILE", tile)
     teachers, few = filed(CLIENTS, SHARES), pooled(CLIENTS, SHARES)
-    batches = [
-        (torch.from_numpy(Z[part]), torch.from_numpy(LABELS[part])) for part in (slice(4), slice(4, 6), slice(6, 7))
-    ]
-    found = [*teachers.targets(batches)]
-    assert seen == [(c, b) for b in samples for c in models]
+    batches = [(torch.from_numpy(Z[part]), torch.from_numpy(LABELS[part])) for part in np.split(np.arange(B), [4, 6])]
     expected = [*few.targets(batches)]
+    with monkeypatch.context() as spied:
+        spied.setattr(Latent, "blend", spy)
+        found = [*teachers.targets(batches)]
+    assert seen == (blends if tile else C * blends)
     assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, expected, strict=True))
     pair = [each.gap(latent(SERVER))(torch.from_numpy(Z), torch.from_numpy(LABELS)) for each in (teachers, few)]
     assert torch.allclose(*pair, rtol=1e-5)
     assert [*teachers.targets([])] == []
+
+
+@pytest.mark.parametrize(("models", "small"), [(2, False), (3, True), (20, True), (21, True)])
+def test_targets_come_from_a_map_where_that_is_smaller(models, small, monkeypatch):
+    """10 numbers of two known rows against pools of 4 prompts; with FEW = 1 those of two models at most count."""
+    shares = np.full((models, S), 1 / models) * (np.arange(S) < 2)
+    clients = [CLIENTS[c % C] for c in range(models)]
+    assert (pooled(clients, shares)._map is not None) == (filed(clients, shares)._map is not None) == small
+    monkeypatch.setattr(strategies.teachers, "FEW", 1)
+    assert pooled(clients, shares)._map is filed(clients, shares)._map is None
 
 
 def test_gap_is_the_weighted_sum_over_the_teachers():
