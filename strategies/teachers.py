@@ -213,13 +213,17 @@ class PromptFile:
         """Write those of a model's travelling arrays behind the others.
 
         Raises:
-            OSError: the disk is full, say.
+            OSError: the disk is full, say; which folder that is and how to choose another.
         """
         keys, pools = model["prompt.keys"], model["prompt.pool"]
         both = np.concatenate([keys, pools.reshape(*keys.shape[:2], -1)], axis=2, dtype=np.float32)
         self.shape = (*keys.shape, both.shape[2] - keys.shape[2])
-        self._file.write(both.data)
-        self._file.flush()
+        try:
+            self._file.write(both.data)
+            self._file.flush()
+        except OSError as error:
+            why = f"{error.strerror}: the prompts of more than {FEW} clients go there; TMPDIR names another folder"
+            raise OSError(error.errno, why, tempfile.gettempdir()) from None
 
     def read(self, places: Sequence[int], blocks: range) -> Tensor:
         """Of the models at these places some blocks, keys [..., D] before prompts [..., V]: [J, C, N, D + V]."""
