@@ -4,10 +4,10 @@ Shapes: B samples of D numbers, S head rows.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from threading import Event
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -78,10 +78,6 @@ class Source:
     histogram: Tensor
     generator: Generator
     rng: torch.Generator
-
-    def blocks(self, part: slice) -> Self:
-        """The same with the teachers' prompts of some blocks only."""
-        return replace(self, teachers=self.teachers.blocks(part))
 
     def draw(self, number: int) -> tuple[Tensor, Tensor]:
         """Samples [number, D], with the gradient of the generator, and their head rows [number]."""

@@ -8,7 +8,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from threading import Lock
 from typing import Self, TypeVar
@@ -159,10 +159,10 @@ class Teachers(ABC):
     def _map(self) -> Tensor | None:
         """The targets of all unit vectors at all head rows that are known, [J, S' D, V].
 
-        None where that is larger than the pools, or than those of twice as many models as are kept in memory.
+        None where that is larger than the pools, or than as many of them as are kept in memory.
         """
         rows, dim = self._known.nonzero(), self.heads.weight.shape[2]
-        if len(rows) * dim >= min(len(self.shares), 2 * FEW) * self.prompts:
+        if len(rows) * dim >= min(len(self.shares), FEW) * self.prompts:
             return None
         basis = torch.eye(dim).to(self.shares).repeat(len(rows), 1)
         return next(iter(self.blends([(basis, rows.expand(-1, dim).flatten())])))
@@ -199,7 +199,7 @@ class Pooled(Teachers):
 
 
 class PromptFile:
-    """Keys and pools of models of equal shape in a file without a name, which goes when nobody holds it.
+    """Keys and pools of models of equal shape in a temporary file without a name, which goes when nobody holds it.
 
     It is read and not mapped, since what is mapped counts as the process's memory.
     """
@@ -232,17 +232,18 @@ class PromptFile:
         for j, c in product(range(len(blocks)), range(len(places))):
             with self._reading:
                 self._file.seek((places[c] * number + blocks[j]) * found[0, 0].nbytes)
-                self._file.readinto(found[j, c].numpy().data)
+                read = self._file.readinto(found[j, c].numpy().data)
+            if read < found[0, 0].nbytes:
+                raise OSError(f"the file of the prompts ended after {read} of {found[0, 0].nbytes} bytes")
         return found
 
 
 @dataclass(frozen=True)
 class Filed(Teachers):
-    """Many models, whose keys and pools lie in a file: what is in memory of them does not grow with their number.
+    """Many models, of which nothing but the heads is in memory.
 
-    Each passes through memory once for the gap, and in distillation once for as many samples as make up a tile.
-
-    Beside the heads the file, each model's place in it, and blocks.
+    Keys and pools lie in a file, and pass through memory for the gap and for as many targets as make up a tile. Beside
+    the heads the file, each model's place in it, and blocks.
     """
 
     file: PromptFile
@@ -266,12 +267,24 @@ class Filed(Teachers):
         return self.file.shape[1]
 
     def gap(self, server: Latent) -> Gap:
-        """A quadratic form in z / |z| for each head row."""
-        form = server.weight.new_zeros(int(self._known.sum()), *2 * self.heads.weight.shape[2:])
+        """Some models after the other; with a gradient, for which it is asked in every step, by quadratic forms."""
+        form = cache(lambda: self._form(server))
+
+        def found(z: Tensor, labels: Tensor) -> Tensor:
+            if z.requires_grad:
+                return (self._at_rows(z, labels) @ form() * F.normalize(z, dim=1)).sum(dim=1)
+            each = ((shares[:, labels] * PromptGap(server, models)(z)).sum(dim=0) for models, shares in self._models())
+            return sum(each, z.new_zeros(len(z)))
+
+        return found
+
+    def _form(self, server: Latent) -> Tensor:
+        """The gap as a quadratic form in z / |z| for each head row that is known, [S' D, D]."""
+        dim = self.heads.weight.shape[2]
+        form = server.weight.new_zeros(int(self._known.sum()), dim**2)
         for models, shares in self._models():
-            form += torch.tensordot(shares[:, self._known], PromptGap(server, models).form(), ([0], [0]))
-        form = form.flatten(0, 1)
-        return lambda z, labels: (self._at_rows(z, labels) @ form * F.normalize(z, dim=1)).sum(dim=1)
+            form.addmm_(shares[:, self._known].mT, PromptGap(server, models).form().flatten(1))
+        return form.view(-1, dim)
 
     def blocks(self, part: slice) -> Self:
         """Of the same file."""
