@@ -252,7 +252,7 @@ class Config:
 
 def known_keys() -> dict[str, Key]:
     """Every run key of the core and of all methods, by name."""
-    found = keys_of(Config)
+    found = dict(keys_of(Config))
     for method in METHODS.values():
         found |= method.own_keys()
     return found

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from functools import cache
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from task.packet import Scalar
@@ -103,11 +105,12 @@ _CONVERT: Mapping[type, Any] = {
 }
 
 
-def keys_of(cls: type, prefix: str = "") -> dict[str, Key]:
+@cache  # every message of a run is parsed
+def keys_of(cls: type, prefix: str = "") -> Mapping[str, Key]:
     """Every run key that a dataclass declares, by its kebab-case name behind ``prefix``."""
     hints = get_type_hints(cls)
     declared = (f for f in fields(cls) if "rule" in f.metadata)
-    return {k.name: k for k in (_key_of(f, hints[f.name], prefix) for f in declared)}
+    return MappingProxyType({k.name: k for k in (_key_of(f, hints[f.name], prefix) for f in declared)})
 
 
 def _key_of(declared: Field, kind: type, prefix: str) -> Key:

@@ -5,6 +5,7 @@ depends on neither. A method from outside the project is a row in any module tha
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -210,9 +211,9 @@ class Method:
     backbone: Literal["frozen", "trained", "either"] = "frozen"
     asynchronous: bool = False
 
-    def own_keys(self) -> dict[str, Key]:
+    def own_keys(self) -> Mapping[str, Key]:
         """The method's own run keys."""
-        return keys_of(self.options, prefix=f"{self.name}-")
+        return keys_of(self.options, prefix=f"{self.name}-")  # type: ignore[arg-type]  # a class has a hash
 
 
 @dataclass(frozen=True)

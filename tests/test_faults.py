@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from strategies.base import Moment, Update
 from task.config import ConfigError, parse
 from task.model import Model
 from task.packet import Kind, Packet
+from tests.conftest import TINY
 
 Change = Callable[[Packet], object]
 
@@ -87,18 +89,24 @@ BAD: dict[str, tuple[Change, str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def without_one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[dict, dict[str, np.ndarray]]]:
+    """Results and model of a run in which node 1 answers no train message."""
+    values = TINY | {"output-dir": str(tmp_path_factory.mktemp("silent")), "run-name": "silent"}
+    return cache(lambda: (run(values, broken=lambda node, kind: node == 1 and kind == "train"), model_of(values)))
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_answer_is_left_out_and_named(name: str, tiny: dict) -> None:
+def test_a_bad_answer_is_left_out_and_named(name: str, tiny: dict, without_one: Callable) -> None:
     """The global model is what it would be had the node not answered at all."""
-    change, reason = BAD[name]
-    spoilt = run(tiny | {"run-name": "spoilt"}, tamper=on_training(1, change))
-    silent = run(tiny | {"run-name": "silent"}, broken=lambda node, kind: node == 1 and kind == "train")
+    (change, reason), (silent, theirs) = BAD[name], without_one()
+    spoilt = run(tiny, tamper=on_training(1, change))
     for round_ in spoilt["rounds"]:
         assert [f["name"] for f in round_["failures"]] == ["client-0001"]
         assert reason in round_["failures"][0]["reason"]
     assert spoilt["status"] == "finished"
     assert spoilt["accuracy_matrix"] == silent["accuracy_matrix"]
-    ours, theirs = model_of(tiny | {"run-name": "spoilt"}), model_of(tiny | {"run-name": "silent"})
+    ours = model_of(tiny)
     assert all((ours[n] == theirs[n]).all() for n in ours)
 
 

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from task.methods import METHODS
 from task.model import build_model
 from task.packet import Packet, Scalar
 from task.world import build_world
-from tests.conftest import QUICK
+from tests.conftest import TINY
 
 # every prompt with fedavg, every method with its first: the cost of all pairs would buy little
 PAIRS = [(m.name, prompt) for m in METHODS.values() for prompt in m.prompts[: None if m.name == "fedavg" else 1]]
@@ -36,6 +37,14 @@ PROMPT_ARRAYS: dict[str, set[str]] = {
     "fused": {"prompt.prompts.0"},
     "decomposed": {"prompt.keys", "prompt.pool"},
     "coda": {"prompt.keys.0", "prompt.attention.0", "prompt.prompts.0"},
+}
+
+FOUR_OF_TWELVE: dict[str, Scalar] = {
+    "partition": "dirichlet",
+    "dirichlet-beta": 0.05,
+    "num-clients": 12,
+    "clients-per-round": 4,
+    "rounds-per-task": 2,
 }
 
 
@@ -59,16 +68,27 @@ def train_message(config: Config, task: int = 0) -> Packet:
     return Packet(arrays=model.export(), config=place | {"backbone-sha256": model.backbone.sha256})
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Scalar], str, str], Path]:
-    """Folder of a run of a method and prompt, which all tests that only look at one share."""
-    folder, known = tmp_path_factory.mktemp("finished"), dict[tuple[str, str], Path]()
+class Finished(NamedTuple):
+    """A run's folder, and digests of the frozen backbone before and after it."""
 
-    def find(tiny: dict[str, Scalar], method: str, prompt: str) -> Path:
+    folder: Path
+    before: str
+    after: str
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Scalar], str, str], Finished]:
+    """A run of a method and prompt, which all tests that only look at one share."""
+    folder, known = tmp_path_factory.mktemp("finished"), dict[tuple[str, str], Finished]()
+
+    def find(tiny: dict[str, Scalar], method: str, prompt: str) -> Finished:
         if (method, prompt) not in known:
-            name = f"{method}-{prompt}"
-            run(tiny | {"method": method, "prompt": prompt, "output-dir": str(folder), "run-name": name})
-            known[method, prompt] = folder / name
+            values = tiny | {"method": method, "prompt": prompt, "output-dir": str(folder)}
+            config = parse(values)
+            backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, "cpu")
+            before = digest(backbone.vit)
+            run(values | {"run-name": f"{method}-{prompt}"})
+            known[method, prompt] = Finished(folder / f"{method}-{prompt}", before, digest(backbone.vit))
         return known[method, prompt]
 
     return find
@@ -78,7 +98,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Sc
 def test_same_seed_same_results_and_another_seed_others(
     method: str, prompt: str, tiny: dict, tmp_path: Path, finished: Callable
 ) -> None:
-    folder = finished(tiny, method, prompt)
+    folder = finished(tiny, method, prompt).folder
     one = json.loads((folder / "results.json").read_text())
     again = run(tiny | {"method": method, "prompt": prompt, "run-name": "again"})
     assert without_times(again) == without_times(one)
@@ -92,12 +112,12 @@ def test_same_seed_same_results_and_another_seed_others(
 
 
 @EVERY
-def test_backbone_is_unchanged_bit_for_bit(method: str, prompt: str, tiny: dict) -> None:
+def test_backbone_is_unchanged_bit_for_bit(method: str, prompt: str, tiny: dict, finished: Callable) -> None:
+    """That which all clients of a process share; a method that trains one trains a copy."""
+    run_of_it = finished(tiny, method, prompt)
+    assert run_of_it.before == run_of_it.after
     config = parse(tiny | {"method": method, "prompt": prompt})
     backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, "cpu")
-    before = digest(backbone.vit)
-    run(tiny | {"method": method, "prompt": prompt})
-    assert digest(backbone.vit) == before
     assert all(p.grad is None and not p.requires_grad for p in backbone.parameters())
 
 
@@ -153,7 +173,7 @@ def test_prediction_of_an_image_does_not_depend_on_its_batch(method: str, prompt
 @EVERY
 def test_save_and_load_gives_the_same_model(method: str, prompt: str, tiny: dict, finished: Callable) -> None:
     config = parse(tiny | {"method": method, "prompt": prompt})
-    folder = finished(tiny, method, prompt)
+    folder = finished(tiny, method, prompt).folder
     results = json.loads((folder / "results.json").read_text())
     path = folder / "model.safetensors"
     world = build_world(config)
@@ -176,27 +196,27 @@ def test_clearly_above_chance_after_one_round(method: str, prompt: str, tiny: di
 def test_evaluation_by_the_clients_gives_the_same_matrix(
     method: str, prompt: str, tiny: dict, finished: Callable
 ) -> None:
-    own = json.loads((finished(tiny, method, prompt) / "results.json").read_text())
+    own = json.loads((finished(tiny, method, prompt).folder / "results.json").read_text())
     theirs = run(tiny | {"method": method, "prompt": prompt, "run-name": "clients", "evaluate": "clients"})
     assert own["accuracy_matrix"] == theirs["accuracy_matrix"]
     assert own["per_class_accuracy"] == theirs["per_class_accuracy"]
     assert own["confusion"] == theirs["confusion"]
 
 
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
+    """Results of a run of averaging in which four of twelve take part."""
+    folder = {"output-dir": str(tmp_path_factory.mktemp("drawn"))}
+    return cache(lambda: run(TINY | FOUR_OF_TWELVE | folder | {"method": "fedavg"}))
+
+
 @EVERY
-def test_partial_participation_and_uneven_data(method: str, prompt: str, tiny: dict) -> None:
-    values = {"partition": "dirichlet", "dirichlet-beta": 0.05, "num-clients": 12, "clients-per-round": 4}
-    results = run(tiny | values | {"method": method, "prompt": prompt, "rounds-per-task": 2})
+def test_partial_participation_and_uneven_data(method: str, prompt: str, tiny: dict, drawn: Callable) -> None:
+    """Clients and classes are drawn alike for all methods."""
+    results = run(tiny | FOUR_OF_TWELVE | {"method": method, "prompt": prompt})
+    assert results["class_order"] == drawn()["class_order"]
+    assert [r["participants"] for r in results["rounds"]] == [r["participants"] for r in drawn()["rounds"]]
     assert results["status"] == "finished"
     assert [len(r["participants"]) for r in results["rounds"]] == [4] * 4
     assert not any(r["failures"] for r in results["rounds"])
     assert len({tuple(r["participants"]) for r in results["rounds"]}) > 1
-
-
-def test_all_methods_draw_the_same_clients_and_classes(tiny: dict) -> None:
-    drawn = []
-    for method, prompt in PAIRS:
-        values = {"num-clients": 6, "clients-per-round": 2, "method": method, "prompt": prompt} | QUICK.get(method, {})
-        results = run(tiny | values | {"run-name": f"{method}-{prompt}"})
-        drawn.append((results["class_order"], [r["participants"] for r in results["rounds"]]))
-    assert all(one == drawn[0] for one in drawn)
