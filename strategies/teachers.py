@@ -165,7 +165,7 @@ class Teachers(ABC):
         if len(rows) * dim >= min(len(self.shares), FEW) * self.prompts:
             return None
         basis = torch.eye(dim).to(self.shares).repeat(len(rows), 1)
-        return next(iter(self.blends([(basis, rows.expand(-1, dim).flatten())])))
+        return next(self.blends([(basis, rows.expand(-1, dim).flatten())]))
 
     def _at_rows(self, z: Tensor, labels: Tensor) -> Tensor:
         """Samples [B, D] -> [B, S' D]: z / |z| where its head row is, and else zero."""

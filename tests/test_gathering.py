@@ -66,7 +66,8 @@ def test_nor_where_the_clients_prompts_lie_in_a_file(tiny: Values, monkeypatch: 
     filed = results(values)
     assert filed == results(values | {"run-name": "backwards"}, Backwards)
     assert filed["rounds"][0]["server"] != pooled["rounds"][0]["server"]  # rounding shows that it was another way
-    assert filed["rounds"][0]["server"] == pytest.approx(pooled["rounds"][0]["server"], rel=1e-2)
+    # the loss of the prompts is some 0.0004 here, and differs by 5e-7
+    assert filed["rounds"][0]["server"] == pytest.approx(pooled["rounds"][0]["server"], rel=1e-3, abs=1e-6)
 
 
 @pytest.mark.parametrize("bound", [{}, {"max-update-norm": 50.0}, {"max-update-ratio": 5.0}])
