@@ -28,7 +28,7 @@ from torch import Tensor
 import strategies.hepco
 from strategies.base import Moment, Update
 from strategies.generator import Generator, Source, generator_loss
-from strategies.hepco import HePCo, distil, distil_head, draw_batches, prompt_loss
+from strategies.hepco import HePCo, distil, distil_head, draw_batches, prompt_gradients
 from strategies.teachers import Latent, Pooled, Teachers
 from task.config import Config, parse
 from task.cores import cores
@@ -201,18 +201,20 @@ def check(size: Size, options: HePCoOptions) -> None:
         generator_loss(z, labels, latent, teachers, teachers.gap(latent), options),
         direct_generator_loss(z, labels, source, latent, options),
     ]
-    print(f"gradient of the generator's loss: {_apart(pair, [z]):.1e} apart, relative")
-    z = z.detach()
-    pair = [
-        prompt_loss(server.prompt.keys, server.prompt.pool, z, next(teachers.targets([(z, labels)]))).sum(),
-        direct_prompt_loss(server.prompt, z, labels, teachers),
-    ]
-    print(f"gradient of keys and prompts: {_apart(pair, [*server.prompt.parameters()]):.1e} apart, relative")
+    ours, theirs = (torch.autograd.grad(loss, z) for loss in pair)
+    print(f"gradient of the generator's loss: {_apart(ours, theirs):.1e} apart, relative")
+    z, keys, pool = z.detach(), server.prompt.keys, server.prompt.pool
+    theirs = torch.autograd.grad(direct_prompt_loss(server.prompt, z, labels, teachers), [keys, pool])
+    flat = pool.detach().flatten(2)
+    prompt_gradients(keys, flat, z, next(teachers.targets([(z, labels)])))
+    assert keys.grad is not None
+    assert flat.grad is not None
+    print(f"gradient of keys and prompts: {_apart([keys.grad, flat.grad], theirs):.1e} apart, relative")
 
 
-def _apart(pair: list[Tensor], of: list[Tensor]) -> float:
-    first, second = (torch.cat([g.flatten() for g in torch.autograd.grad(loss, of)]) for loss in pair)
-    return float((first - second).norm() / second.norm())
+def _apart(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    ours, theirs = (torch.cat([gradient.flatten() for gradient in each]) for each in (first, second))
+    return float((ours - theirs).norm() / theirs.norm())
 
 
 def _print_row(form: str, seconds: dict[str, float]) -> None:

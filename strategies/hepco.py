@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Event
-from typing import Any
 
 import numpy as np
 import torch
@@ -206,50 +205,36 @@ def distil_blocks(
         steps: a batch and what each source's teachers make of their samples in these blocks, [J, B, V].
         options: the step size.
     """
-    keys, pool = (p.detach()[part].clone().requires_grad_() for p in (prompt.keys, prompt.pool))
+    keys, pool = prompt.keys.detach()[part].clone().requires_grad_(), prompt.pool.detach()[part].flatten(2).clone()
     optimiser = torch.optim.Adam([keys, pool], options.distillation_learning_rate, fused=True)
-    loss = torch.zeros(len(keys))
+    apart = pool.new_empty(len(pool), 0)
     for drawn, targets in steps:
-        loss = prompt_loss(keys, pool, torch.cat([z for z, _ in drawn]), torch.cat(targets, dim=1))
-        optimiser.zero_grad(set_to_none=True)
-        loss.sum().backward()
+        torch.cat(targets, dim=1, out=apart)
+        prompt_gradients(keys, pool, torch.cat([z for z, _ in drawn]), apart)
         optimiser.step()
-    prompt.keys.data[part], prompt.pool.data[part] = keys.detach(), pool.detach()
-    return loss.tolist()
+    prompt.keys.data[part], prompt.pool.data[part] = keys.detach(), pool.view_as(prompt.pool[part])
+    return torch.linalg.vecdot(apart.flatten(1), apart.flatten(1)).tolist()
 
 
-def prompt_loss(keys: Tensor, pool: Tensor, z: Tensor, target: Tensor) -> Tensor:
-    """Eq. 6, sum_c w_c |rho(z; server) - rho(z; c)|^2 over a batch, less what no key or prompt changes.
+def prompt_gradients(keys: Tensor, pool: Tensor, z: Tensor, apart: Tensor) -> None:
+    """Set ``grad`` of keys and pool to those of eq. 6, sum_c w_c |rho(z; server) - rho(z; c)|^2 over a batch.
 
     As the weights of a sample sum to 1, that is |rho(z; server) - sum_c w_c rho(z; c)|^2 and a constant: one target
-    instead of C, and the same gradient. Returns [J].
+    instead of C, and the same gradients. They are written out, and lie where those of the step before lay, since the
+    passes over [J, B, V] that autograd would make, and fresh memory for each, cost as much as the products.
 
     Args:
-        keys: the server's, [J, N, D].
-        pool: the server's prompts, [J, N, 2, L_p, D].
+        keys: the server's, [J, N, D], requiring a gradient.
+        pool: the server's prompts, [J, N, V], V = 2 L_p D.
         z: samples [B, D].
-        target: sum_c w_c rho(z; c), [J, B, V].
+        apart: the target sum_c w_c rho(z; c), [J, B, V]; becomes rho(z; server) less the target.
     """
-    return _SquaredGap.apply(cosines(z, keys), pool.flatten(2), target)
-
-
-class _SquaredGap(torch.autograd.Function):
-    """|w P - target|^2 of weights [J, B, N], pool [J, N, V], target [J, B, V] -> [J].
-
-    Written out, since the passes over [J, B, V] that autograd would make cost as much as the products.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, pool: Tensor, target: Tensor) -> Tensor:
-        apart = torch.baddbmm(target, weights, pool, beta=-1)
-        ctx.save_for_backward(weights, pool, apart)
-        return torch.linalg.vecdot(apart.flatten(1), apart.flatten(1))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        weights, pool, apart = ctx.saved_tensors
-        twice = 2 * gradient[:, None, None]
-        return twice * (apart @ pool.mT), (twice * weights).mT @ apart, None
+    weights = cosines(z, keys)
+    given = weights.detach()
+    apart.baddbmm_(given, pool, beta=-1)
+    keys.grad = None
+    weights.backward(2 * (apart @ pool.mT))  # lays the gradient out as the keys are, which fused Adam relies on
+    pool.grad = torch.bmm((2 * given).mT, apart, out=pool.grad)
 
 
 def distil_head(head: Head, batches: Iterable[Batch], options: HePCoOptions) -> float:

@@ -57,7 +57,7 @@ class CodaPrompt(Prompt):
             parts = (keys, attention, prompts.flatten(2))
             self.penalty = self.weight * torch.stack([orthogonality(part) for part in parts]).sum()
         prefixes = combine(attended_cosines(query, attention, keys), prompts)
-        return {block: prefixes[i] for i, block in enumerate(self.blocks)}
+        return dict(zip(self.blocks, prefixes.unbind(), strict=True))
 
 
 def attended_cosines(query: Tensor, attention: Tensor, keys: Tensor) -> Tensor:

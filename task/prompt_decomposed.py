@@ -38,7 +38,7 @@ class DecomposedPrompt(Prompt):
         """Query [B, D] -> prefixes [B, 2, L_p, D]."""
         assert query is not None  # needs_query
         prefixes = combine(cosines(query, self.keys), self.pool)
-        return {block: prefixes[i] for i, block in enumerate(self.blocks)}
+        return dict(zip(self.blocks, prefixes.unbind(), strict=True))
 
 
 def cosines(query: Tensor, keys: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 import strategies.hepco
 from strategies.base import Moment, Update
 from strategies.generator import Generator, Source, generator_loss, train_generator
-from strategies.hepco import HePCo, class_counts, distil, prompt_loss, side_by_side
+from strategies.hepco import HePCo, class_counts, distil, prompt_gradients, side_by_side
 from strategies.teachers import Filed, Heads, Latent, Pooled, PromptFile, PromptGap
 from task.config import parse
 from task.methods import HePCoOptions
@@ -210,8 +210,10 @@ def test_one_target_gives_the_gradient_of_the_sum_over_teachers():
     differences, gradients = [], []
     for seed in (0, 1):
         prompt = DecomposedPrompt(range(J), N, L, D, seed).double()
-        ours = prompt_loss(prompt.keys, prompt.pool, z, target).sum()
-        mine = torch.autograd.grad(ours, [prompt.keys, prompt.pool])
+        pool, apart = prompt.pool.detach().flatten(2), target.clone()
+        prompt_gradients(prompt.keys, pool, z.flip(0), target.clone())  # a step before, of which nothing may be left
+        prompt_gradients(prompt.keys, pool, z, apart)
+        mine = prompt.keys.grad, pool.grad.view_as(prompt.pool)
         direct = torch.zeros((), dtype=torch.float64)
         for j in range(J):
             cosine = torch.nn.functional.cosine_similarity(z[:, None], prompt.keys[j], dim=-1)
@@ -220,7 +222,7 @@ def test_one_target_gives_the_gradient_of_the_sum_over_teachers():
                 theirs = torch.from_numpy(np.array([numpy_rho(client, one, j) for one in Z]))
                 direct = direct + (weight * (own - theirs).square().sum((1, 2, 3))).sum()
         gradients.append((mine, torch.autograd.grad(direct, [prompt.keys, prompt.pool])))
-        differences.append(float(direct.detach() - ours.detach()))
+        differences.append(float(direct.detach() - apart.square().sum()))
     assert differences[0] == pytest.approx(differences[1])
     assert all(torch.allclose(a, b) for pair in gradients for a, b in zip(*pair, strict=True))
 
@@ -521,12 +523,12 @@ def test_blocks_that_are_distilled_side_by_side_learn_the_same(threads, monkeypa
 
 def test_an_interrupted_distillation_does_not_go_on(monkeypatch):
     """Ctrl-C comes to the thread that waits for the others."""
-    where, steps, loss = source([single(1)], COUNTS[:1]), [], strategies.hepco.prompt_loss
+    where, steps, gradients = source([single(1)], COUNTS[:1]), [], strategies.hepco.prompt_gradients
     where.generator.eval()
 
     def slow(*given):
         steps.append(time.sleep(0.01))
-        return loss(*given)
+        return gradients(*given)
 
     def interrupted():
         raise KeyboardInterrupt
@@ -537,7 +539,7 @@ def test_an_interrupted_distillation_does_not_go_on(monkeypatch):
             future.result = interrupted if function is strategies.hepco.distil_blocks else future.result
             return future
 
-    monkeypatch.setattr(strategies.hepco, "prompt_loss", slow)
+    monkeypatch.setattr(strategies.hepco, "prompt_gradients", slow)
     monkeypatch.setattr(strategies.hepco, "ThreadPoolExecutor", Interrupted)
     prompt, head = DecomposedPrompt(range(J), N, L, D, 0), Head(D, 0)
     head.grow(S)
