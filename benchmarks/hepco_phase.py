@@ -165,8 +165,7 @@ def direct(size: Size, options: HePCoOptions, sources: Sequence[tuple[Source, in
     latent = Latent.stack([server.travelling()])
     seconds = dict.fromkeys(PHASES, 0.0)
     started = time.perf_counter()
-    drawn = [draw_batches(*pair, range(options.head_steps)) for pair in sources]
-    distil_head(server.head, zip(*drawn, strict=True), options)
+    distil_head(server.head, draw_batches(sources, range(options.head_steps)), options)
     seconds["distillation"] += time.perf_counter() - started
     for source, batch in sources:
         source.generator.train()

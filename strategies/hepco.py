@@ -148,10 +148,12 @@ def side_by_side(device: torch.device) -> Iterator[tuple[ThreadPoolExecutor, Eve
             stop.set()
 
 
-def draw_batches(source: Source, size: int, steps: Iterable[int]) -> Batches:
-    """A batch of ``size`` samples for each step, the generator as it is."""
-    with torch.no_grad():  # step by step: one pass for all would be no faster and need hundreds of MiB for its layers
-        return [source.draw(size) for _ in steps]
+def draw_batches(sources: Sequence[tuple[Source, int]], steps: Iterable[int]) -> Iterator[Batch]:
+    """For each step samples of each source, the generators as they are; drawn when they are asked for."""
+    for _ in steps:
+        with torch.no_grad():  # one pass for all steps would be no faster and need hundreds of MiB for its layers
+            batch = [source.draw(size) for source, size in sources]
+        yield batch
 
 
 def distil(
@@ -159,22 +161,22 @@ def distil(
 ) -> tuple[float, float]:
     """Prompts and head, in place; returns the last batch's loss per sample of each (step 4).
 
-    The head and the prompts of each block share nothing but the samples, so that on a CPU they are distilled side by
-    side. All samples are drawn first: batch x steps x D numbers.
+    The head and the prompts of each block share nothing but where the samples come from, so that on a CPU they are
+    distilled side by side. The samples of all blocks are drawn first: batch x steps x D numbers.
     """
-    blocks, phases = len(prompt.blocks), (options.prompt_steps, options.head_steps)
+    blocks, losses = len(prompt.blocks), []
     with side_by_side(prompt.pool.device) as (threads, stop):
 
-        def draw(of: tuple[Source, int]) -> list[Batches]:
-            return [draw_batches(*of, until(stop, range(steps))) for steps in phases]
+        def draw(of: tuple[Source, int]) -> Batches:
+            return [own for (own,) in draw_batches([of], until(stop, range(options.prompt_steps)))]
 
-        batches, others = zip(*threads.map(draw, sources), strict=True)
-        losses = []
+        batches = [*threads.map(draw, sources)]
         for part in _parts(blocks, prompt.pool.device):
             targets = (s.teachers.blocks(part).targets(own) for (s, _), own in zip(sources, batches, strict=True))
             steps = zip(zip(*batches, strict=True), zip(*targets, strict=True), strict=True)
             losses.append(threads.submit(distil_blocks, prompt, part, until(stop, steps), options))
-        last = threads.submit(distil_head, head, until(stop, zip(*others, strict=True)), options)
+        others = draw_batches(sources, until(stop, range(options.head_steps)))
+        last = threads.submit(distil_head, head, others, options)
         total = sum(loss for part in losses for loss in part.result())
         return total / sum(size for _, size in sources), last.result()
 
