@@ -207,7 +207,9 @@ def distil_blocks(
         steps: a batch and what each source's teachers make of their samples in these blocks, [J, B, V].
         options: the step size.
     """
-    keys, pool = prompt.keys.detach()[part].clone().requires_grad_(), prompt.pool.detach()[part].flatten(2).clone()
+    keys = prompt.keys.detach()[part].clone().requires_grad_()
+    # fused Adam takes it for given that a gradient lies as its parameter does
+    pool = prompt.pool.detach()[part].flatten(2).clone(memory_format=torch.contiguous_format)
     optimiser = torch.optim.Adam([keys, pool], options.distillation_learning_rate, fused=True)
     apart = pool.new_empty(len(pool), 0)
     for drawn, targets in steps:
@@ -222,8 +224,8 @@ def prompt_gradients(keys: Tensor, pool: Tensor, z: Tensor, apart: Tensor) -> No
     """Set ``grad`` of keys and pool to those of eq. 6, sum_c w_c |rho(z; server) - rho(z; c)|^2 over a batch.
 
     As the weights of a sample sum to 1, that is |rho(z; server) - sum_c w_c rho(z; c)|^2 and a constant: one target
-    instead of C, and the same gradients. They are written out, and lie where those of the step before lay, since the
-    passes over [J, B, V] that autograd would make, and fresh memory for each, cost as much as the products.
+    instead of C, and the same gradients. They are written out, and that of the pool lies where the one before lay, as
+    the passes over [J, B, V] that autograd would make, and fresh memory for each, cost as much as the products.
 
     Args:
         keys: the server's, [J, N, D], requiring a gradient.
@@ -235,8 +237,8 @@ def prompt_gradients(keys: Tensor, pool: Tensor, z: Tensor, apart: Tensor) -> No
     given = weights.detach()
     apart.baddbmm_(given, pool, beta=-1)
     keys.grad = None
-    weights.backward(2 * (apart @ pool.mT))  # lays the gradient out as the keys are, which fused Adam relies on
-    pool.grad = torch.bmm((2 * given).mT, apart, out=pool.grad)
+    weights.backward(2 * (apart @ pool.mT))  # which lays the gradient out as the keys are
+    pool.grad = torch.matmul((2 * given).mT, apart, out=pool.grad)
 
 
 def distil_head(head: Head, batches: Iterable[Batch], options: HePCoOptions) -> float:

@@ -57,7 +57,7 @@ class FusedPrompt(Prompt):
         cosines = F.normalize(query, dim=1) @ F.normalize(self.psi, dim=1).T  # [B, tasks]
         weights = (self.scale * cosines).softmax(dim=1)
         fused = torch.einsum("bt,tjld->jbld", weights, torch.stack(tuple(self.prompts)))
-        return {block: fused[j] for j, block in enumerate(self.blocks)}
+        return dict(zip(self.blocks, fused.unbind(), strict=True))
 
     def _uniform(self, shape: tuple[int, ...], purpose: str, *indices: int) -> Tensor:
         drawn = torch.rand(shape, generator=torch_rng(self.seed, purpose, *indices))

@@ -14,7 +14,7 @@ import torch
 import strategies.hepco
 from strategies.base import Moment, Update
 from strategies.generator import Generator, Source, generator_loss, train_generator
-from strategies.hepco import HePCo, class_counts, distil, prompt_gradients, side_by_side
+from strategies.hepco import HePCo, class_counts, distil, distil_blocks, prompt_gradients, side_by_side
 from strategies.teachers import Filed, Heads, Latent, Pooled, PromptFile, PromptGap
 from task.config import parse
 from task.methods import HePCoOptions
@@ -225,6 +225,31 @@ def test_one_target_gives_the_gradient_of_the_sum_over_teachers():
         differences.append(float(direct.detach() - apart.square().sum()))
     assert differences[0] == pytest.approx(differences[1])
     assert all(torch.allclose(a, b) for pair in gradients for a, b in zip(*pair, strict=True))
+
+
+def test_the_loss_told_is_the_last_batchs_of_each_block():
+    """|rho(z; server) - target|^2 of the samples of two sources, before the step that they bring about."""
+    prompt, target = DecomposedPrompt(range(J), N, L, D, 0), np.random.default_rng(3).normal(size=(J, B, 2 * L * D))
+    model = {f"prompt.{n}": p.detach().double().numpy() for n, p in prompt.named_parameters()}
+    own = np.array([[numpy_rho(model, z, j).ravel() for z in Z] for j in range(J)])
+    z, labels, targets = torch.from_numpy(Z).float(), torch.zeros(B), torch.from_numpy(target).float()
+    steps = [([(z[:4], labels[:4]), (z[4:], labels[4:])], (targets[:, :4], targets[:, 4:]))]
+    assert distil_blocks(prompt, slice(0, J), steps, options()) == pytest.approx(np.square(own - target).sum((1, 2)))
+
+
+@pytest.mark.parametrize("name", ["keys", "pool"])
+def test_how_arrays_lie_in_memory_does_not_matter(name):
+    found = []
+    for lie_otherwise in (False, True):
+        prompt = DecomposedPrompt(range(J), N, L, D, 0)
+        own = getattr(prompt, name)
+        own.data = own.data.transpose(0, 1).contiguous().transpose(0, 1) if lie_otherwise else own.data
+        rng = torch.Generator().manual_seed(0)
+        drawn = [[(torch.randn(B, D, generator=rng), torch.zeros(B))] for _ in range(3)]
+        steps = [(batch, (torch.randn(J, B, 2 * L * D, generator=rng),)) for batch in drawn]
+        distil_blocks(prompt, slice(0, J), steps, options(distillation_learning_rate=0.01))
+        found.append([p.detach().clone() for p in prompt.parameters()])
+    assert all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
 
 
 def source(models, counts, seed=0, dim=D, chance=1, **keys):
@@ -521,31 +546,39 @@ def test_blocks_that_are_distilled_side_by_side_learn_the_same(threads, monkeypa
     assert not torch.equal(one[0], DecomposedPrompt(range(J), N, L, D, 0).keys)
 
 
-def test_an_interrupted_distillation_does_not_go_on(monkeypatch):
-    """Ctrl-C comes to the thread that waits for the others."""
-    where, steps, gradients = source([single(1)], COUNTS[:1]), [], strategies.hepco.prompt_gradients
+@pytest.mark.parametrize("waiting", ["draw", "distil_blocks"])
+def test_an_interrupted_distillation_does_not_go_on(monkeypatch, waiting):
+    """Ctrl-C comes to the thread that waits for the others: for the samples, or for the blocks and the head."""
+    where, steps, draws, gradients = source([single(1)], COUNTS[:1]), [], [], strategies.hepco.prompt_gradients
     where.generator.eval()
+    drawn = Source.draw
 
     def slow(*given):
         steps.append(time.sleep(0.01))
         return gradients(*given)
 
-    def interrupted():
+    def counted(*given):
+        draws.append(time.sleep(0.001))
+        return drawn(*given)
+
+    def interrupted(*_):
         raise KeyboardInterrupt
 
     class Interrupted(ThreadPoolExecutor):
         def submit(self, function, *given):
             future = super().submit(function, *given)
-            future.result = interrupted if function is strategies.hepco.distil_blocks else future.result
+            future.result = interrupted if function.__name__ == waiting else future.result
             return future
 
     monkeypatch.setattr(strategies.hepco, "prompt_gradients", slow)
+    monkeypatch.setattr(Source, "draw", counted)
     monkeypatch.setattr(strategies.hepco, "ThreadPoolExecutor", Interrupted)
     prompt, head = DecomposedPrompt(range(J), N, L, D, 0), Head(D, 0)
     head.grow(S)
     with pytest.raises(KeyboardInterrupt):
-        distil(prompt, head, [(where, 2)], options(prompt_steps=300))
+        distil(prompt, head, [(where, 2)], options(prompt_steps=300, head_steps=3000))
     assert len(steps) < 100
+    assert len(draws) < 300 + 1000 * (waiting != "draw")
 
 
 def test_an_interrupted_training_of_generators_does_not_go_on():
