@@ -203,20 +203,20 @@ def check(size: Size, options: HePCoOptions) -> None:
         generator_loss(z, labels, latent, teachers, teachers.gap(latent), options),
         direct_generator_loss(z, labels, source, latent, options),
     ]
-    ours, theirs = (torch.autograd.grad(loss, z) for loss in pair)
-    print(f"gradient of the generator's loss: {_apart(ours, theirs):.1e} apart, relative")
+    gradients = [torch.autograd.grad(loss, z) for loss in pair]
+    print(f"gradient of the generator's loss: {_apart(*gradients):.1e} apart, relative")
     z, keys, pool = z.detach(), server.prompt.keys, server.prompt.pool
-    theirs = torch.autograd.grad(direct_prompt_loss(server.prompt, z, labels, teachers), [keys, pool])
+    expected = torch.autograd.grad(direct_prompt_loss(server.prompt, z, labels, teachers), [keys, pool])
     flat = pool.detach().flatten(2)
     prompt_gradients(keys, flat, z, next(teachers.targets([(z, labels)])))
     assert keys.grad is not None
     assert flat.grad is not None
-    print(f"gradient of keys and prompts: {_apart([keys.grad, flat.grad], theirs):.1e} apart, relative")
+    print(f"gradient of keys and prompts: {_apart([keys.grad, flat.grad], expected):.1e} apart, relative")
 
 
 def _apart(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    ours, theirs = (torch.cat([gradient.flatten() for gradient in each]) for each in (first, second))
-    return float((ours - theirs).norm() / theirs.norm())
+    one, other = (torch.cat([gradient.flatten() for gradient in each]) for each in (first, second))
+    return float((one - other).norm() / other.norm())
 
 
 def _print_head() -> None:
