@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import strategies.hepco
-from strategies.base import Moment, Update
+from strategies.base import RoundContext, Update
 from strategies.generator import Generator, Source, generator_loss
 from strategies.hepco import HePCo, distil, distil_head, draw_batches, prompt_gradients
 from strategies.teachers import Latent, Pooled, Teachers
@@ -65,10 +65,10 @@ class Server:
         self.clients, self.backbone = size.clients, SimpleNamespace(dim=size.dim)
         self.prompt, self.head = DecomposedPrompt(range(BLOCKS), size.pool, LENGTH, size.dim, 0), Head(size.dim, 0)
         self.head.grow(CLASSES)
-        self.previous = Latent.stack([self.travelling()])
+        self.previous = Latent.stack([self.shared_state()])
         self.head.grow(CLASSES)
 
-    def travelling(self) -> dict[str, Tensor]:
+    def shared_state(self) -> dict[str, Tensor]:
         """Copies by the names that a model has for them."""
         parts = {"prompt": self.prompt, "head": self.head}
         return {f"{k}.{n}": p.detach().clone() for k, part in parts.items() for n, p in part.named_parameters()}
@@ -78,7 +78,8 @@ class Server:
         rng = np.random.default_rng(0)
         for m in range(self.clients):
             arrays = {
-                n: a.numpy() + 0.02 * rng.normal(size=a.shape).astype(np.float32) for n, a in self.travelling().items()
+                n: a.numpy() + 0.02 * rng.normal(size=a.shape).astype(np.float32)
+                for n, a in self.shared_state().items()
             }
             held = np.unique([CLASSES + m % CLASSES, *rng.integers(CLASSES, 2 * CLASSES, 6)])
             statistics: Arrays = {"class_ids": held, "counts": rng.integers(5, 50, len(held))}
@@ -89,7 +90,7 @@ def ours(size: Size, config: Config) -> tuple[dict[str, float], list[tuple[Sourc
     """Seconds of each phase of a whole refinement in the second task's last round; the sources that it trained."""
     server, strategy, sources, seconds = Server(size), HePCo(config), list[tuple[Source, int]](), dict[str, float]()
     strategy.previous, strategy.known = (server.previous, torch.ones(CLASSES)), np.ones(CLASSES)
-    answers, moment = list[Update](), Moment(Schedule([range(CLASSES), range(CLASSES, 2 * CLASSES)], 1), 2)
+    answers, context = list[Update](), RoundContext(Schedule([range(CLASSES), range(CLASSES, 2 * CLASSES)], 1), 2)
 
     def timed(prompt: DecomposedPrompt, head: Head, trained: Sequence[tuple[Source, int]], *more: Any) -> Any:
         sources.extend(trained)
@@ -103,11 +104,11 @@ def ours(size: Size, config: Config) -> tuple[dict[str, float], list[tuple[Sourc
         spent = 0.0
         for answer in server.answers():
             started = time.perf_counter()
-            strategy.receive(server, answer, moment)  # type: ignore[arg-type]  # all that it needs of a model
+            strategy.receive(server, answer, context)  # type: ignore[arg-type]  # all that it needs of a model
             spent += time.perf_counter() - started
             answers.append(replace(answer, arrays={}))
         started = time.perf_counter()
-        strategy.refine(server, answers, moment)  # type: ignore[arg-type]  # the same
+        strategy.refine(server, answers, context)  # type: ignore[arg-type]  # the same
         seconds["whole"] = spent + time.perf_counter() - started
     finally:
         strategies.hepco.distil = distil
@@ -166,7 +167,7 @@ def seconds_per_step(step: Callable[[], Tensor], parameters: list[Tensor], steps
 def direct(size: Size, options: HePCoOptions, sources: Sequence[tuple[Source, int]]) -> dict[str, float]:
     """Seconds of each phase of the direct form, extrapolated but for the head, whose distillation is ours."""
     server = Server(size)
-    latent = Latent.stack([server.travelling()])
+    latent = Latent.stack([server.shared_state()])
     seconds = dict.fromkeys(PHASES, 0.0)
     started = time.perf_counter()
     distil_head(server.head, draw_batches(sources, range(options.head_steps)), options)
@@ -192,7 +193,7 @@ def direct(size: Size, options: HePCoOptions, sources: Sequence[tuple[Source, in
 def check(size: Size, options: HePCoOptions) -> None:
     """Print how far apart the two forms are on the same samples: relative difference of gradients."""
     server, rng = Server(size), torch_rng(0, "check")
-    latent = Latent.stack([server.travelling()])
+    latent = Latent.stack([server.shared_state()])
     arrays = [{n: torch.from_numpy(a) for n, a in u.arrays.items()} for u in server.answers()]
     shares = torch.full((size.clients, 2 * CLASSES), 1 / size.clients)
     teachers = Pooled(Latent.stack(arrays, size.clients), shares)

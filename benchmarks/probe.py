@@ -15,12 +15,12 @@ from task.config.parsing import parse, parse_text
 from task.config.schema import Config
 from task.models.evaluation import extract_features
 from task.models.model import build_model
-from task.scenario.scenario import build_world
+from task.scenario.scenario import build_scenario
 
 
 def probe(config: Config) -> dict[str, float]:
     """Test accuracy of both classifiers on the backbone's features q(x), trained on all training images."""
-    model, data = build_model(config, []), build_world(config).dataset
+    model, data = build_model(config, []), build_scenario(config).dataset
     train = extract_features(model, data.train_images, np.arange(len(data.train_labels))).numpy()
     test = extract_features(model, data.test_images, np.arange(len(data.test_labels))).numpy()
     linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000)).fit(train, data.train_labels)

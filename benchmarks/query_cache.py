@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 
-from server_app.rounds.run import execute
+from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse, parse_text
 from task.message import Scalar
@@ -47,7 +47,7 @@ def seconds(method: str, augmentation: str, keys: dict[str, Scalar], reuse: bool
     with tempfile.TemporaryDirectory() as folder, every_time, patch("time.perf_counter", clock):
         queries.CACHE = queries.QueryCache(queries.CACHE_BYTES)
         config = parse(own | {"output-dir": folder, "run-name": "run"})
-        directory = execute(config, InProcessTransport(config.flat(), config.num_clients))
+        directory = run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
         results = json.loads((directory / "results.json").read_text())
     return sum(results["seconds"].get(part, 0.0) for part in PARTS) / len(results["rounds"])
 

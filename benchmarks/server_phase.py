@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from strategies.base import Moment, Update
+from strategies.base import RoundContext, Update
 from strategies.hgp import HGP
 from task.config.parsing import parse
 from task.message import Arrays
@@ -70,7 +70,7 @@ class Phase:
         model: Any = SimpleNamespace(head=head, device=head.weight.device)
         with _sampling_by(sampler) as seconds:
             started = time.perf_counter()
-            metrics = strategy.refine(model, self.updates, Moment(Schedule(tasks, 1), len(tasks)))
+            metrics = strategy.refine(model, self.updates, RoundContext(Schedule(tasks, 1), len(tasks)))
             whole = time.perf_counter() - started
         return Seconds(sum(seconds), whole, metrics["rebalance-loss"])
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.soak_client import SHARE, fails
 from server_app.run_files.paths import project_folder, read_results
-from server_app.run_keys import completed, read_words
+from server_app.run_keys import complete_run_keys, read_words
 from server_app.simulation.processes import interruptible
 from server_app.simulation.superlink import POLL, FlowerRun, default_workers
 from task.config.parsing import parse
@@ -167,7 +167,7 @@ def _main() -> int:
             **{"rounds-per-task": asked.rounds // TASKS, "local-epochs": 1, "device": "cpu"},
             **{"output-dir": folder, "run-name": "run"},
         }
-        values = completed(keys | read_words(asked.settings))
+        values = complete_run_keys(keys | read_words(asked.settings))
         print(f"python {platform.python_version()}, {asked.clients} clients, {asked.rounds} rounds; {asked.settings}")
         samples, status = soak(values, Path(folder) / "run")
         results = read_results(Path(folder) / "run")

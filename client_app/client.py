@@ -15,19 +15,19 @@ from task.config.parsing import at_node, parse
 from task.config.schema import Config
 from task.data.images import UnreadableImage
 from task.data.load import default_augmentation
-from task.data.node_images import open_holdings, recall, take_stock
+from task.data.node_images import load_inventory, open_inventory, scan_images
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
-from task.methods import load_half
+from task.methods import load_class
 from task.models.device import resolve_device
 from task.models.evaluation import confusion_counts
 from task.models.load import load_backbone
 from task.models.model import Model, build_model, to_arrays
-from task.prototypes.noise import Guard
+from task.prototypes.noise import GaussianMechanism
 from task.prototypes.statistics import Sample
-from task.scenario.client_data import Lesson, ever_held, lesson_of, own_lesson
-from task.scenario.scenario import World, build_world, image_size
-from task.scenario.task_plan import Plan
+from task.scenario.client_data import ClientTaskData, client_task_data, ever_held, node_task_data
+from task.scenario.scenario import Scenario, build_scenario, image_size
+from task.scenario.task_plan import TaskPlan
 from task.utils.seeding import torch_rng
 from task.utils.versions import code_sha256, package_version
 
@@ -63,7 +63,7 @@ def _without_lost(
         if not config.own_data:
             raise
     place = own_data_dir(config, node), state_dir(config, node), config.unreadable_share, node.run
-    take_stock(*place, recall(*place[:2], node.run))
+    scan_images(*place, load_inventory(*place[:2], node.run))
     try:
         return answer(packet, config, node)
     except UnreadableImage as error:
@@ -87,7 +87,7 @@ def _hello(packet: Packet, config: Config, node: Node) -> Packet:
 
 
 def _registered_share(config: Config, node: Node) -> Packet:
-    place, dataset = partition_id(node), build_world(config).dataset
+    place, dataset = partition_id(node), build_scenario(config).dataset
     if place >= config.num_clients:
         raise ConfigError(f"partition-id = {place} is not below num-clients = {config.num_clients}.")
     labels = dataset.train_labels[ever_held(config, place)]
@@ -96,8 +96,8 @@ def _registered_share(config: Config, node: Node) -> Packet:
 
 
 def _own_holdings(config: Config, node: Node) -> Packet:
-    stock = take_stock(own_data_dir(config, node), state_dir(config, node), config.unreadable_share, node.run)
-    own = open_holdings(stock, image_size(config))
+    stock = scan_images(own_data_dir(config, node), state_dir(config, node), config.unreadable_share, node.run)
+    own = open_inventory(stock, image_size(config))
     parts = {"class_counts": own.train_labels, "test_counts": own.test_labels}
     counts = {name: np.bincount(labels, minlength=len(own.class_names)) for name, labels in parts.items()}
     held = np.flatnonzero(sum(counts.values()))  # an .npz may name classes of which it holds no image
@@ -111,88 +111,92 @@ def _own_holdings(config: Config, node: Node) -> Packet:
     )
 
 
-def _world(packet: Packet, config: Config, node: Node) -> World:
+def _world(packet: Packet, config: Config, node: Node) -> Scenario:
     if not config.own_data:
-        return build_world(config)
+        return build_scenario(config)
     data_dir, state = own_data_dir(config, node), state_dir(config, node)
-    stock = recall(data_dir, state, node.run) or take_stock(data_dir, state, config.unreadable_share, node.run)
-    return build_world(config, Plan.read(packet.config), stock)
+    stock = load_inventory(data_dir, state, node.run) or scan_images(data_dir, state, config.unreadable_share, node.run)
+    return build_scenario(config, TaskPlan.read(packet.config), stock)
 
 
-def _lesson(packet: Packet, config: Config, node: Node, world: World) -> Lesson:
+def _lesson(packet: Packet, config: Config, node: Node, scenario: Scenario) -> ClientTaskData:
     task, round = int(packet.config["task"]) - 1, int(packet.config["round"]) - 1  # type: ignore[arg-type]
     if config.own_data:
-        return own_lesson(world, task)
+        return node_task_data(scenario, task)
     pools = packet.config.get("pool") == client_name(config, node)
-    return lesson_of(config, partition_id(node), task, round, holds_pool=pools)
+    return client_task_data(config, partition_id(node), task, round, holds_pool=pools)
 
 
 def _train(packet: Packet, config: Config, node: Node) -> Packet:
-    world, name = _world(packet, config, node), client_name(config, node)
-    lesson = _lesson(packet, config, node, world)
-    answer = Packet(metrics={"num-examples": len(lesson.positions)}, config={"name": name})
-    if not len(lesson.positions):
+    scenario, name = _world(packet, config, node), client_name(config, node)
+    task_data = _lesson(packet, config, node, scenario)
+    answer = Packet(metrics={"num-examples": len(task_data.positions)}, config={"name": name})
+    if not len(task_data.positions):
         return answer
-    model = _model(packet, config, world)
-    model.learn(world.rows[lesson.classes])
-    data = _local_data(world, lesson.positions, config)
+    model = _model(packet, config, scenario)
+    model.set_active_rows(scenario.rows[task_data.classes])
+    data = _local_data(scenario, task_data.positions, config)
     place = stream_of(config, node), int(packet.config["server-round"])  # type: ignore[arg-type]
-    guard = Guard.of(config, *place)
+    mechanism = GaussianMechanism.of(config, *place)
     if config.row.client:
         answer.metrics |= _fit(model, packet, config, data, torch_rng(config.seed, "local", *place))
-        answer.arrays = guard.arrays(to_arrays(model.trained()), packet.arrays)
-    if guard.noise:
+        answer.arrays = mechanism.arrays(to_arrays(model.trained()), packet.arrays)
+    if mechanism.noise:
         model.load(answer.arrays or packet.arrays)  # what the server may know is all that statistics may depend on
     started = time.perf_counter()
-    answer.prototypes = _statistics(model, data, world.dataset.train_labels[lesson.positions], packet, config, guard)
+    answer.statistics = _statistics(
+        model, data, scenario.dataset.train_labels[task_data.positions], packet, config, mechanism
+    )
     answer.metrics["seconds-statistics"] = time.perf_counter() - started
     return answer
 
 
-def _model(packet: Packet, config: Config, world: World) -> Model:
+def _model(packet: Packet, config: Config, scenario: Scenario) -> Model:
     """The global model; the node may have been restarted on other weights since it said hello."""
-    model = build_model(config, world.task_sizes(int(packet.config["task"]) - 1))  # type: ignore[arg-type]
+    model = build_model(config, scenario.task_sizes(int(packet.config["task"]) - 1))  # type: ignore[arg-type]
     if packet.config["backbone-sha256"] != model.backbone.sha256:
         raise ConfigError("this node has other backbone weights than the server: give it the same backbone-weights.")
     model.load(packet.arrays)
     return model
 
 
-def _local_data(world: World, positions: np.ndarray, config: Config) -> LocalData:
-    data = world.dataset
-    rows = world.rows[data.train_labels[positions]]
+def _local_data(scenario: Scenario, positions: np.ndarray, config: Config) -> LocalData:
+    data = scenario.dataset
+    rows = scenario.rows[data.train_labels[positions]]
     return LocalData(data.train_images, positions, rows, default_augmentation(data, config.augmentation))
 
 
 def _fit(model: Model, packet: Packet, config: Config, data: LocalData, rng: torch.Generator) -> dict[str, float]:
     started = time.perf_counter()
-    objective = load_half(config.row.client)(config, packet)
+    objective = load_class(config.row.client)(config, packet)
     loss, accuracy = train_locally(model, objective, data, config, rng)
     measured = {} if config.privacy_noise else {"loss": loss, "accuracy": accuracy}
     return measured | {"seconds-train": time.perf_counter() - started}
 
 
 def _statistics(
-    model: Model, data: LocalData, labels: np.ndarray, packet: Packet, config: Config, guard: Guard
+    model: Model, data: LocalData, labels: np.ndarray, packet: Packet, config: Config, mechanism: GaussianMechanism
 ) -> Arrays:
-    kind = load_half(config.row.statistics)()
+    kind = load_class(config.row.statistics)()
     many = np.bincount(labels)[labels] >= config.min_class_count
     if not kind.carries or (kind.at_task_end and not packet.config["ends-task"]) or not many.any():
         return {}
     model.eval()
     model.prompt.train()  # the task is known here: the prompt acts as in training
     on_device = (torch.from_numpy(values[many]).to(model.device) for values in (labels, data.rows))
-    return kind.collect(model, Sample(data.images, data.positions[many], *on_device), config.options, guard)
+    return kind.collect(model, Sample(data.images, data.positions[many], *on_device), config.options, mechanism)
 
 
 def _evaluate(packet: Packet, config: Config, node: Node) -> Packet:
     """Counts over this client's part of the test images: all of its own, or every num-clients-th one."""
-    world, task = _world(packet, config, node), int(packet.config["task"]) - 1  # type: ignore[arg-type]
-    model = _model(packet, config, world)
-    mine = np.arange(len(world.dataset.test_labels))
-    mine = mine[world.dataset.test_labels >= 0] if config.own_data else mine[partition_id(node) :: config.num_clients]
-    order = np.array(world.schedule.seen_classes(task))
-    counts = confusion_counts(model, world.dataset, order, mine)
+    scenario, task = _world(packet, config, node), int(packet.config["task"]) - 1  # type: ignore[arg-type]
+    model = _model(packet, config, scenario)
+    mine = np.arange(len(scenario.dataset.test_labels))
+    mine = (
+        mine[scenario.dataset.test_labels >= 0] if config.own_data else mine[partition_id(node) :: config.num_clients]
+    )
+    order = np.array(scenario.schedule.seen_classes(task))
+    counts = confusion_counts(model, scenario.dataset, order, mine)
     cells = np.argwhere(counts)
     arrays = {
         "correct": counts.diagonal(),

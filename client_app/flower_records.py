@@ -29,8 +29,8 @@ def to_records(packet: Packet, encode: Encode = Array.from_numpy_ndarray) -> Rec
     records = RecordDict()
     if packet.arrays:
         records["arrays"] = record_of(packet.arrays, encode)
-    if packet.prototypes:
-        records["prototypes"] = record_of(packet.prototypes, encode)
+    if packet.statistics:
+        records["prototypes"] = record_of(packet.statistics, encode)
     if packet.metrics:
         records["metrics"] = MetricRecord(dict(plain_metrics(packet.metrics)))
     if packet.config:
@@ -46,7 +46,7 @@ def from_records(records: RecordDict) -> Packet:
     """
     return Packet(
         arrays=arrays_of(_record(records, "arrays", ArrayRecord)),
-        prototypes=arrays_of(_record(records, "prototypes", ArrayRecord)),
+        statistics=arrays_of(_record(records, "prototypes", ArrayRecord)),
         metrics=dict(_record(records, "metrics", MetricRecord)),
         config=dict(_record(records, "config", ConfigRecord)),
     )

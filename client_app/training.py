@@ -51,7 +51,7 @@ def train_locally(
             loss, logits = objective.loss(model, inputs, rows)
             _step(loss, parameters, optimiser, config.gradient_clip)
             schedule.step()
-            right = logits.detach().argmax(dim=1) == model.places(rows)
+            right = logits.detach().argmax(dim=1) == model.local_targets(rows)
             epoch += torch.stack([loss.detach() * len(rows), right.sum()])
         _require_finite(epoch[0], config)
     model.eval()
@@ -60,7 +60,7 @@ def train_locally(
 
 
 def _optimiser(model: Model, config: Config) -> torch.optim.Optimizer:
-    slow = [] if model.own is None else list(model.own.parameters())
+    slow = [] if model.trained_backbone is None else list(model.trained_backbone.parameters())
     known = {id(p) for p in slow}
     others = [p for p in model.parameters() if p.requires_grad and id(p) not in known]
     groups: list[dict[str, Any]] = [{"params": others}, {"params": slow, "lr": config.backbone_learning_rate}]

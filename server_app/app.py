@@ -7,7 +7,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from server_app.errors import RunError
-from server_app.run_files.resume import continued
+from server_app.run_files.resume import load_resumed_keys
 from server_app.transport.flower_grid import GridTransport
 from task.config.parsing import parse
 from task.keys import ConfigError
@@ -34,11 +34,11 @@ def main(grid: Grid, context: Context) -> None:
         RunFailed: a bad run config, or a run that could not go on.
     """
     # here and not above: the clients' side of a simulation starts while this thread imports torch
-    from server_app.rounds.run import execute
+    from server_app.rounds.run import run_experiment
 
     _log_where_flower_logs()
     try:
-        execute(parse(continued(context.run_config)), GridTransport(grid))
+        run_experiment(parse(load_resumed_keys(context.run_config)), GridTransport(grid))
     except (ConfigError, RunError) as error:
         raise RunFailed(str(error)) from None
 

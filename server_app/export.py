@@ -20,7 +20,7 @@ def write_self_contained(predictor: Predictor, path: Path) -> None:
     Raises:
         OSError: it cannot be written; an earlier file stays.
     """
-    write_model(path, to_arrays(Classifier(predictor.model).tensors()), predictor.card)
+    write_model(path, to_arrays(Classifier(predictor.model).tensors()), predictor.metadata)
 
 
 def require_onnx() -> None:
@@ -61,5 +61,5 @@ def write_onnx(predictor: Predictor, path: Path) -> None:
     except torch.onnx.OnnxExporterError as error:
         raise ExportError(f"torch {torch.__version__} could not write this model as ONNX: {error}") from error
     assert program is not None  # with dynamo there is one
-    program.model.metadata_props.update(predictor.card.metadata())
+    program.model.metadata_props.update(predictor.metadata.as_header())
     write_atomically(path, program.model_proto.SerializeToString())

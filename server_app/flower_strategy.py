@@ -18,7 +18,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from client_app.flower_records import arrays_of, record_of
-from server_app.rounds.run import execute
+from server_app.rounds.run import run_experiment
 from server_app.transport.flower_grid import GridTransport
 from task.config.parsing import parse
 from task.config.schema import Config
@@ -82,7 +82,7 @@ class FCILStrategy(Strategy):
         if extra := [*(train_config or {}), *(evaluate_config or {})]:
             raise ValueError(f"{extra} would not be read: give run keys to {type(self).__name__}(...) instead")
         config = self._planned(num_rounds, timeout)
-        directory = execute(config, GridTransport(grid), arrays_of(initial_arrays) or None)
+        directory = run_experiment(config, GridTransport(grid), arrays_of(initial_arrays) or None)
         result = read_result(directory, config)
         last = config.num_tasks * config.rounds_per_task
         if evaluate_fn is not None and (metrics := evaluate_fn(last, result.arrays)) is not None:

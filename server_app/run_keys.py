@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from server_app.run_files.resume import continued
+from server_app.run_files.resume import load_resumed_keys
 from server_app.simulation.superlink import DEFAULT_CLIENTS
 from task.config.parsing import parse, parse_text, typed
 from task.config.schema import OWN, known_keys
@@ -68,14 +68,14 @@ def read_pairs(words: Sequence[str]) -> dict[str, Scalar]:
     return parse_text(pairs)
 
 
-def completed(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """The same run keys for another working directory, and with the number of clients.
 
     Raises:
         ConfigError: values that are no run, or a run that cannot be resumed.
     """
     if values.get("resume"):
-        return continued({**values, "resume": str(Path(str(values["resume"])).expanduser().absolute())})
+        return load_resumed_keys({**values, "resume": str(Path(str(values["resume"])).expanduser().absolute())})
     found = dict(values)
     for key in _PATHS:  # the workers' folder is the project's, not the user's
         if found.get(key) and Path(str(found[key])).exists():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from strategies.ncm import NEVER
 from task.config.schema import Config
 from task.method_options import AFCLOptions
@@ -29,21 +29,21 @@ class AFCL(Strategy):
         )  # (task, client): a client counts once, whatever the rounds
         self.gram, self.sums = torch.empty(0, 0), torch.empty(0, 0)
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Add what is new and solve again, for all classes."""
-        order = moment.schedule.seen_classes(moment.task)
+        order = context.schedule.seen_classes(context.task)
         self.gram, self.sums = _grown(self.gram, self.sums, len(order), model.head.weight.shape[1])
         for update in updates:
-            if update.prototypes and (moment.task, update.client) not in self.counted:
+            if update.statistics and (context.task, update.client) not in self.counted:
                 self._add(update, order)
-                self.counted |= {(moment.task, update.client)}
+                self.counted |= {(context.task, update.client)}
         model.head.weight.data.copy_(solve_ridge(self.gram, self.sums, self.options.ridge))
         reported = self.sums.any(dim=1).to(model.device)
         model.head.bias.data.copy_(torch.where(reported, 0.0, NEVER))
         return {}
 
     def _add(self, update: Update, order: Sequence[int]) -> None:
-        sent = update.prototypes
+        sent = update.statistics
         rows = torch.tensor([order.index(c) for c in sent["class_ids"].tolist()])
         self.sums = self.sums.index_add(0, rows, torch.from_numpy(sent["sums"]))
         self.gram = self.gram + torch.from_numpy(unpack_symmetric(sent["gram"], len(self.gram))[0])

@@ -19,12 +19,12 @@ class Update:
     client: str
     num_examples: int
     arrays: Arrays
-    prototypes: Arrays
+    statistics: Arrays
     metrics: Mapping[str, int | float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Moment:
+class RoundContext:
     """Where in the run a round is; ``task`` and ``round`` count from 0, ``server_round`` from 1 over the whole run."""
 
     schedule: Schedule
@@ -56,7 +56,7 @@ class Strategy:
     def __init__(self, config: Config) -> None:
         self.config = config
 
-    def broadcast(self, moment: Moment) -> Arrays:
+    def broadcast(self, context: RoundContext) -> Arrays:
         """Arrays that go to the clients beside the model's."""
         return {}
 
@@ -64,7 +64,7 @@ class Strategy:
         """How much an update counts in the mean of its round; asked as it comes, in any order."""
         return update.num_examples
 
-    def receive(self, model: Model, update: Update, moment: Moment) -> None:
+    def receive(self, model: Model, update: Update, context: RoundContext) -> None:
         """Look at an accepted update as it comes, in any order, while its arrays are there.
 
         What the method keeps of them is its own, to be let go in ``refine``; statistics that it takes out of the update
@@ -74,16 +74,16 @@ class Strategy:
         Args:
             model: the global one, as it was sent.
             update: of a client that has trained.
-            moment: where in the run this is.
+            context: where in the run this is.
         """
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Improve the model, which holds the weighted mean by now, in place and without images.
 
         Args:
             model: the global one.
             updates: this round's, in the order in which the clients were drawn, without their arrays.
-            moment: where in the run this is.
+            context: where in the run this is.
 
         Returns:
             metrics for the results.

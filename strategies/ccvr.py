@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from strategies.rebalancing import rebalance, remember
 from task.config.schema import Config
 from task.message import Arrays
@@ -37,10 +37,10 @@ class CCVR(Strategy):
         self.latest: dict[str, Arrays] = {}  # the current task's, by client
         self.bank: Gaussians | None = None
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Collect statistics; when the task ends merge them and calibrate the head."""
-        self.latest = self.latest | {u.client: u.prototypes for u in updates if u.prototypes}
-        if not moment.ends_task:
+        self.latest = self.latest | {u.client: u.statistics for u in updates if u.statistics}
+        if not context.ends_task:
             return {}
         if self.latest:
             merged = merge_by_class(list(self.latest.values()))
@@ -48,8 +48,8 @@ class CCVR(Strategy):
             self.bank, self.latest = remember(self.bank, fresh), {}
         if self.bank is None:
             return {}
-        rng = torch_rng(self.config.seed, "calibrate", moment.server_round, device=model.device)
-        order = moment.schedule.seen_classes(moment.task)
+        rng = torch_rng(self.config.seed, "calibrate", context.server_round, device=model.device)
+        order = context.schedule.seen_classes(context.task)
         return {"calibration-loss": rebalance(model.head, self.bank, order, self.sampling, rng)}
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from strategies.averaging import WeightedMean
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.message import Arrays
 from task.models.model import Model
@@ -23,20 +23,20 @@ class FedEWC(Strategy):
         self.known: Arrays = {}
         self.mean: WeightedMean | None = None  # of the Fisher information that has come in this round
 
-    def broadcast(self, moment: Moment) -> Arrays:
+    def broadcast(self, context: RoundContext) -> Arrays:
         """Fisher and anchor, float32 [P] each; nothing in the first task."""
         return self.known
 
-    def receive(self, model: Model, update: Update, moment: Moment) -> None:
+    def receive(self, model: Model, update: Update, context: RoundContext) -> None:
         """Take the Fisher information out of the answer, since it is as large as the backbone."""
-        if update.prototypes:
+        if update.statistics:
             self.mean = self.mean or WeightedMean()
-            self.mean.add({"fisher": update.prototypes.pop("fisher")}, update.num_examples)
+            self.mean.add({"fisher": update.statistics.pop("fisher")}, update.num_examples)
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Renew both when a task ends; the model stays as it is."""
         mean, self.mean = self.mean, None
-        if moment.ends_task and mean:
+        if context.ends_task and mean:
             fisher = mean.arrays()["fisher"]
             anchor = model.export()["backbone"]
             self.known = {"fisher": fisher + self.known.get("fisher", np.float32(0)), "anchor": anchor}

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.message import Arrays
 from task.models.model import Model
@@ -15,12 +15,12 @@ class FedLwF(Strategy):
         super().__init__(config)
         self.teacher: Arrays = {}
 
-    def broadcast(self, moment: Moment) -> Arrays:
+    def broadcast(self, context: RoundContext) -> Arrays:
         """The global model as the last task ended; nothing in the first task."""
         return self.teacher
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Keep the model when a task ends."""
-        if moment.ends_task:
+        if context.ends_task:
             self.teacher = model.export()
         return {}

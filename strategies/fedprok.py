@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import FedProKOptions
@@ -26,9 +26,9 @@ class FedProK(Strategy):
         self.options: FedProKOptions = config.options  # type: ignore[assignment]  # the table's options of FedProK
         self.class_ids, self.means = torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
 
-    def broadcast(self, moment: Moment) -> Arrays:
+    def broadcast(self, context: RoundContext) -> Arrays:
         """Prototypes of earlier tasks: their head rows and means."""
-        old = moment.schedule.seen_classes(moment.task - 1) if moment.task else []
+        old = context.schedule.seen_classes(context.task - 1) if context.task else []
         known = torch.isin(self.class_ids, torch.tensor(old, dtype=torch.int64))
         if not known.any():
             return {}
@@ -39,9 +39,9 @@ class FedProK(Strategy):
         """Every client counts the same."""
         return 1.0
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Fuse the round's prototypes with the known ones."""
-        found = [u.prototypes for u in updates if u.prototypes]
+        found = [u.statistics for u in updates if u.statistics]
         if found:
             names = ("class_ids", "counts", "means")
             joined = (torch.from_numpy(np.concatenate([f[name] for f in found])) for name in names)

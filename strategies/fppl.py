@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import FPPLOptions
@@ -29,25 +29,25 @@ class FPPL(Strategy):
         self.options: FPPLOptions = config.options  # type: ignore[assignment]  # the table gives FPPL these options
         self.rows, self.means = torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
 
-    def broadcast(self, moment: Moment) -> Arrays:
+    def broadcast(self, context: RoundContext) -> Arrays:
         """Global prototypes of the current task, a plain mean over the clients that hold the class (eq. 5)."""
-        schedule = moment.schedule
-        first = len(schedule.seen_classes(moment.task)) - len(schedule.current_classes(moment.task))
+        schedule = context.schedule
+        first = len(schedule.seen_classes(context.task)) - len(schedule.current_classes(context.task))
         current = self.rows >= first
         if not current.any():
             return {}
         rows, _, means = class_means(self.means[current], self.rows[current])
         return {"rows": rows.cpu().numpy(), "means": means.cpu().numpy()}
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Renew the pool and debias the head on all of it."""
-        order = moment.schedule.seen_classes(moment.task)
+        order = context.schedule.seen_classes(context.task)
         for report in _joined(updates):
             rows = torch.tensor([order.index(c) for c in report["class_ids"]], device=model.device)
             self._remember(rows, torch.from_numpy(report["means"]).to(model.device))
         if not len(self.rows):
             return {}
-        rng = torch_rng(self.config.seed, "debias", moment.server_round)
+        rng = torch_rng(self.config.seed, "debias", context.server_round)
         loss = debias(model.head, self.means, self.rows, self.options, rng)
         return {"debias-loss": loss, "prototypes": float(len(self.rows))}
 
@@ -59,7 +59,7 @@ class FPPL(Strategy):
 
 def _joined(updates: Sequence[Update]) -> list[Arrays]:
     """All clients' statistics as one report, or none."""
-    found = [u.prototypes for u in updates if u.prototypes]
+    found = [u.statistics for u in updates if u.statistics]
     return [{name: np.concatenate([f[name] for f in found]) for name in ("class_ids", "means")}] if found else []
 
 

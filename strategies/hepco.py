@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from strategies.generator import Generator, Source, train_generator, until
 from strategies.teachers import FEW, Batches, Filed, Heads, Latent, Pooled, PromptFile, Teachers
 from task.config.schema import Config
@@ -38,37 +38,39 @@ class HePCo(Strategy):
         """All clients count alike (step 1)."""
         return 1.0
 
-    def receive(self, model: Model, update: Update, moment: Moment) -> None:
+    def receive(self, model: Model, update: Update, context: RoundContext) -> None:
         """Keep the client as a teacher."""
-        if update.prototypes:
+        if update.statistics:
             self.arrived = self.arrived or Arrived()
             self.arrived.add(update.client, update.arrays)
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Train the generators and distil (steps 2 to 4); remember the server when a task ends."""
         arrived, self.arrived = self.arrived, None
-        counted = [u for u in updates if u.prototypes]
-        metrics = self._consolidate(model, counted, arrived, moment) if arrived else {}
-        if moment.ends_task and self.known.any():  # a server that nobody has taught teaches nothing
+        counted = [u for u in updates if u.statistics]
+        metrics = self._consolidate(model, counted, arrived, context) if arrived else {}
+        if context.ends_task and self.known.any():  # a server that nobody has taught teaches nothing
             known = torch.from_numpy(self.known).float().to(model.device)
-            self.previous = (Latent.stack([model.travelling()]), known)
+            self.previous = (Latent.stack([model.shared_state()]), known)
         return metrics
 
     def _consolidate(
-        self, model: Model, updates: Sequence[Update], arrived: "Arrived", moment: Moment
+        self, model: Model, updates: Sequence[Update], arrived: "Arrived", context: RoundContext
     ) -> dict[str, float]:
-        counts = class_counts(updates, moment.schedule.seen_classes(moment.task))
+        counts = class_counts(updates, context.schedule.seen_classes(context.task))
         self.known = counts.sum(axis=0) + np.pad(self.known, (0, counts.shape[1] - len(self.known)))
         histogram = torch.from_numpy(counts).float().to(model.device).sum(dim=0)
         clients = arrived.teachers([u.client for u in updates], counts, model.device)
-        sources, server = self._sources(model, clients, histogram, moment), Latent.stack([model.travelling()])
+        sources, server = self._sources(model, clients, histogram, context), Latent.stack([model.shared_state()])
         with side_by_side(model.device) as (threads, stop):
             found = threads.map(lambda of: train_generator(of[0], server, self.options, stop), sources)
             losses = dict(zip(("generator-loss", "replay-generator-loss"), found, strict=False))
         prompts, head = distil(model.prompt, model.head, sources, self.options)  # type: ignore[arg-type]  # the table gives HePCo this prompt
         return losses | {"prompt-distillation-loss": prompts, "head-distillation-loss": head}
 
-    def _sources(self, model: Model, clients: Teachers, histogram: Tensor, moment: Moment) -> list[tuple[Source, int]]:
+    def _sources(
+        self, model: Model, clients: Teachers, histogram: Tensor, context: RoundContext
+    ) -> list[tuple[Source, int]]:
         """Sources with their part of a composite batch: the clients, then the previous server if any."""
         plan = [(clients, histogram, self.options.batch_size)]
         if self.previous and self.options.replay_size:
@@ -76,8 +78,8 @@ class HePCo(Strategy):
             plan.append((Pooled(server, (known > 0).float()[None]), known, self.options.replay_size))
         sources = []
         for i, (teachers, histogram, size) in enumerate(plan):
-            start = torch_rng(self.config.seed, "generator", moment.server_round, i)
-            rng = torch_rng(self.config.seed, "latent", moment.server_round, i, device=model.device)
+            start = torch_rng(self.config.seed, "generator", context.server_round, i)
+            rng = torch_rng(self.config.seed, "latent", context.server_round, i, device=model.device)
             generator = Generator(len(histogram), model.backbone.dim, self.options, start).to(model.device)
             sources.append((Source(teachers, histogram, generator, rng), size))
         return sources
@@ -129,7 +131,7 @@ def class_counts(updates: Sequence[Update], order: Sequence[int]) -> np.ndarray:
     """n_{c,y} of each client and head row, float64 [C, S]; ``order`` is the class of each row."""
     counts = np.zeros((len(updates), max(order) + 1))
     for row, update in zip(counts, updates, strict=True):
-        row[update.prototypes["class_ids"]] = update.prototypes["counts"]
+        row[update.statistics["class_ids"]] = update.statistics["counts"]
     return counts[:, list(order)]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from strategies.rebalancing import rebalance, remember
 from task.config.schema import Config
 from task.method_options import HGPOptions
@@ -21,24 +21,24 @@ class HGP(Strategy):
         self.options: HGPOptions = config.options  # type: ignore[assignment]  # the table gives HGP these options
         self.bank: Gaussians | None = None
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Store the round's Gaussians and rebalance the head on samples of them."""
-        statistics = [u.prototypes for u in updates if u.prototypes]
+        statistics = [u.statistics for u in updates if u.statistics]
         if statistics:
             fresh = prepare_gaussians(statistics, self.options.packing).to(model.device)
             self.bank = remember(self.bank, fresh)
-        if self.bank is None or not (wanted := self._classes(moment)):
+        if self.bank is None or not (wanted := self._classes(context)):
             return {}
         chosen = self.bank.pick(torch.isin(self.bank.class_ids, torch.tensor(wanted, device=model.device)))
         if not len(chosen):
             return {}
-        rng = torch_rng(self.config.seed, "rebalance", moment.server_round, device=model.device)
-        loss = rebalance(model.head, chosen, moment.schedule.seen_classes(moment.task), self.options, rng)
+        rng = torch_rng(self.config.seed, "rebalance", context.server_round, device=model.device)
+        loss = rebalance(model.head, chosen, context.schedule.seen_classes(context.task), self.options, rng)
         return {"rebalance-loss": loss, "prototypes": float(len(self.bank))}
 
-    def _classes(self, moment: Moment) -> list[int]:
+    def _classes(self, context: RoundContext) -> list[int]:
         """Classes whose head rows are retrained: the paper's method, or an ablation of its table 3."""
-        current = moment.schedule.current_classes(moment.task)
-        seen = moment.schedule.seen_classes(moment.task)
+        current = context.schedule.current_classes(context.task)
+        seen = context.schedule.seen_classes(context.task)
         old = seen[: len(seen) - len(current)]
         return {"all": seen, "current": current, "old": old, "off": []}[self.options.rebalance]

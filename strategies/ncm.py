@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.message import Arrays
 from task.models.model import Model
@@ -25,14 +25,14 @@ class NearestMean(Strategy):
         super().__init__(config)
         self.reported: dict[tuple[int, str], Arrays] = {}  # (task, client): a client counts once, whatever the rounds
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Merge the means of all classes reported so far and overwrite their rows; old ones may have grown."""
-        if moment.round == 0:
+        if context.round == 0:
             _silence(model, model.current_rows())
-        self.reported = self.reported | {(moment.task, u.client): u.prototypes for u in updates if u.prototypes}
+        self.reported = self.reported | {(context.task, u.client): u.statistics for u in updates if u.statistics}
         if self.reported:
             classes, _, means = merge_means(*_joined(list(self.reported.values())))
-            order = moment.schedule.seen_classes(moment.task)
+            order = context.schedule.seen_classes(context.task)
             rows = torch.tensor([order.index(c) for c in classes.tolist()], device=model.device)
             model.head.weight.data[rows] = means.to(model.device)
             model.head.bias.data[rows] = -0.5 * means.square().sum(dim=1).to(model.device)

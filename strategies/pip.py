@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.message import Arrays
 from task.models.model import Model
@@ -25,19 +25,19 @@ class PIP(Strategy):
         self.task = -1  # that the known prototypes belong to
         self.known: Arrays = {}
 
-    def broadcast(self, moment: Moment) -> Arrays:
+    def broadcast(self, context: RoundContext) -> Arrays:
         """class_ids int64 [K], means and variances float32 [K, D] of the current task; nothing in its first round."""
-        return self.known if moment.task == self.task else {}
+        return self.known if context.task == self.task else {}
 
     def weight(self, update: Update) -> float:
         """omega_l (eq. 12), before the round is counted."""
         return (self.rounds[update.client] + 1) * update.num_examples
 
-    def refine(self, model: Model, updates: Sequence[Update], moment: Moment) -> dict[str, float]:
+    def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Merge the round's prototypes and count it for everyone who trained in it; the model stays as it is."""
-        if moment.task != self.task:
-            self.task, self.known = moment.task, {}
-        reported = [u for u in updates if u.prototypes]
+        if context.task != self.task:
+            self.task, self.known = context.task, {}
+        reported = [u for u in updates if u.statistics]
         if reported:
             weights = np.array([self.weight(u) for u in reported], np.float64)
             self.known = _updated(self.known, _merge_reported(reported, weights))
@@ -47,10 +47,10 @@ class PIP(Strategy):
 
 def _merge_reported(updates: Sequence[Update], weights: np.ndarray) -> Arrays:
     """One prototype per class; a client's single image has no variance and borrows one (methods.md section 0)."""
-    joined = {name: np.concatenate([u.prototypes[name] for u in updates]) for name in updates[0].prototypes}
+    joined = {name: np.concatenate([u.statistics[name] for u in updates]) for name in updates[0].statistics}
     class_ids, means = joined["class_ids"], joined["means"]
     variances = fill_singletons(class_ids, joined["counts"], joined["variances"])
-    per_row = np.repeat(weights, [len(u.prototypes["class_ids"]) for u in updates])
+    per_row = np.repeat(weights, [len(u.statistics["class_ids"]) for u in updates])
     classes, merged_means, merged_variances = merge_by_class(class_ids, per_row, means, variances)
     return {
         "class_ids": classes,

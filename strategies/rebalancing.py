@@ -64,7 +64,7 @@ def rebalance(head: Head, bank: Gaussians, order: Sequence[int], options: HGPOpt
             targets = torch.searchsorted(classes, drawn)
         losses.zero_()
         for some in torch.randperm(total, generator=rng, device=rng.device).split(options.batch_size):
-            logits = temper(head(features[some])[:, rows], options.logit_temperature)
+            logits = normalise_logits(head(features[some])[:, rows], options.logit_temperature)
             loss = F.cross_entropy(logits, targets[some])
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
@@ -74,6 +74,6 @@ def rebalance(head: Head, bank: Gaussians, order: Sequence[int], options: HGPOpt
     return float(losses) / total
 
 
-def temper(logits: Tensor, temperature: float) -> Tensor:
+def normalise_logits(logits: Tensor, temperature: float) -> Tensor:
     """L2-normalise each row of logits [B, C] and divide by the temperature; 0 leaves them as they are."""
     return logits if temperature == 0 else F.normalize(logits, dim=1) / temperature

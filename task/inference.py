@@ -19,7 +19,7 @@ from task.message import Arrays
 from task.models.device import resolve_device
 from task.models.feature_cache import BATCH
 from task.models.load import build_backbone
-from task.models.metadata import MODEL, Card
+from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import Model, build_model
 from task.models.preprocessing import normalise, resize
 from task.models.vit import Backbone
@@ -97,16 +97,16 @@ class Predictor:
 
     Attributes:
         model: in evaluation mode.
-        card: run keys, class ids and names.
+        metadata: run keys, class ids and names.
     """
 
-    def __init__(self, model: Model, card: Card) -> None:
-        self.model, self.card = model, card
+    def __init__(self, model: Model, metadata: ModelMetadata) -> None:
+        self.model, self.metadata = model, metadata
 
     @property
     def class_names(self) -> list[str]:
         """Classes that can be predicted, in the order in which they were learned."""
-        return self.card.class_names
+        return self.metadata.class_names
 
     def read(self, image: Picture) -> np.ndarray:
         """An image as it would be stored in the run's data set, uint8 [H, W, 3].
@@ -118,7 +118,7 @@ class Predictor:
             ConfigError: a file that is missing or no image; names it.
             ValueError: an array of another type or shape.
         """
-        return fitted(_rgb(image), *self.card.image_shape)
+        return fitted(_rgb(image), *self.metadata.image_shape)
 
     def pixels(self, images: Sequence[Picture] | np.ndarray) -> Tensor:
         """Images as an exported ONNX model takes them, float32 [N, 3, image_size, image_size] in 0 .. 1.
@@ -159,27 +159,27 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
         ConfigError: the backbone's weights cannot be had (an exported file has them), or there is no such device.
     """
     file = Path(path) / MODEL if Path(path).is_dir() else Path(path)
-    arrays, card, config = _read(file)
+    arrays, metadata, config = _read(file)
     exported = "backbone.mean" in arrays
     replaced = exported or config.trains_backbone  # by the file's own weights, so that others need not be fetched
     weights = "random" if replaced else config.backbone_weights
     backbone = build_backbone(config.backbone, weights, config.image_size, str(resolve_device(device)))
     if not replaced:
-        _require_same(backbone, card, config)
-    model = build_model(replace(config, device=device), card.task_sizes, backbone)
+        _require_same(backbone, metadata, config)
+    model = build_model(replace(config, device=device), metadata.task_sizes, backbone)
     try:
         (Classifier(model) if exported else model).load(arrays)
     except ValueError as error:
         raise ModelError(f"{file} does not fit its own run keys: {error}.") from error
-    return Predictor(model, card)
+    return Predictor(model, metadata)
 
 
-def _read(file: Path) -> tuple[Arrays, Card, Config]:
+def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
     try:
         with safe_open(file, framework="numpy") as content:
-            card = Card.read(content.metadata() or {})
+            metadata = ModelMetadata.read(content.metadata() or {})
             arrays = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-        return arrays, card, parse(card.config)
+        return arrays, metadata, parse(metadata.config)
     except OSError as error:
         raise ModelError(
             f"{file} cannot be read ({error}): name the folder of a run that has come through its first round, or a "
@@ -191,11 +191,12 @@ def _read(file: Path) -> tuple[Arrays, Card, Config]:
         raise ModelError(f"{file} is damaged or no model of fcil run or fcil export ({error!r}).") from error
 
 
-def _require_same(backbone: Backbone, card: Card, config: Config) -> None:
-    if backbone.sha256 != card.backbone_sha256:
+def _require_same(backbone: Backbone, metadata: ModelMetadata, config: Config) -> None:
+    if backbone.sha256 != metadata.backbone_sha256:
         raise ModelError(
             f"backbone-weights = {config.backbone_weights!r} of {config.backbone!r} have the SHA-256 "
-            f"{backbone.sha256[:12]}, but the model was trained on {card.backbone_sha256[:12]}: put those weights back."
+            f"{backbone.sha256[:12]}, but the model was trained on "
+            f"{metadata.backbone_sha256[:12]}: put those weights back."
         )
 
 

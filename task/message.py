@@ -16,7 +16,7 @@ class Packet:
     """One message. Arrays have stable names; ``config`` holds scalars, or lists of scalars of one type."""
 
     arrays: Arrays = field(default_factory=dict)
-    prototypes: Arrays = field(default_factory=dict)
+    statistics: Arrays = field(default_factory=dict)
     metrics: dict[str, int | float] = field(default_factory=dict)
     config: dict[str, Scalar | list[int] | list[str]] = field(default_factory=dict)
 
@@ -32,7 +32,7 @@ def detached(packet: Packet) -> Packet:
     """
     return Packet(
         arrays={name: np.array(travelling(name, a), copy=True) for name, a in packet.arrays.items()},
-        prototypes={name: np.array(travelling(name, a), copy=True) for name, a in packet.prototypes.items()},
+        statistics={name: np.array(travelling(name, a), copy=True) for name, a in packet.statistics.items()},
         metrics=plain_metrics(packet.metrics),
         config=plain_config(packet.config),
     )

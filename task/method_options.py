@@ -1,10 +1,12 @@
 """What a method is made of: its row in the table, and the run keys of its own."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from task.keys import key
+from task.keys import Key, key, keys_of
+from task.message import Scalar
 
 Packing = Literal["diagonal", "full", "low-rank"]
 
@@ -180,3 +182,30 @@ class AFCLOptions(Options):
     def projection(self) -> int:
         """As the run key afcl-random-features says."""
         return self.random_features
+
+
+@dataclass(frozen=True)
+class Method:
+    """One row of the table.
+
+    ``prompts`` lists what the run key ``prompt`` may be, the default first. ``client`` is empty for a method that
+    trains nothing. ``statistics`` is what clients send beside arrays. ``defaults`` fills keys left at "auto". With
+    ``pooled`` one client of each round, the first of those drawn, has all images of all tasks so far, the others none.
+    ``backbone`` is frozen, trained, or either: trained where it is one of FROM_SCRATCH.
+    ``asynchronous`` says whether clients may have class sequences of their own.
+    """
+
+    name: str
+    prompts: tuple[str, ...]
+    client: str
+    statistics: str
+    server: str
+    options: type[Options] = Options
+    defaults: dict[str, Scalar] = field(default_factory=dict)
+    pooled: bool = False
+    backbone: Literal["frozen", "trained", "either"] = "frozen"
+    asynchronous: bool = False
+
+    def own_keys(self) -> Mapping[str, Key]:
+        """The method's own run keys."""
+        return keys_of(self.options, prefix=f"{self.name}-")  # type: ignore[arg-type]  # a class has a hash

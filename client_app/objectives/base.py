@@ -50,4 +50,4 @@ class Objective:
             scalar loss and logits [B, current classes].
         """
         logits = model(*inputs)[:, model.current_rows()]
-        return F.cross_entropy(logits, model.places(rows)) + model.prompt.penalty, logits
+        return F.cross_entropy(logits, model.local_targets(rows)) + model.prompt.penalty, logits

@@ -21,7 +21,7 @@ class FedEWCObjective(Objective):
     def __init__(self, config: Config, packet: Packet) -> None:
         super().__init__(config, packet)
         self.options: FedEWCOptions = config.options  # type: ignore[assignment]  # the table's options of FedEWC
-        self.sent = {name: torch.from_numpy(array) for name, array in packet.prototypes.items()}
+        self.sent = {name: torch.from_numpy(array) for name, array in packet.statistics.items()}
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
         """Move what came from the server to the model."""

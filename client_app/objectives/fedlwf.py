@@ -20,7 +20,7 @@ class FedLwFObjective(Objective):
 
     def __init__(self, config: Config, packet: Packet) -> None:
         super().__init__(config, packet)
-        self.sent = packet.prototypes
+        self.sent = packet.statistics
         self.teacher: Model | None = None
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:

@@ -28,7 +28,7 @@ class FedProKObjective(Objective):
 
     def __init__(self, config: Config, packet: Packet) -> None:
         super().__init__(config, packet)
-        self.sent = {name: torch.from_numpy(array) for name, array in packet.prototypes.items()}
+        self.sent = {name: torch.from_numpy(array) for name, array in packet.statistics.items()}
         self.nearest = self.shifts = self.seen = torch.empty(0)
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:

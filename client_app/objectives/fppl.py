@@ -24,7 +24,7 @@ class FPPLObjective(Objective):
     def __init__(self, config: Config, packet: Packet) -> None:
         super().__init__(config, packet)
         self.options: FPPLOptions = config.options  # type: ignore[assignment]  # the table gives FPPL these options
-        self.sent = {name: torch.from_numpy(array) for name, array in packet.prototypes.items()}
+        self.sent = {name: torch.from_numpy(array) for name, array in packet.statistics.items()}
         self.places = torch.empty(0)
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
@@ -38,7 +38,7 @@ class FPPLObjective(Objective):
         """Cross-entropy over the current task's classes, and L_ur where prototypes have come."""
         features = model.features(*inputs)
         logits = model.head(features)[:, model.current_rows()]
-        loss = F.cross_entropy(logits, model.places(rows)) + model.prompt.penalty
+        loss = F.cross_entropy(logits, model.local_targets(rows)) + model.prompt.penalty
         if self.sent:
             loss = loss + unified_loss(features, self.sent["means"], self.places[rows], self.options.tau)
         return loss, logits

@@ -9,7 +9,7 @@ from client_app.objectives.base import LocalData, Objective
 from task.config.schema import Config
 from task.message import Arrays, Packet
 from task.method_options import PIPOptions
-from task.methods import load_half
+from task.methods import load_class
 from task.models.evaluation import extract_features
 from task.models.feature_cache import Inputs
 from task.models.model import Model
@@ -26,7 +26,7 @@ class InjectedPrototypes(Objective):
     def __init__(self, config: Config, packet: Packet) -> None:
         super().__init__(config, packet)
         self.options: PIPOptions = config.options  # type: ignore[assignment]  # the table gives PIP these options
-        self.known: Arrays = packet.prototypes
+        self.known: Arrays = packet.statistics
         if self.known:
             classes: list[int] = packet.config["classes"]  # type: ignore[assignment]  # current task's, in stream order
             self.targets = np.array([classes.index(c) for c in self.known["class_ids"]])
@@ -47,12 +47,12 @@ class InjectedPrototypes(Objective):
     def _own(self, model: Model, data: LocalData) -> Arrays:
         """Statistics of the local images, with places in the current task for class ids."""
         features = extract_features(model, data.images, data.positions)
-        places = model.places(torch.from_numpy(data.rows).to(model.device))
-        return load_half(self.config.row.statistics)().compute(features, places, self.options)
+        places = model.local_targets(torch.from_numpy(data.rows).to(model.device))
+        return load_class(self.config.row.statistics)().compute(features, places, self.options)
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean over images and injected prototypes alike; the logits are those of the images."""
-        features, targets = model.features(*inputs), model.places(rows)
+        features, targets = model.features(*inputs), model.local_targets(rows)
         if self.injected:
             features, targets = torch.cat([features, self.injected[0]]), torch.cat([targets, self.injected[1]])
         logits = model.head(features)

@@ -42,7 +42,7 @@ class Bench:
         self._failed: list[Planned] = []
         self._seconds: dict[str, list[float]] = {}  # of finished runs, by variant
 
-    def go(self) -> list[Planned]:
+    def run(self) -> list[Planned]:
         """Run what is not finished yet.
 
         Returns:
@@ -115,7 +115,7 @@ class Bench:
 
     def _command(self, run: Planned) -> list[str]:
         settings = [f"{key}={value}" for key, value in run.values.items()]
-        return [sys.executable, "-m", "server_app.cli.main", "run", *self._way, *settings]
+        return [sys.executable, "-m", "server_app.cli", "run", *self._way, *settings]
 
     def _note(self, run: Planned, code: int) -> None:
         results = read_results(run.directory)

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from server_app.run_files.paths import placed
-from server_app.run_keys import completed
+from server_app.run_keys import complete_run_keys
 from task.config.parsing import parse
 from task.config.schema import Config, known_keys
 from task.keys import ConfigError
@@ -166,7 +166,7 @@ def _with_values(
     directory = folder / run.name
     own: dict[str, Scalar] = {"seed": run.seed, "output-dir": str(directory.parent), "run-name": directory.name}
     try:
-        return replace(run, values=completed(_merged(common, layers) | own))
+        return replace(run, values=complete_run_keys(_merged(common, layers) | own))
     except ConfigError as error:
         raise ConfigError(f"{run.name}: {error}") from error
 

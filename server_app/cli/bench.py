@@ -16,7 +16,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run the variants, partitions and seeds of a suite, each without Flower in a process of its own, and write "
         "table.md, report.html and pictures after each. Finished runs are skipped, so that a suite that was ended is "
-        "continued by the same command; others begin anew. Exit code 0 if all finished, 1 if one failed, 2 if "
+        "load_resumed_keys by the same command; others begin anew. Exit code 0 if all finished, 1 if one failed, 2 if "
         "something in the suite cannot be."
     )
     parser.add_argument("suite", type=Path, metavar="SUITE.yaml", help="such as suites/digits.yaml")
@@ -33,7 +33,7 @@ def command(args: argparse.Namespace) -> int:
 
     try:
         suite = read_suite(args.suite, read_words([*args.settings, *args.rest]))
-        failed = Bench(suite, args.jobs, args.flower, partial(print, flush=True)).go()
+        failed = Bench(suite, args.jobs, args.flower, partial(print, flush=True)).run()
     except ConfigError as error:
         return complain(str(error), MISTAKE)
     except (LaunchError, PicturesUnavailable, OSError) as error:

@@ -3,7 +3,7 @@
 import argparse
 
 from server_app.cli.common import FAILED, MISTAKE, OK, complain
-from server_app.run_keys import completed, read_words
+from server_app.run_keys import complete_run_keys, read_words
 from task.config.parsing import parse
 from task.keys import ConfigError
 
@@ -22,7 +22,7 @@ def command(args: argparse.Namespace) -> int:
     from server_app.doctor.machine import examine
 
     try:
-        config = parse(completed(read_words([*args.settings, *args.rest])))
+        config = parse(complete_run_keys(read_words([*args.settings, *args.rest])))
     except ConfigError as error:
         return complain(str(error), MISTAKE)
     code = OK

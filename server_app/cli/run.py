@@ -14,7 +14,7 @@ from server_app.cli.progress import Progress, summary
 from server_app.errors import LaunchError, RunError
 from server_app.run_files.paths import claim, mark_failed, project_folder, read_results, run_directory
 from server_app.run_files.tensorboard import require_tensorboard
-from server_app.run_keys import completed, read_words
+from server_app.run_keys import complete_run_keys, read_words
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
 from server_app.simulation.superlink import POLL, FlowerRun, default_workers
 from task.config.parsing import parse
@@ -51,7 +51,7 @@ def _describe_key(key: Key) -> str:
 def command(args: argparse.Namespace) -> int:
     """Do it; returns the exit code."""
     try:
-        values = completed(read_words([*args.settings, *args.rest]))
+        values = complete_run_keys(read_words([*args.settings, *args.rest]))
         config = parse(values)
         require_tensorboard(config)  # rather than when Flower has started
         directory = run_directory(config)
@@ -72,13 +72,13 @@ def command(args: argparse.Namespace) -> int:
 
 
 def _run_here(values: dict[str, Scalar], progress: "Progress") -> int:
-    from server_app.rounds.run import execute
+    from server_app.rounds.run import run_experiment
     from server_app.transport.in_process import InProcessTransport
 
     config = parse(values)
     try:
         with interruptible(at_once=True), progress.in_background():
-            execute(config, InProcessTransport(values, config.num_clients))
+            run_experiment(config, InProcessTransport(values, config.num_clients))
     except ConfigError as error:
         return complain(str(error), MISTAKE)
     except (RunError, OSError) as error:

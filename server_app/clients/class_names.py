@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
-from server_app.clients.client_info import Member
+from server_app.clients.client_info import ClientInfo
 from server_app.errors import RunError
 from task.config.schema import Config
 
@@ -19,7 +19,7 @@ _LONGEST = 40  # characters of a word in which slips are looked for
 _SHORTEST = 4  # characters of a word in which one slip is taken for a mistake: cat and bat are two classes
 
 
-def require_agreement(members: Sequence[Member], config: Config) -> None:
+def require_agreement(members: Sequence[ClientInfo], config: Config) -> None:
     """Every node must hold something, and no two nodes the same class under two names.
 
     Raises:
@@ -35,7 +35,7 @@ def require_agreement(members: Sequence[Member], config: Config) -> None:
         log.warning("no node has held out an image of %s: their accuracy will be unknown", ", ".join(untested))
 
 
-def untestable(members: Sequence[Member]) -> list[str]:
+def untestable(members: Sequence[ClientInfo]) -> list[str]:
     """Classes of which no node has a held-out image."""
     held_out = {name for m in members for name, count in zip(m.classes, m.test_counts, strict=True) if count}
     return sorted({name for m in members for name in m.classes} - held_out)
@@ -100,14 +100,14 @@ def _singular(word: str) -> str:
     return word[:-1] if len(word) >= _SHORTEST and word.endswith("s") else word
 
 
-def common_shape(members: Sequence[Member], side: int) -> tuple[int, int]:
+def common_shape(members: Sequence[ClientInfo], side: int) -> tuple[int, int]:
     """Height and width of the nodes' images in pixels, ``side`` x ``side`` where they differ."""
     shapes = {m.image_shape for m in members}
     height, width = shapes.pop() if len(shapes) == 1 else (side, side)
     return height, width
 
 
-def overview(members: Sequence[Member], most: int = 40) -> list[str]:
+def overview(members: Sequence[ClientInfo], most: int = 40) -> list[str]:
     """A table of who takes part with what, a line for each of the first ``most`` members."""
     rows: list[tuple[str, ...]] = [("client", "images", "held out", "classes", "unreadable", "device", "versions")]
     for m in members[:most]:

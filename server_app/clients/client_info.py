@@ -18,7 +18,7 @@ MOST_SIDE = 100_000  # pixels
 
 
 @dataclass(frozen=True)
-class Member:
+class ClientInfo:
     """A client that answered hello.
 
     Attributes:
@@ -46,7 +46,7 @@ class Member:
     versions: tuple[str, ...]
     device: str
 
-    def placed(self, class_names: Sequence[str]) -> "Member":
+    def placed(self, class_names: Sequence[str]) -> "ClientInfo":
         """The same with its counts under the ids of ``class_names``; what has no id counts nothing."""
         return replace(self, class_counts=self._by_id(self.own_counts, class_names))
 
@@ -64,7 +64,7 @@ def failure(reply: Reply) -> str:
     return reply.error or str((reply.packet and reply.packet.config.get("error", "")) or "")
 
 
-def _member(reply: Reply, dataset: Dataset | None) -> Member:
+def _member(reply: Reply, dataset: Dataset | None) -> ClientInfo:
     """What a node said of itself; ValueError with the reason if it failed or makes no sense."""
     if reason := failure(reply):
         raise ValueError(reason)
@@ -78,11 +78,11 @@ def _member(reply: Reply, dataset: Dataset | None) -> Member:
     if dataset and (counts > np.bincount(dataset.train_labels, minlength=len(classes))).any():
         raise ValueError("class_counts are above those of the whole data set")
     own = {"unreadable": 0, "image_shape": ()} if dataset else _own_facts(classes, counts + test_counts, packet.config)
-    return Member(node=reply.node, own_counts=counts, test_counts=test_counts, class_counts=counts, **said, **own)
+    return ClientInfo(node=reply.node, own_counts=counts, test_counts=test_counts, class_counts=counts, **said, **own)
 
 
 def _said(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What every node says of itself in words, by the attributes of :class:`Member`."""
+    """What every node says of itself in words, by the attributes of :class:`ClientInfo`."""
     words = {name: config.get(name.replace("_", "-")) for name in ("name", "backbone_sha256", "code_sha256", "device")}
     missing = sorted(name for name in ("classes", "versions") if name not in config)
     missing += sorted(name for name, word in words.items() if word is None)

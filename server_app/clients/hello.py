@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server_app.clients.client_info import Member, _member
+from server_app.clients.client_info import ClientInfo, _member
 from server_app.errors import RunError, one_line
 from server_app.transport.base import Transport, in_order
 from task.config.schema import Config
@@ -20,7 +20,7 @@ SETTLED = 2.0  # seconds without a new node after which the connected ones are t
 
 
 @dataclass(frozen=True)
-class Absence:
+class AbsentNode:
     """A node that cannot take part: its handle, its name as far as known, why, and whether it gave that answer."""
 
     node: int
@@ -61,9 +61,9 @@ def wait_for_nodes(transport: Transport, expected: int, patience: float, least: 
         time.sleep(0.1)
 
 
-def greet(
+def say_hello(
     transport: Transport, nodes: Sequence[int], config: Config, dataset: Dataset | None
-) -> tuple[list[Member], list[Absence]]:
+) -> tuple[list[ClientInfo], list[AbsentNode]]:
     """Say hello to some nodes; those that can take part by name, and why each of the others cannot.
 
     Args:
@@ -82,11 +82,11 @@ def greet(
         except Exception as error:  # whatever a node says of itself must not end the run
             reason = one_line(str(error) or type(error).__name__)
             log.warning("node %s does not take part: %s", reply.node, reason)
-            absent.append(Absence(reply.node, f"node {reply.node}", reason, answered=reply.packet is not None))
+            absent.append(AbsentNode(reply.node, f"node {reply.node}", reason, answered=reply.packet is not None))
     return sorted(members, key=lambda m: m.name), absent
 
 
-def mismatch(member: Member, backbone: str, code: str) -> str:
+def mismatch(member: ClientInfo, backbone: str, code: str) -> str:
     """Why a client would compute something else than the server, with what to do about it; else an empty text."""
     if member.backbone_sha256 != backbone:
         return "other backbone weights than the server: give every node the same backbone-weights"

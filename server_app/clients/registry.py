@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from server_app.clients.class_names import misspelt, overview, require_agreement
-from server_app.clients.client_info import Member
-from server_app.clients.hello import Absence, greet, mismatch
+from server_app.clients.client_info import ClientInfo
+from server_app.clients.hello import AbsentNode, mismatch, say_hello
 from server_app.errors import RunError
 from server_app.transport.base import Transport
 from task.config.schema import Config
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 _TRIES = 3  # hellos to a node that gives no answer
 
 
-class Roster:
+class ClientRegistry:
     """Who takes part.
 
     Attributes:
@@ -46,7 +46,7 @@ class Roster:
             RunError: too few that can take part, two of one name, or nodes that cannot work together.
         """
         self.config, self._transport, self._dataset, self._ground = config, transport, dataset, ground
-        self.members, absent = greet(transport, nodes, self.config, dataset)
+        self.members, absent = say_hello(transport, nodes, self.config, dataset)
         self._asked: set[int] = set()
         self._tries: Counter[int] = Counter()
         self.absent: list[dict[str, str]] = []
@@ -60,13 +60,13 @@ class Roster:
         for line in overview(self.members):
             log.info(line)
 
-    def _tick_off(self, found: Sequence[Member], absent: Sequence[Absence]) -> None:
+    def _tick_off(self, found: Sequence[ClientInfo], absent: Sequence[AbsentNode]) -> None:
         """Who has spoken is not asked again; who was silent or broke down is, once it is free, but not for ever."""
         self._tries.update(a.node for a in absent)
         gone = {a.node for a in absent if a.answered or self._tries[a.node] >= _TRIES}
         self._asked |= {m.node for m in found} | gone
 
-    def _require_enough(self, absent: Sequence[Absence]) -> None:
+    def _require_enough(self, absent: Sequence[AbsentNode]) -> None:
         wrong = [a for a in absent if a.answered and self.config.own_data]
         if wrong:  # somebody's data are not where they should be: better said now than in the morning
             raise RunError(f"{len(wrong)} nodes cannot take part. First reason: {wrong[0].reason}")
@@ -92,7 +92,7 @@ class Roster:
                 *(self.config.min_class_count, most, self.config.method),
             )
 
-    def welcome(self) -> list[Member]:
+    def admit_new(self) -> list[ClientInfo]:
         """Say hello to nodes that have connected or become free since; returns those that take part from now on.
 
         One that comes back under the name of a client that is gone takes its place. One that says it cannot take part
@@ -103,12 +103,12 @@ class Roster:
         self._asked &= connected
         if not fresh:
             return []
-        found, absent = greet(self._transport, fresh, self.config, self._dataset)
+        found, absent = say_hello(self._transport, fresh, self.config, self._dataset)
         self._tick_off(found, absent)
         welcome = []
         for member in found:
             if reason := self._objection(member, connected):
-                absent.append(Absence(member.node, member.name, reason, answered=True))
+                absent.append(AbsentNode(member.node, member.name, reason, answered=True))
                 log.warning("%s does not take part: %s", member.name, reason)
             else:
                 welcome.append(member)
@@ -118,7 +118,7 @@ class Roster:
             log.info(line)
         return welcome
 
-    def _objection(self, newcomer: Member, connected: set[int]) -> str:
+    def _objection(self, newcomer: ClientInfo, connected: set[int]) -> str:
         if reason := mismatch(newcomer, *self._ground):
             return reason
         namesake = next((m for m in self.members if m.name == newcomer.name), None)
@@ -130,7 +130,7 @@ class Roster:
             return misspelt(known | {newcomer.name: set(newcomer.classes)})
         return ""
 
-    def _enter(self, member: Member) -> None:
+    def _enter(self, member: ClientInfo) -> None:
         # also one that has come back under another name: a node can be only one client
         others = [m for m in self.members if m.name != member.name and m.node != member.node]
         self.members = sorted([*others, member], key=lambda m: m.name)
@@ -138,7 +138,7 @@ class Roster:
     def ask_again(self) -> None:
         """Let every connected member say anew what it holds; one that does not answer keeps what it said before."""
         connected = set(self._transport.nodes())
-        found, absent = greet(
+        found, absent = say_hello(
             self._transport, [m.node for m in self.members if m.node in connected], self.config, self._dataset
         )
         for member in found:
@@ -147,7 +147,7 @@ class Roster:
         for a in absent:
             log.warning("%s said nothing new: %s", a.name, a.reason)
 
-    def _note(self, absent: Sequence[Absence]) -> None:
+    def _note(self, absent: Sequence[AbsentNode]) -> None:
         newest = {entry["name"]: entry for entry in self.absent}
         self.absent[:] = (newest | {a.name: {"name": a.name, "reason": a.reason} for a in absent}).values()
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from server_app.clients.client_info import Member
+from server_app.clients.client_info import ClientInfo
 from task.config.schema import Config
 from task.utils.seeding import numpy_rng
 
 
-def draw(members: Sequence[Member], config: Config, server_round: int) -> list[Member]:
+def sample_clients(members: Sequence[ClientInfo], config: Config, server_round: int) -> list[ClientInfo]:
     """The clients of one round: all, or ``clients-per-round`` drawn from the run's own stream by name."""
     wanted = config.clients_per_round or len(members)
     if wanted >= len(members):

@@ -17,21 +17,21 @@ from client_app.objectives.base import LocalData
 from client_app.training import train_locally
 from server_app.doctor.finding import GB, Finding, available_memory
 from server_app.simulation.superlink import default_workers
-from strategies.base import Moment
+from strategies.base import RoundContext
 from task.config.schema import Config
 from task.data.images import Dataset
 from task.data.load import default_augmentation, load_dataset
-from task.data.node_images import Inventory, open_holdings, take_stock
+from task.data.node_images import Inventory, open_inventory, scan_images
 from task.keys import ConfigError
 from task.message import Packet
-from task.methods import load_half
+from task.methods import load_class
 from task.models.device import resolve_device
 from task.models.load import load_backbone
 from task.models.model import Model, build_model
 from task.models.preprocessing import prepare
-from task.scenario.client_data import lesson_of, own_lesson
-from task.scenario.scenario import World, build_world, image_size
-from task.scenario.task_plan import first_plan
+from task.scenario.client_data import client_task_data, node_task_data
+from task.scenario.scenario import Scenario, build_scenario, image_size
+from task.scenario.task_plan import first_task_plan
 from task.utils.seeding import torch_rng
 
 SIDE = 224  # of decoded images where the backbone cannot say
@@ -95,7 +95,7 @@ def _data(config: Config) -> Finding:
 
 def _dataset(config: Config, side: int) -> Dataset:
     if config.own_data:
-        return open_holdings(_stock(config), side)
+        return open_inventory(_stock(config), side)
     return load_dataset(config.dataset, config.data_dir, side, config.validation_share, config.seed)
 
 
@@ -105,18 +105,18 @@ def _stock(config: Config) -> Inventory:
     if not config.data_dir:
         raise ConfigError("data-dir = '': where nodes have data of their own, name those of this one.")
     with TemporaryDirectory() as state:
-        return take_stock(config.data_dir, Path(state), config.unreadable_share)
+        return scan_images(config.data_dir, Path(state), config.unreadable_share)
 
 
 @lru_cache(maxsize=1)
-def _world(config: Config) -> World:
+def _world(config: Config) -> Scenario:
     """The run's, or what it would be if this node with data of its own were the only one."""
     if not config.own_data:
-        return build_world(config)
+        return build_scenario(config)
     stock = _stock(config)
-    own = open_holdings(stock, image_size(config))
+    own = open_inventory(stock, image_size(config))
     alone = replace(config, num_tasks=min(config.num_tasks, len(own.class_names)))
-    return build_world(config, first_plan(alone, own.class_names, own.image_shape), stock)
+    return build_scenario(config, first_task_plan(alone, own.class_names, own.image_shape), stock)
 
 
 def _counts(names: tuple[str, ...], counts: np.ndarray) -> str:
@@ -129,19 +129,19 @@ def _counts(names: tuple[str, ...], counts: np.ndarray) -> str:
 
 def _tasks(config: Config) -> Finding:
     if config.own_data:
-        images = len(own_lesson(_world(config), 0).positions)
+        images = len(node_task_data(_world(config), 0).positions)
         return Finding("ok", f"alone, this node would learn from {images} images in the first task")
     clients = range(config.num_clients)
-    sizes = [len(lesson_of(config, c, task=0, round=0, holds_pool=c == 0).positions) for c in clients]
+    sizes = [len(client_task_data(config, c, task=0, round=0, holds_pool=c == 0).positions) for c in clients]
     tasks = len(_world(config).schedule.tasks)
     text = f"{tasks} tasks; in the first, {len(sizes)} clients learn from {min(sizes)} to {max(sizes)} images each"
     return Finding("ok", text)
 
 
 def _forward(config: Config) -> Finding:
-    world, model = _world(config), _model(config)
-    some = np.arange(len(world.dataset.train_labels))[: config.batch_size]
-    images = prepare(world.dataset.train_images[some], model.backbone)
+    scenario, model = _world(config), _model(config)
+    some = np.arange(len(scenario.dataset.train_labels))[: config.batch_size]
+    images = prepare(scenario.dataset.train_images[some], model.backbone)
     with torch.inference_mode():
         seconds = _seconds(lambda: model(images), model)
     return Finding("ok", f"a forward pass of {len(some)} images takes {1000 * seconds:.0f} ms")
@@ -150,15 +150,15 @@ def _forward(config: Config) -> Finding:
 def _step(config: Config) -> Finding:
     if not config.row.client:
         return Finding("ok", f"method {config.method} has no training step")
-    world, model = _world(config), _model(config)
-    positions = np.flatnonzero(np.isin(world.dataset.train_labels, world.schedule.tasks[0]))[: config.batch_size]
-    rows = world.rows[world.dataset.train_labels[positions]]
-    augmentation = default_augmentation(world.dataset, config.augmentation)
-    data = LocalData(world.dataset.train_images, positions, rows, augmentation)
-    moment = Moment(world.schedule, 1)
-    sent = load_half(config.row.server)(config).broadcast(moment)
-    packet = Packet(prototypes=sent, config={"task": 1, "round": 1, "classes": list(world.schedule.tasks[0])})
-    objective = load_half(config.row.client)(config, packet)
+    scenario, model = _world(config), _model(config)
+    positions = np.flatnonzero(np.isin(scenario.dataset.train_labels, scenario.schedule.tasks[0]))[: config.batch_size]
+    rows = scenario.rows[scenario.dataset.train_labels[positions]]
+    augmentation = default_augmentation(scenario.dataset, config.augmentation)
+    data = LocalData(scenario.dataset.train_images, positions, rows, augmentation)
+    context = RoundContext(scenario.schedule, 1)
+    sent = load_class(config.row.server)(config).broadcast(context)
+    packet = Packet(statistics=sent, config={"task": 1, "round": 1, "classes": list(scenario.schedule.tasks[0])})
+    objective = load_class(config.row.client)(config, packet)
     once = replace(config, local_epochs=1)
     seconds = _seconds(lambda: train_locally(model, objective, data, once, torch_rng(0, "local")), model)
     return Finding("ok", f"a local step of {len(positions)} images takes {1000 * seconds:.0f} ms")

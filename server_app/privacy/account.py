@@ -11,7 +11,7 @@ from server_app.run_files.results import RoundReport
 from server_app.run_files.writers import append_line, read_lines
 from task.config.schema import Config
 from task.keys import ConfigError
-from task.methods import load_half
+from task.methods import load_class
 
 log = logging.getLogger(__name__)
 
@@ -46,16 +46,16 @@ def open_account(config: Config) -> dict[str, Any]:
 
 def releases_per_message(config: Config) -> int:
     """Releases of the Gaussian mechanism in one answer to a train message, each of noise multiplier z / 2."""
-    return bool(config.row.client) + load_half(config.row.statistics)().releases
+    return bool(config.row.client) + load_class(config.row.statistics)().releases
 
 
-def note_asked(path: Path, report: RoundReport) -> None:
+def record_asked(path: Path, report: RoundReport) -> None:
     """Write down who is asked to train, before it is: rounds that a resumed run repeats are paid twice."""
     path.parent.mkdir(exist_ok=True)
     append_line(path, {"task": report.task, "round": report.round, "names": report.participants})
 
 
-def require_asked(account: Mapping[str, Any], path: Path, rounds: Sequence[RoundReport]) -> None:
+def require_asked_clients(account: Mapping[str, Any], path: Path, rounds: Sequence[RoundReport]) -> None:
     """A run that goes on must know whom it has asked.
 
     Raises:
@@ -69,10 +69,10 @@ def require_asked(account: Mapping[str, Any], path: Path, rounds: Sequence[Round
         raise ConfigError(f"{path} has lost lines, so that what the clients have released cannot be told: start anew.")
 
 
-def charged(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -> dict[str, Any]:
+def charge(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -> dict[str, Any]:
     """The account after the last of ``rounds``: that of the client and task with the most releases so far.
 
-    All who were asked to train, as :func:`note_asked` has it, pay, but for the rounds for which they said to have no
+    All who were asked to train, as :func:`record_asked` has it, pay, but for the rounds for which they said to have no
     data; also one whose answer was late or refused, as it may have left the client all the same, and what it answered
     before the run was interrupted. An image, being of one class, is learned in the rounds of one task only, so that
     tasks do not add up.

@@ -15,14 +15,14 @@ from task.config.schema import Config
 from task.inference import Predictor, load_predictor
 from task.keys import ConfigError
 from task.message import Arrays
-from task.methods import load_half
+from task.methods import load_class
 from task.models.model import Model
 from task.models.preprocessing import normalise, resize
 from task.prototypes.gaussians import prepare_gaussians
-from task.prototypes.noise import Guard
+from task.prototypes.noise import GaussianMechanism
 from task.prototypes.statistics import Sample
-from task.scenario.client_data import lesson_of
-from task.scenario.scenario import World, build_world
+from task.scenario.client_data import client_task_data
+from task.scenario.scenario import Scenario, build_scenario
 from task.utils.seeding import torch_rng
 
 STEP_SIZE = 0.2  # Adam, in pixels of 0 .. 1
@@ -79,24 +79,26 @@ def attack(path: Path, client: int, target: str, most: int, steps: int, device: 
         ModelError: no model there.
     """
     predictor = load_predictor(path, device)
-    config = parse(predictor.card.config)
+    config = parse(predictor.metadata.config)
     torch.set_num_threads(config.threads)
-    kind = load_half(config.row.statistics)()
+    kind = load_class(config.row.statistics)()
     if not kind.needs_features:
         raise ConfigError(f"method {config.method!r} sends no statistics of features: there is nothing to invert.")
     if config.own_data:
         raise ConfigError("the images of this run are on its nodes: only who has them can compare.")
     if not 0 <= client < config.num_clients:
         raise ConfigError(f"--client {client} does not exist: the run has clients 0 to {config.num_clients - 1}.")
-    world = build_world(config)
+    scenario = build_scenario(config)
     mine = held(config, predictor, client)
-    found = kind.collect(predictor.model, _sample(world, mine, predictor), config.options, Guard.of(config, client, 0))
+    found = kind.collect(
+        predictor.model, _sample(scenario, mine, predictor), config.options, GaussianMechanism.of(config, client, 0)
+    )
     chosen = np.argsort(found["counts"], kind="stable")[:most]
     targets = prototypes(found, target, config)[chosen]
-    shape = world.dataset.train_images[mine[:1]].shape[1:]
+    shape = scenario.dataset.train_images[mine[:1]].shape[1:]
     images, distances = invert(predictor.model, targets, shape, steps, torch_rng(config.seed, "inversion"))
     classes = found["class_ids"][chosen].tolist()
-    return [_measured(world, mine, c, x, d, predictor) for c, x, d in zip(classes, images, distances, strict=True)]
+    return [_measured(scenario, mine, c, x, d, predictor) for c, x, d in zip(classes, images, distances, strict=True)]
 
 
 def held(config: Config, predictor: Predictor, client: int) -> np.ndarray:
@@ -105,19 +107,19 @@ def held(config: Config, predictor: Predictor, client: int) -> np.ndarray:
     Raises:
         ConfigError: there are none.
     """
-    tasks = range(len(predictor.card.task_sizes))
-    positions = np.concatenate([lesson_of(config, client, task, round=0).positions for task in tasks])
-    labels = build_world(config).dataset.train_labels[positions]
+    tasks = range(len(predictor.metadata.task_sizes))
+    positions = np.concatenate([client_task_data(config, client, task, round=0).positions for task in tasks])
+    labels = build_scenario(config).dataset.train_labels[positions]
     positions = positions[np.bincount(labels)[labels] >= config.min_class_count] if len(labels) else positions
     if not len(positions):
         raise ConfigError(f"--client {client} reports no class: it has no images, or less than min-class-count.")
     return positions
 
 
-def _sample(world: World, positions: np.ndarray, predictor: Predictor) -> Sample:
-    labels = world.dataset.train_labels[positions]
-    on_device = (torch.from_numpy(values).to(predictor.model.device) for values in (labels, world.rows[labels]))
-    return Sample(world.dataset.train_images, positions, *on_device)
+def _sample(scenario: Scenario, positions: np.ndarray, predictor: Predictor) -> Sample:
+    labels = scenario.dataset.train_labels[positions]
+    on_device = (torch.from_numpy(values).to(predictor.model.device) for values in (labels, scenario.rows[labels]))
+    return Sample(scenario.dataset.train_images, positions, *on_device)
 
 
 def prototypes(found: Arrays, target: str, config: Config) -> Tensor:
@@ -171,7 +173,9 @@ def invert(
 
 def lifted(model: Model, images: Tensor) -> Tensor:
     """What statistics are taken of: stored images [B, C, H, W] in 0 .. 1 -> [B, D], differentiable."""
-    return model.head.lift(model.features(normalise(resize(images * 255, model.backbone.image_size), model.backbone)))
+    return model.head.project(
+        model.features(normalise(resize(images * 255, model.backbone.image_size), model.backbone))
+    )
 
 
 def total_variation(x: Tensor) -> Tensor:
@@ -200,9 +204,9 @@ def ssim(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _measured(
-    world: World, mine: np.ndarray, class_id: int, image: Tensor, distance: float, predictor: Predictor
+    scenario: Scenario, mine: np.ndarray, class_id: int, image: Tensor, distance: float, predictor: Predictor
 ) -> Inversion:
-    dataset, side = world.dataset, max(predictor.model.backbone.image_size, WINDOW)
+    dataset, side = scenario.dataset, max(predictor.model.backbone.image_size, WINDOW)
 
     def large(positions: np.ndarray) -> Tensor:
         return resize(torch.from_numpy(dataset.train_images[positions]).permute(0, 3, 1, 2), side)

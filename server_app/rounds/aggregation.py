@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from server_app.clients.client_info import Member
-from server_app.rounds.reply_checks import Refused, check_reply, too_far
+from server_app.clients.client_info import ClientInfo
+from server_app.rounds.reply_checks import InvalidReply, check_reply, too_far
 from server_app.run_files.results import RoundReport
 from server_app.transport.base import Reply
 from strategies.averaging import WeightedMean
-from strategies.base import Moment, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.models.model import Model
 from task.scenario.client_data import learnable
@@ -18,7 +18,7 @@ from task.scenario.client_data import learnable
 Measure = Callable[[Update], list[float]]
 
 
-class Gathering:
+class RoundAggregator:
     """Checks each answer, averages its arrays, shows them to the method and lets them go.
 
     What comes of a round does not depend on the order in which its answers come: the mean knows no order, and all else
@@ -34,7 +34,7 @@ class Gathering:
     """
 
     def __init__(
-        self, config: Config, strategy: Strategy, model: Model, moment: Moment, drawn: Sequence[Member]
+        self, config: Config, strategy: Strategy, model: Model, context: RoundContext, drawn: Sequence[ClientInfo]
     ) -> None:
         self.sent = model.export()
         self.known = {name: copy.copy(value) for name, value in vars(strategy).items()}
@@ -42,11 +42,11 @@ class Gathering:
         self.updates: list[Update] = []
         self.entropies: list[float] = []
         self.seconds = 0.0
-        self._config, self._strategy, self._model, self._moment = config, strategy, model, moment
+        self._config, self._strategy, self._model, self._moment = config, strategy, model, context
         self._measured: dict[str, list[float]] = {}
         self._drawn = {member.node: member for member in drawn}
         self._spec = {name: tuple(value.shape) for name, value in model.trained().items()}
-        self._classes = learnable(config, moment.schedule, moment.task)
+        self._classes = learnable(config, context.schedule, context.task)
 
     def take(self, replies: Iterable[Reply], report: RoundReport, measure: Measure) -> None:
         """Take in all answers of the round.
@@ -63,7 +63,7 @@ class Gathering:
             name = self._drawn[reply.node].name
             try:
                 update = self._checked(reply)
-            except Refused as error:
+            except InvalidReply as error:
                 refused[name] = str(error)
                 continue
             if not update.num_examples:

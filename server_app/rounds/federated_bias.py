@@ -38,7 +38,7 @@ def local_distance(updates: Sequence[Update]) -> float:
 
     NaN where the method sends no class means, or no two clients hold the same class.
     """
-    sent = [u.prototypes for u in updates if "means" in u.prototypes]
+    sent = [u.statistics for u in updates if "means" in u.statistics]
     if not sent:
         return math.nan
     class_ids, means = (np.concatenate([found[name] for found in sent]) for name in ("class_ids", "means"))

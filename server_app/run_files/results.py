@@ -16,7 +16,7 @@ from server_app.run_files.writers import append_line, keep_lines, write_json
 from task.config.schema import Config
 from task.metrics import per_class_accuracy, summarize
 from task.scenario.partition import consensus_sizes
-from task.scenario.scenario import World
+from task.scenario.scenario import Scenario
 from task.utils.versions import versions
 
 SCHEMA = 1
@@ -48,10 +48,10 @@ class RoundReport:
 class Results:
     """Collects and writes; ``directory`` gets results.json after every round and rounds.jsonl line by line."""
 
-    def __init__(self, directory: Path, config: Config, world: World) -> None:
-        tasks = [list(classes) for classes in world.schedule.tasks]
+    def __init__(self, directory: Path, config: Config, scenario: Scenario) -> None:
+        tasks = [list(classes) for classes in scenario.schedule.tasks]
         self.directory, self.config, self.tasks = directory, config, tasks
-        self.class_names, self.sharing = world.dataset.class_names, sharing(config, world)
+        self.class_names, self.sharing = scenario.dataset.class_names, sharing(config, scenario)
         self.matrix: list[list[float | None]] = [[None] * len(tasks) for _ in tasks]
         self.seen: list[float | None] = [None] * len(tasks)
         self.per_class: dict[str, float | None] = {}
@@ -79,10 +79,10 @@ class Results:
         self.started = time.perf_counter() - self.seconds["total"]
         keep_lines(self.directory / "rounds.jsonl", len(self.rounds))
 
-    def extend(self, world: World) -> None:
+    def extend(self, scenario: Scenario) -> None:
         """Make room for a task more, of classes that were not known before."""
-        self.tasks = [list(classes) for classes in world.schedule.tasks]
-        self.class_names = world.dataset.class_names
+        self.tasks = [list(classes) for classes in scenario.schedule.tasks]
+        self.class_names = scenario.dataset.class_names
         self.matrix = [[*row, None] for row in self.matrix] + [[None] * len(self.tasks)]
         self.seen, self.distances = [*self.seen, None], [*self.distances, None]
         self.entropies = [*self.entropies, []]
@@ -197,11 +197,11 @@ class Results:
         }
 
 
-def sharing(config: Config, world: World) -> dict[str, int]:
+def sharing(config: Config, scenario: Scenario) -> dict[str, int]:
     """Common and private classes of each client and repeated private ones, where clients have streams of their own."""
-    if not world.streams:
+    if not scenario.streams:
         return {}
-    return consensus_sizes(len(world.dataset.class_names), config.num_clients, config.consensus_rate)._asdict()
+    return consensus_sizes(len(scenario.dataset.class_names), config.num_clients, config.consensus_rate)._asdict()
 
 
 def _share(correct: int, total: int) -> float | None:

@@ -11,7 +11,7 @@ from server_app.run_files.paths import placed, read_results
 from task.config.schema import WAITING, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
-from task.methods import adopt
+from task.methods import register
 from task.utils.versions import code_sha256, versions
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _OWN = {"resume", "output-dir", "run-name"}
 
 
-def continued(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """``values`` themselves, or those of the run that they say to resume, in its folder.
 
     A key that says something else than the run does is a mistake, unless it only has its default.
@@ -31,7 +31,7 @@ def continued(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         return dict(values)
     directory = placed(Path(str(values["resume"])).expanduser())
     saved = _saved(directory)
-    adopt(str(saved["method"]))
+    register(str(saved["method"]))
     known = known_keys()
     for name, value in values.items():
         if name in known and name not in _OWN.union(WAITING) and value not in (known[name].default, saved.get(name)):
@@ -47,7 +47,7 @@ def continued(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return {name: value for name, value in saved.items() if name in known} | place | waiting
 
 
-def require_same_ground(directory: Path, backbone_sha256: str) -> None:
+def require_same_backbone(directory: Path, backbone_sha256: str) -> None:
     """The run must have begun with this backbone; other code or versions are named in the log.
 
     Raises:

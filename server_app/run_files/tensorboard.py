@@ -21,7 +21,7 @@ def require_tensorboard(config: Config) -> None:
         raise ConfigError("tensorboard = True needs a package that is not installed: pip install tensorboard.")
 
 
-class Board:
+class TensorBoardWriter:
     """Scalars of every round, by its number within the run; writes nothing unless the run key asks for it."""
 
     def __init__(self, config: Config, directory: Path, done: int) -> None:

@@ -16,7 +16,7 @@ from server_app.errors import LaunchError
 from server_app.run_files.paths import project_folder
 from task.config.schema import Config
 from task.message import Arrays
-from task.models.metadata import Card
+from task.models.metadata import ModelMetadata
 from task.utils.atomic import write_atomically
 from task.utils.versions import code_sha256, versions
 
@@ -93,6 +93,6 @@ def _revision() -> str:
     return git.stdout.strip() if git.returncode == 0 and (root / ".git").exists() else ""
 
 
-def write_model(path: Path, arrays: Arrays, card: Card) -> None:
-    """Arrays of a model as a safetensors file; its metadata is the card."""
-    write_atomically(path, safetensors.numpy.save(arrays, card.metadata()))
+def write_model(path: Path, arrays: Arrays, metadata: ModelMetadata) -> None:
+    """Arrays of a model as a safetensors file; its header is the metadata."""
+    write_atomically(path, safetensors.numpy.save(arrays, metadata.as_header()))

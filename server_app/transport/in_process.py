@@ -84,6 +84,6 @@ class InProcessTransport:
 
 
 def _size(packet: Packet) -> int:
-    arrays = [*packet.arrays.values(), *packet.prototypes.values()]
+    arrays = [*packet.arrays.values(), *packet.statistics.values()]
     # eight bytes a number, as on the wire: the text of a float would make the size depend on how long a round took
     return sum(array.nbytes for array in arrays) + 8 * len(packet.metrics) + len(json.dumps(packet.config))

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from task.config.schema import APPEARING, FROM_PATH, OWN, Config
+from task.config.schema import APPEARING, FROM_PATH, FROM_SCRATCH, OWN, Config
 from task.keys import AUTO, ConfigError
-from task.methods import FROM_SCRATCH, METHODS, load_half
+from task.methods import METHODS, load_class
 from task.prompts.kinds import PROMPTS
 
 
@@ -108,7 +108,7 @@ def _check_privacy(config: Config) -> None:
     row, wanted = config.row, {n: getattr(config, n.replace("-", "_")) for n in _PRIVACY}
     if not any(wanted.values()) and config.privacy_delta == Config.privacy_delta:
         return
-    kind = load_half(row.statistics)()  # here and not above: it loads torch
+    kind = load_class(row.statistics)()  # here and not above: it loads torch
     unread = {
         "min-class-count": "" if kind.carries else f"method {config.method!r} sends no class statistics",
         "privacy-clip": "" if row.client else f"method {config.method!r} trains no arrays",

@@ -9,7 +9,7 @@ from task.config.checks import check_combination
 from task.config.schema import LOCAL, OF_THE_NODE, Config, defaults, known_keys, reading_setting
 from task.keys import AUTO, ConfigError, Key, keys_of
 from task.message import Scalar
-from task.methods import METHODS, Method, adopt
+from task.methods import METHODS, Method, register
 from task.prompts.kinds import PROMPTS
 
 
@@ -26,7 +26,7 @@ def parse_text(pairs: Mapping[str, str]) -> dict[str, Scalar]:
     Raises:
         ConfigError: an unknown key or a text that the key's type cannot be.
     """
-    adopt(pairs.get("method", ""))
+    register(pairs.get("method", ""))
     known = known_keys()
     _refuse_unknown(pairs, known)
     return {name: known[name].from_text(text) for name, text in pairs.items()}
@@ -38,7 +38,7 @@ def typed(values: Mapping[str, Any]) -> dict[str, Scalar]:
     Raises:
         ConfigError: an unknown key or a value that the key cannot have.
     """
-    adopt(str(values.get("method", "")))
+    register(str(values.get("method", "")))
     known = known_keys()
     _refuse_unknown(values, known)
     return {name: known[name].check(value) for name, value in values.items()}

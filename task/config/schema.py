@@ -8,7 +8,7 @@ from typing import Any
 from task.keys import AUTO, ConfigError, Key, key, keys_of
 from task.message import Scalar
 from task.method_options import Options
-from task.methods import FROM_SCRATCH, METHODS, Method
+from task.methods import METHODS, Method
 from task.prompts.kinds import PROMPTS
 
 OWN = "own"  # the data set of nodes that each have images of their own
@@ -33,6 +33,10 @@ LOCAL = ("local_epochs", "batch_size", "optimizer", "learning_rate", "gradient_c
 PREFIXED = tuple(name for name in PROMPTED if name != "l2p")  # the others are tokens
 ASYNCHRONOUS = ("consensus",)  # partitions whose clients have class sequences of their own
 PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASYNCHRONOUS)
+
+# Backbones without pre-trained weights, and the smallest side at which batch normalisation can do with a batch of one
+# image: the last layer's map, an eighth of the side rounded up, must have more than one place.
+FROM_SCRATCH = {"resnet18_cifar": 9}
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class Inventory:
     split: bool = False
 
 
-def take_stock(
+def scan_images(
     data_dir: str, state: Path, unreadable_share: float, run: str = "", known: Inventory | None = None
 ) -> Inventory:
     """List a node's images and read every file that is new or has changed; the list is kept in ``state``.
@@ -93,7 +93,7 @@ def take_stock(
     return found
 
 
-def recall(data_dir: str, state: Path, run: str = "") -> Inventory | None:
+def load_inventory(data_dir: str, state: Path, run: str = "") -> Inventory | None:
     """What the node found when it last took stock for ``run``; None if it has forgotten, or never did so there."""
     root = Path(data_dir).expanduser()
     if root.is_file():
@@ -104,7 +104,7 @@ def recall(data_dir: str, state: Path, run: str = "") -> Inventory | None:
 
 
 @lru_cache(maxsize=64)
-def open_holdings(inventory: Inventory, side: int) -> Dataset:
+def open_inventory(inventory: Inventory, side: int) -> Dataset:
     """The images of an inventory with the node's own class names and ids.
 
     Without train/ and test/ about a fifth of the files is held out, by a digest of their names, but never one that was

@@ -21,7 +21,7 @@ def in_batches(model: Model, images: Images, positions: np.ndarray) -> Iterator[
 @torch.no_grad()
 def extract_features(model: Model, images: Images, positions: np.ndarray) -> Tensor:
     """f(x) of the images at ``positions`` [N] -> float32 [N, D] on the model's device, no augmentation."""
-    with model.resting():
+    with model.backbone_eval():
         features = [model.features(*batch) for _, batch in in_batches(model, images, positions)]
     return torch.cat(features) if features else torch.empty(0, model.backbone.dim, device=model.device)
 

@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from task.methods import FROM_SCRATCH
+from task.config.schema import FROM_SCRATCH
 from task.models.resnet import load_resnet18
 from task.models.vit import Backbone, load_vit
 

@@ -11,7 +11,7 @@ MODEL = "model.safetensors"  # in the folder of a run
 
 
 @dataclass(frozen=True)
-class Card:
+class ModelMetadata:
     """Metadata of a model, written into its file as JSON texts.
 
     Attributes:
@@ -30,13 +30,13 @@ class Card:
     image_shape: list[int]
     backbone_sha256: str
 
-    def metadata(self) -> dict[str, str]:
+    def as_header(self) -> dict[str, str]:
         """One JSON text for each attribute."""
         return {name: json.dumps(value) for name, value in asdict(self).items()}
 
     @classmethod
     def read(cls, metadata: Mapping[str, str]) -> Self:
-        """The inverse of :meth:`metadata`.
+        """The inverse of :meth:`as_header`.
 
         Raises:
             KeyError, ValueError: something is missing, or is no JSON.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from task.config.schema import Config
 from task.keys import ConfigError
 from task.message import Arrays
-from task.methods import load_half
+from task.methods import load_class
 from task.models.device import resolve_device
 from task.models.load import load_backbone
 from task.models.vit import Backbone
@@ -46,13 +46,13 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.cat([self.weight.data, fresh.to(self.weight.device)]))
         self.bias = nn.Parameter(torch.cat([self.bias.data, self.bias.new_zeros(classes)]))
 
-    def lift(self, features: Tensor) -> Tensor:
+    def project(self, features: Tensor) -> Tensor:
         """What the linear layer stands on: features [B, backbone's D] themselves, or their random projection [B, D]."""
         return features if self.projection is None else (features @ self.projection).relu()
 
     def forward(self, features: Tensor) -> Tensor:
         """Features of the backbone -> logits [B, seen]."""
-        return F.linear(self.lift(features), self.weight, self.bias)
+        return F.linear(self.project(features), self.weight, self.bias)
 
 
 class Model(nn.Module):
@@ -80,7 +80,7 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self._shared = [backbone]  # in a list: shared by all models of the process, so no sub-module of this one
-        self.own = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
+        self.trained_backbone = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
         self.prompt, self.head = prompt, Head(backbone.dim, seed, projection)
         self.task_sizes: list[int] = []
         self._rows: Tensor
@@ -92,7 +92,7 @@ class Model(nn.Module):
     @property
     def backbone(self) -> Backbone:
         """The process's one frozen backbone, or the model's own that it trains."""
-        return self._shared[0] if self.own is None else self.own
+        return self._shared[0] if self.trained_backbone is None else self.trained_backbone
 
     @property
     def device(self) -> torch.device:
@@ -108,7 +108,7 @@ class Model(nn.Module):
         self._rows = torch.arange(seen - classes, seen)
         self.to(self.device)
 
-    def learn(self, rows: np.ndarray) -> None:
+    def set_active_rows(self, rows: np.ndarray) -> None:
         """Let the local loss choose among other classes than the current task's: their head rows, int64 [C]."""
         self._rows = torch.from_numpy(np.sort(rows)).to(self.device)
 
@@ -116,7 +116,7 @@ class Model(nn.Module):
         """int64 [C] ascending: head rows among which the local loss chooses, at first those of the current task."""
         return self._rows
 
-    def places(self, rows: Tensor) -> Tensor:
+    def local_targets(self, rows: Tensor) -> Tensor:
         """Place of each head row among the current ones, int64 like ``rows``, which must be of them."""
         return torch.searchsorted(self._rows, rows)
 
@@ -133,7 +133,7 @@ class Model(nn.Module):
     @property
     def reuses_query(self) -> bool:
         """Whether a known q(x) saves a pass: the prompt reads it, or it is f(x). Never for a backbone that trains."""
-        return self.own is None and (self.prompt.needs_query or not self.prompted)
+        return self.trained_backbone is None and (self.prompt.needs_query or not self.prompted)
 
     def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, D], float32.
@@ -151,7 +151,7 @@ class Model(nn.Module):
         """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only."""
         return self.head(self.features(images, query))
 
-    def travelling(self) -> dict[str, Tensor]:
+    def shared_state(self) -> dict[str, Tensor]:
         """Prompt and head by stable names: everything that travels to clients.
 
         A trained backbone is one array more, ``backbone`` [P]: hundreds of small ones would travel slowly.
@@ -166,25 +166,25 @@ class Model(nn.Module):
         """Overwrite all travelling arrays, or all trained ones, in place.
 
         Raises:
-            ValueError: names or shapes are neither those of :meth:`travelling` nor of :meth:`trained`.
+            ValueError: names or shapes are neither those of :meth:`shared_state` nor of :meth:`trained`.
         """
-        own = self.travelling() if arrays.keys() != self.trained().keys() else self.trained()
+        own = self.shared_state() if arrays.keys() != self.trained().keys() else self.trained()
         if {n: tuple(a.shape) for n, a in arrays.items()} != {n: tuple(a.shape) for n, a in own.items()}:
             got = {n: a.shape for n, a in arrays.items()}
             raise ValueError(f"arrays {got} do not fit { ({n: tuple(a.shape) for n, a in own.items()}) }")
         for name, target in own.items():
             target.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])))
-        if self.own is not None:
+        if self.trained_backbone is not None:
             places = self._backbone_state()
             for place, part in zip(places, own["backbone"].split([p.numel() for p in places]), strict=True):
                 place.detach().copy_(part.view_as(place))
 
     def export(self) -> Arrays:
         """Copies of the travelling arrays as float32 NumPy arrays."""
-        return to_arrays(self.travelling())
+        return to_arrays(self.shared_state())
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def backbone_eval(self) -> Iterator[None]:
         """A trained backbone in evaluation mode, so that features depend on no batch and change no running mean."""
         training = self.backbone.training
         self.backbone.eval()
@@ -192,18 +192,18 @@ class Model(nn.Module):
         self.backbone.train(training)
 
     def _small_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.named_parameters() if not name.startswith("own.")]
+        return [(name, p) for name, p in self.named_parameters() if not name.startswith("trained_backbone.")]
 
     def packed_backbone(self) -> Tensor:
         """Weights and running statistics of the trained backbone in a fixed order, [P]; differentiable."""
         return torch.cat([value.flatten() for value in self._backbone_state()])
 
     def _packed(self) -> dict[str, Tensor]:
-        return {} if self.own is None else {"backbone": self.packed_backbone().detach()}
+        return {} if self.trained_backbone is None else {"backbone": self.packed_backbone().detach()}
 
     def _backbone_state(self) -> list[Tensor]:
         """What :meth:`packed_backbone` packs; counters stay behind."""
-        state = self.own.state_dict(keep_vars=True) if self.own is not None else {}
+        state = self.trained_backbone.state_dict(keep_vars=True) if self.trained_backbone is not None else {}
         return [value for value in state.values() if value.is_floating_point()]
 
     def _autocast(self) -> torch.autocast:
@@ -233,7 +233,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         raise ConfigError(
             f"prompt-blocks = {config.prompt_blocks!r} is not possible: {config.backbone} has {backbone.depth} blocks."
         )
-    prompt = load_half(PROMPTS[config.prompt].path).build(config, backbone.dim)
+    prompt = load_class(PROMPTS[config.prompt].path).build(config, backbone.dim)
     model = Model(
         backbone,
         prompt,

@@ -46,7 +46,7 @@ def system_normal(shape: tuple[int, ...]) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Guard:
+class GaussianMechanism:
     """The mechanism of one message.
 
     Attributes:
@@ -104,7 +104,7 @@ class Guard:
         return squares + self.noised(squares.shape, self.feature_clip**2 / math.sqrt(2)) / np.reshape(counts, (-1, 1))
 
 
-def spread_of(squares: np.ndarray, means: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def spread_from_squares(squares: np.ndarray, means: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Variances, or packed covariances, [K, S] divided by n, from noised mean squares and means.
 
     Not negative and positive semi-definite respectively; zero where a class has a single image.

@@ -21,7 +21,7 @@ from task.models.evaluation import extract_features
 from task.models.model import Model
 from task.models.preprocessing import prepare
 from task.prototypes.gaussians import gaussian_statistics, mean_statistics, pack_symmetric
-from task.prototypes.noise import Guard, nearest_semi_definite, spread_indices, spread_of
+from task.prototypes.noise import GaussianMechanism, nearest_semi_definite, spread_from_squares, spread_indices
 
 Shapes = dict[str, tuple[int, ...]]
 _MOST_GRADIENTS = 2**25  # numbers of single images' gradients held at once: 128 MiB
@@ -37,7 +37,7 @@ class Sample:
     rows: Tensor
 
 
-class Nothing:
+class ClientStatistics:
     """No statistics: the base of all.
 
     ``carries`` says whether anything travels, ``at_task_end`` that it does in a task's last round only,
@@ -55,15 +55,15 @@ class Nothing:
     largest = 1e6  # no sane prompt, head row or feature statistic comes near; more would drown every other client
     releases = 0
 
-    def collect(self, model: Model, sample: Sample, options: Options, guard: Guard) -> Arrays:
+    def collect(self, model: Model, sample: Sample, options: Options, mechanism: GaussianMechanism) -> Arrays:
         """The arrays for a client's images, which are seen without augmentation, as they may leave the client."""
         features = torch.empty(len(sample.labels), 0, device=model.device)
         if self.needs_features:
-            features = guard.features(model.head.lift(extract_features(model, sample.images, sample.positions)))
+            features = mechanism.features(model.head.project(extract_features(model, sample.images, sample.positions)))
         found = self.compute(features, sample.labels, options)
-        return self.noised(found, guard) if guard.noise else found
+        return self.noised(found, mechanism) if mechanism.noise else found
 
-    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
         """What :meth:`compute` found, with noise in it; class ids and counts stay as they are."""
         return found
 
@@ -84,7 +84,7 @@ class Nothing:
         return {}
 
 
-class Means(Nothing):
+class MeanStatistics(ClientStatistics):
     """Class means [K, D]."""
 
     carries = needs_features = True
@@ -94,16 +94,16 @@ class Means(Nothing):
         """Counts and means of the classes present."""
         return mean_statistics(features, labels)
 
-    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
         """Noise in the means."""
-        return found | {"means": guard.means(found["means"], found["counts"]).astype(np.float32)}
+        return found | {"means": mechanism.means(found["means"], found["counts"]).astype(np.float32)}
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means only."""
         return {"means": (classes, dim)}
 
 
-class Gaussians(Nothing):
+class GaussianStatistics(ClientStatistics):
     """Class means and covariances in the method's packing (HGP section 3.3)."""
 
     carries = needs_features = True
@@ -122,12 +122,12 @@ class Gaussians(Nothing):
         }
         return {"means": (classes, dim)} | packed[options.packing]
 
-    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
         """Noise in means and mean squares, from which valid covariances are made."""
         counts = found["counts"]
         (name,) = found.keys() - {"class_ids", "counts", "means"}
         unbiased = np.maximum(counts - 1, 1) / counts
-        means, spread = _noised_moments(found["means"], found[name] * unbiased[:, None], counts, guard)
+        means, spread = _noised_moments(found["means"], found[name] * unbiased[:, None], counts, mechanism)
         return found | {"means": means.astype(np.float32), name: (spread / unbiased[:, None]).astype(np.float32)}
 
     def unprotected(self, options: Options) -> str:
@@ -136,17 +136,17 @@ class Gaussians(Nothing):
 
 
 def _noised_moments(
-    means: np.ndarray, spread: np.ndarray, counts: np.ndarray, guard: Guard
+    means: np.ndarray, spread: np.ndarray, counts: np.ndarray, mechanism: GaussianMechanism
 ) -> tuple[np.ndarray, np.ndarray]:
     """Noised means [K, D] and, made from noised mean squares, valid variances or packed covariances [K, S]."""
     row, column = spread_indices(spread.shape[1], means.shape[1])
     wide = means.astype(np.float64)
-    squares = guard.squares(spread + wide[:, row] * wide[:, column], counts)
-    moved = guard.means(wide, counts)
-    return moved, spread_of(squares, moved, counts)
+    squares = mechanism.squares(spread + wide[:, row] * wide[:, column], counts)
+    moved = mechanism.means(wide, counts)
+    return moved, spread_from_squares(squares, moved, counts)
 
 
-class Variances(Means):
+class VarianceStatistics(MeanStatistics):
     """Class means and variances, the latter divided by n (PIP eq. 8), so 0 for a single image."""
 
     releases = 2
@@ -157,9 +157,9 @@ class Variances(Means):
         counts = found["counts"][:, None].astype(np.float32)
         return found | {"variances": found["variances"] * ((counts - 1) / counts)}
 
-    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
         """Noise in means and mean squares."""
-        means, spread = _noised_moments(found["means"], found["variances"], found["counts"], guard)
+        means, spread = _noised_moments(found["means"], found["variances"], found["counts"], mechanism)
         return found | {"means": means.astype(np.float32), "variances": spread.astype(np.float32)}
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
@@ -167,7 +167,7 @@ class Variances(Means):
         return {"means": (classes, dim), "variances": (classes, dim)}
 
 
-class Counts(Nothing):
+class CountStatistics(ClientStatistics):
     """How many images of each class there are, nothing else (HePCo section 4)."""
 
     carries = True
@@ -178,7 +178,7 @@ class Counts(Nothing):
         return {"class_ids": class_ids.cpu().numpy(), "counts": counts.cpu().numpy()}
 
 
-class Gram(Nothing):
+class GramStatistics(ClientStatistics):
     """What a ridge regression needs: sum of f f^T, [D (D + 1) / 2], and class sums of f, [K, D] (AFCL).
 
     In float64: the regression magnifies what rounding takes away.
@@ -205,14 +205,14 @@ class Gram(Nothing):
         """Class sums, and one Gram matrix for all classes."""
         return {"sums": (classes, dim), "gram": (1, dim * (dim + 1) // 2)}
 
-    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
         """Noise in both; the Gram matrix becomes positive semi-definite again."""
-        sums = found["sums"] + guard.noised(found["sums"].shape, guard.feature_clip)
-        gram = nearest_semi_definite(guard.squares(found["gram"]), sums.shape[1])
+        sums = found["sums"] + mechanism.noised(found["sums"].shape, mechanism.feature_clip)
+        gram = nearest_semi_definite(mechanism.squares(found["gram"]), sums.shape[1])
         return found | {"sums": sums, "gram": gram}
 
 
-class Fisher(Nothing):
+class FisherStatistics(ClientStatistics):
     """Diagonal of the empirical Fisher information of a trained backbone, in a task's last round (Kirkpatrick 2017)."""
 
     carries = at_task_end = True
@@ -221,7 +221,7 @@ class Fisher(Nothing):
         """A gradient has no bound."""
         return "Fisher information"
 
-    def collect(self, model: Model, sample: Sample, options: Options, guard: Guard) -> Arrays:
+    def collect(self, model: Model, sample: Sample, options: Options, mechanism: GaussianMechanism) -> Arrays:
         """F_i = mean over images of (d log p(y | x) / d theta_i)^2, p over the current task's classes."""
         class_ids, counts = sample.labels.unique(return_counts=True)
         fisher = empirical_fisher(model, sample)
@@ -248,6 +248,8 @@ def empirical_fisher(model: Model, sample: Sample) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):  # the one kernel that vmap need not call image by image
         for start in range(0, len(sample.rows), few):
             images = prepare(sample.images[sample.positions[start : start + few]], network)
-            for name, found in gradients(weights, images, model.places(sample.rows[start : start + few])).items():
+            for name, found in gradients(
+                weights, images, model.local_targets(sample.rows[start : start + few])
+            ).items():
                 total[name] += found.square().sum(dim=0)
     return torch.cat([value.flatten() for value in total.values()]) / len(sample.rows)

@@ -9,11 +9,11 @@ from task.config.schema import Config
 from task.keys import ConfigError
 from task.scenario.class_stream import Schedule
 from task.scenario.partition import REDRAWN, Partition, partition
-from task.scenario.scenario import World, build_world, in_run_keys
+from task.scenario.scenario import Scenario, build_scenario, in_run_keys
 
 
 @dataclass(frozen=True)
-class Lesson:
+class ClientTaskData:
     """What one client learns in one round.
 
     Attributes:
@@ -25,7 +25,7 @@ class Lesson:
     classes: list[int]
 
 
-def lesson_of(config: Config, client: int, task: int, round: int, holds_pool: bool = False) -> Lesson:
+def client_task_data(config: Config, client: int, task: int, round: int, holds_pool: bool = False) -> ClientTaskData:
     """What a client learns in a round.
 
     Args:
@@ -38,20 +38,20 @@ def lesson_of(config: Config, client: int, task: int, round: int, holds_pool: bo
     Raises:
         ConfigError: the partition's parameters cannot work with this data.
     """
-    world = build_world(config)
-    classes = learnable(config, world.schedule, task)
+    scenario = build_scenario(config)
+    classes = learnable(config, scenario.schedule, task)
     if config.row.pooled:
-        pool = np.flatnonzero(np.isin(world.dataset.train_labels, classes))
-        return Lesson(pool if holds_pool else pool[:0], classes)
+        pool = np.flatnonzero(np.isin(scenario.dataset.train_labels, classes))
+        return ClientTaskData(pool if holds_pool else pool[:0], classes)
     if config.partition in REDRAWN:
-        return Lesson(_redrawn(config, task, round)[client], classes)
-    return Lesson(_dealt(config)[client][task], world.streams[client][task] if world.streams else classes)
+        return ClientTaskData(_redrawn(config, task, round)[client], classes)
+    return ClientTaskData(_dealt(config)[client][task], scenario.streams[client][task] if scenario.streams else classes)
 
 
-def own_lesson(world: World, task: int) -> Lesson:
+def node_task_data(scenario: Scenario, task: int) -> ClientTaskData:
     """What a node with data of its own learns in every round of a task, counted from 0: all it holds of its classes."""
-    classes = world.schedule.current_classes(task)
-    return Lesson(np.flatnonzero(np.isin(world.dataset.train_labels, classes)), classes)
+    classes = scenario.schedule.current_classes(task)
+    return ClientTaskData(np.flatnonzero(np.isin(scenario.dataset.train_labels, classes)), classes)
 
 
 def learnable(config: Config, schedule: Schedule, task: int) -> list[int]:
@@ -75,26 +75,26 @@ def ever_held(config: Config, client: int) -> np.ndarray:
         ConfigError: the partition's parameters cannot work with this data.
     """
     if not keeps_its_images(config):
-        return np.arange(len(build_world(config).dataset.train_labels))
+        return np.arange(len(build_scenario(config).dataset.train_labels))
     return np.concatenate(_dealt(config)[client])
 
 
 @lru_cache(maxsize=2)
 def _dealt(config: Config) -> Partition:
     """Positions by client, then task."""
-    return _partition(config, [list(classes) for classes in build_world(config).schedule.tasks])
+    return _partition(config, [list(classes) for classes in build_scenario(config).schedule.tasks])
 
 
 @lru_cache(maxsize=2)
 def _redrawn(config: Config, task: int, round: int) -> list[np.ndarray]:
     """Positions by client in one round; the other tasks are left empty, so that nothing is drawn for them."""
-    tasks = build_world(config).schedule.tasks
+    tasks = build_scenario(config).schedule.tasks
     only = [list(classes) if t == task else [] for t, classes in enumerate(tasks)]
     return [own[task] for own in _partition(config, only, round=round)]
 
 
 def _partition(config: Config, tasks: list[list[int]], **more: int) -> Partition:
-    labels, parameters = build_world(config).dataset.train_labels, config.partition_parameters | more
+    labels, parameters = build_scenario(config).dataset.train_labels, config.partition_parameters | more
     try:
         return partition(config.partition, labels, config.num_clients, tasks, config.seed, **parameters)
     except ValueError as error:

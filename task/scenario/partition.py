@@ -100,7 +100,7 @@ def dirichlet(problem: Problem, *, dirichlet_beta: float, dirichlet_min_size: in
 
     def owners(rng: Rng, pools: list[IntArray]) -> IntArray:
         drawn = [_dirichlet_owners(rng, len(pool), problem.num_clients, dirichlet_beta) for pool in pools]
-        return _lift(rng, _concatenate(drawn), problem.num_clients, dirichlet_min_size)
+        return _raise_to_minimum(rng, _concatenate(drawn), problem.num_clients, dirichlet_min_size)
 
     return _deal(problem, "dirichlet", owners)
 
@@ -343,7 +343,7 @@ def _dirichlet_owners(rng: Rng, size: int, num_clients: int, beta: float) -> Int
     return rng.permutation(np.searchsorted(np.cumsum(shares)[:-1], places, side="right"))
 
 
-def _lift(rng: Rng, owner: IntArray, num_clients: int, min_size: int) -> IntArray:
+def _raise_to_minimum(rng: Rng, owner: IntArray, num_clients: int, min_size: int) -> IntArray:
     """Owners such that each client has ``min_size`` samples, moved from a random choice of what others can spare."""
     if len(owner) < num_clients * min_size:
         raise ValueError(

@@ -8,19 +8,19 @@ import numpy as np
 from task.config.schema import Config
 from task.data.images import Dataset
 from task.data.load import load_dataset
-from task.data.node_images import Inventory, open_holdings
+from task.data.node_images import Inventory, open_inventory
 from task.keys import ConfigError
 from task.models.device import resolve_device
 from task.models.load import load_backbone
 from task.scenario.class_stream import Schedule, class_order, split_tasks, stages
 from task.scenario.partition import consensus_tasks
-from task.scenario.task_plan import Plan
+from task.scenario.task_plan import TaskPlan
 
 Streams = list[list[list[int]]]
 
 
 @dataclass(frozen=True)
-class World:
+class Scenario:
     """A run's data and schedule, equal in every process; where nodes have data of their own, a node's view of them.
 
     Attributes:
@@ -41,7 +41,7 @@ class World:
 
 
 @lru_cache(maxsize=16)
-def build_world(config: Config, plan: Plan | None = None, inventory: Inventory | None = None) -> World:
+def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inventory | None = None) -> Scenario:
     """Load the data and lay out the tasks.
 
     Args:
@@ -53,7 +53,7 @@ def build_world(config: Config, plan: Plan | None = None, inventory: Inventory |
         ConfigError: data missing or unusable, or more tasks than classes.
     """
     if plan:
-        dataset = _own(plan, open_holdings(inventory, image_size(config))) if inventory else _nobodys(plan)
+        dataset = _own(plan, open_inventory(inventory, image_size(config))) if inventory else _nobodys(plan)
         return _laid_out(dataset, Schedule(plan.tasks, config.rounds_per_task))
     if config.asynchronous and not config.num_clients:
         raise ConfigError(
@@ -71,12 +71,12 @@ def build_world(config: Config, plan: Plan | None = None, inventory: Inventory |
     return _laid_out(dataset, Schedule(stages(streams, order) if streams else tasks, config.rounds_per_task), streams)
 
 
-def _laid_out(dataset: Dataset, schedule: Schedule, streams: Streams | None = None) -> World:
+def _laid_out(dataset: Dataset, schedule: Schedule, streams: Streams | None = None) -> Scenario:
     coming = [c for classes in schedule.tasks for c in classes]
-    return World(dataset, schedule, np.argsort(np.array(coming)), streams or [])
+    return Scenario(dataset, schedule, np.argsort(np.array(coming)), streams or [])
 
 
-def _own(plan: Plan, holdings: Dataset) -> Dataset:
+def _own(plan: TaskPlan, holdings: Dataset) -> Dataset:
     """A node's images under the class ids of the plan."""
     ids = {name: c for c, name in enumerate(plan.class_names)}
     place = np.array([ids.get(name, -1) for name in holdings.class_names], np.int64)
@@ -84,7 +84,7 @@ def _own(plan: Plan, holdings: Dataset) -> Dataset:
     return replace(holdings, class_names=plan.class_names, **labels)
 
 
-def _nobodys(plan: Plan) -> Dataset:
+def _nobodys(plan: TaskPlan) -> Dataset:
     images, labels = np.empty((0, *plan.image_shape, 3), np.uint8), np.empty(0, np.int64)
     return Dataset(plan.class_names, images, labels, images, labels)
 

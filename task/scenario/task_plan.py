@@ -11,7 +11,7 @@ from task.scenario.class_stream import class_order, split_tasks
 
 
 @dataclass(frozen=True)
-class Plan:
+class TaskPlan:
     """What nodes with data of their own have to agree on.
 
     Attributes:
@@ -41,7 +41,7 @@ class Plan:
         return cls(tuple(config["class-names"]), tasks, tuple(config["shape"]))
 
 
-def first_plan(config: Config, names: Iterable[str], image_shape: tuple[int, int]) -> Plan:
+def first_task_plan(config: Config, names: Iterable[str], image_shape: tuple[int, int]) -> TaskPlan:
     """The plan at the start of a run: class ids follow the names, tasks the run keys class-order and num-tasks.
 
     Raises:
@@ -49,11 +49,11 @@ def first_plan(config: Config, names: Iterable[str], image_shape: tuple[int, int
     """
     known = tuple(sorted(set(names)))
     if config.class_order == APPEARING:
-        return Plan((), (), image_shape).extended(known)
+        return TaskPlan((), (), image_shape).extended(known)
     try:
         tasks: Sequence[Sequence[int]] = split_tasks(
             class_order(len(known), config.seed, config.class_order), config.num_tasks
         )
     except ValueError as error:
         raise ConfigError(f"{error} that the nodes hold together: {', '.join(known)}.") from error
-    return Plan(known, tuple(map(tuple, tasks)), image_shape)
+    return TaskPlan(known, tuple(map(tuple, tasks)), image_shape)

@@ -1,0 +1,324 @@
+"""docker/ without a Docker engine: the compose files, what their commands mean to Flower, what the proxy lets by."""
+
+import argparse
+import http.server
+import json
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+from flwr.common.config import parse_config_args
+from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+
+from task.config.schema import OF_THE_NODE
+from tests.end_to_end.test_make_keys import make_keys
+
+FOLDER = Path(__file__).parents[2] / "docker"
+COMPOSE = yaml.safe_load((FOLDER / "compose.yml").read_text())
+SERVICES = COMPOSE["services"]
+GPU = yaml.safe_load((FOLDER / "compose.gpu.yml").read_text())["services"]
+PROGRAMS = Path(sys.executable).parent  # where pip puts them
+PROXY = json.loads((FOLDER / "proxy.json").read_text())
+PARSERS = {
+    "flower-superlink": ("flwr.superlink.cli.flower_superlink", "_parse_args_run_superlink"),
+    "flower-supernode": ("flwr.supernode.cli.flower_supernode", "_parse_args_run_supernode"),
+    "flower-superexec": ("flwr.supercore.cli.flower_superexec", "_parse_args"),
+}
+# Flower's own table of paths; registration over the fleet is off where nodes are authenticated
+PATHS = [path for _, path in PROTOBUF_REQUEST_TYPES]
+FLEET = {p for p in PATHS if p.startswith("/v1/fleet/") and not p.endswith("register-node")}
+
+
+def filled(text: str, **environment: str) -> str:
+    """A text of the compose file with its ${NAME:-default} filled in."""
+    while found := re.search(r"\$\{(\w+):-([^${}]*)\}", text):
+        text = text.replace(found[0], environment.get(found[1], found[2]))
+    return text
+
+
+def parsed(service: str) -> argparse.Namespace:
+    """A service's command as Flower's own parser of 1.41 reads it; an unknown flag is an error."""
+    program, *words = map(filled, SERVICES[service]["command"])
+    module, parser = PARSERS[program]
+    return getattr(import_module(module), parser)().parse_args(words)
+
+
+def running(program: str) -> list[str]:
+    return [name for name, service in SERVICES.items() if service["command"][0] == program]
+
+
+NODES = running("flower-supernode")
+
+
+# compose files
+
+
+@pytest.mark.parametrize("name", ["compose.yml", "compose.gpu.yml"])
+def test_compose_files_keep_to_the_specification(name):
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(FOLDER / name)]
+    checked = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_only_the_proxy_is_published_beyond_this_machine():
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert published == {"superlink": ["127.0.0.1:8000:8000"], "proxy": ["${FLEET_PORT:-8443}:8443"]}
+
+
+def test_nodes_cannot_reach_the_superlink_but_through_the_proxy():
+    joined = {name: set(service["networks"]) for name, service in SERVICES.items()}
+    assert {name for name in joined if "control" in joined[name]} == {"superlink", "superexec-server", "proxy"}
+    for node in NODES:
+        place = node.replace("supernode", "node")
+        assert joined[node] == {"fleet", place}
+        assert {name for name in joined if place in joined[name]} == {node, node.replace("supernode", "superexec")}
+        assert joined[node.replace("supernode", "superexec")] == {place}
+        assert COMPOSE["networks"][place] == {"internal": True}
+        assert parsed(node).superlink == "proxy:8443"
+
+
+def test_images_have_versions():
+    images = {service["image"] for service in SERVICES.values()}
+    (base,) = re.findall(r"^FROM (\S+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    for image in {*images, base}:
+        assert re.fullmatch(r"[\w./-]+:(?!latest)[\w.${}:-]+", image), image
+
+
+def test_tls_and_node_authentication_are_on():
+    server = parsed("superlink")
+    assert server.enable_supernode_auth
+    assert not server.insecure
+    assert all((server.ssl_certfile, server.ssl_keyfile, server.ssl_ca_certfile))
+    for name in (*NODES, "superexec-server"):
+        assert not parsed(name).insecure
+        assert parsed(name).root_certificates == "/run/secrets/ca.crt"
+
+
+def test_training_runs_in_processes_of_their_own():
+    assert parsed("superlink").isolation == "process"
+    assert parsed("superexec-server").runtime_api_address == "superlink:8000"
+    for node in NODES:
+        of_node, of_worker = parsed(node), parsed(node.replace("supernode", "superexec"))
+        assert of_node.isolation == "process"
+        assert of_worker.runtime_api_address == f"{node}:{of_node.port}"
+        assert of_worker.superexec_auth_secret_file == of_node.superexec_auth_secret_file
+    secrets = [parsed(name).superexec_auth_secret_file for name in ("superlink", *NODES)]
+    assert len(set(secrets)) == len(secrets) == len(running("flower-superexec"))
+
+
+def test_every_node_has_a_key_and_a_partition():
+    assert len(NODES) >= 2
+    assert len({parsed(node).auth_supernode_private_key for node in NODES}) == len(NODES)
+    settings = [parse_config_args([parsed(node).node_config]) for node in NODES]
+    assert settings == [{"partition-id": i, "num-partitions": len(NODES)} for i in range(len(NODES))]
+
+
+def test_a_node_may_have_images_and_a_memory_of_its_own():
+    """As the README's exports fill the compose file, and no node sees what another one has."""
+    exports = dict(re.findall(r"(\w+_\d)=('[^']+'|\S+)", (FOLDER / "README.md").read_text()))
+    environment = {name: value.strip("'") for name, value in exports.items()}
+    seen = []
+    for i, node in enumerate(NODES):
+        command = [filled(word, **environment) for word in SERVICES[node]["command"]]
+        settings = parse_config_args([command[-1].removeprefix("--node-config=")])
+        assert settings == {"name": ("north", "south")[i], "data-dir": "/data", "state-dir": "/app/state"}
+        volumes = [filled(v, **environment) for v in SERVICES[f"superexec-{i}"]["volumes"]]
+        assert volumes == [f"/scans/{settings['name']}:/data:ro", f"node-{i}:/app/state"]
+        assert f"node-{i}" in COMPOSE["volumes"]
+        seen += [filled(v) for v in SERVICES[f"superexec-{i}"]["volumes"][:1]]
+    assert seen == ["./data:/data:ro"] * len(NODES)
+    assert "install -d -m 1777 /app/state" in (FOLDER / "Dockerfile").read_text()
+
+
+def test_the_keys_of_a_node_are_those_that_the_readme_explains():
+    text = (FOLDER / "README.md").read_text()
+    section = text[text.index("## Without Docker") : text.index("## When something fails")]
+    [own] = re.findall(r"--node-config '(name=[^']+)'", section)
+    rows = re.findall(r"^\| (`.+`) \|", section, re.MULTILINE)
+    explained = set(re.findall(r"`([\w-]+)`", " ".join(rows)))
+    assert set(parse_config_args([own])) < explained == {"name", "state-dir", *OF_THE_NODE}
+
+
+def test_a_service_has_the_secrets_that_its_command_reads_and_no_others():
+    for name, service in SERVICES.items():
+        text = (FOLDER / "proxy.json").read_text() if name == "proxy" else json.dumps(service["command"])
+        assert set(re.findall(r"/run/secrets/([\w.-]+)", text)) == set(service["secrets"]), name
+
+
+def test_the_secrets_are_what_make_keys_makes(tmp_path):
+    make_keys.main([str(tmp_path), "--nodes", str(len(NODES))])
+    named = {name: Path(secret["file"]).name for name, secret in COMPOSE["secrets"].items()}
+    assert all(name == file for name, file in named.items())
+    assert set(named) == {path.name for path in tmp_path.iterdir() if path.suffix != ".pub"} - {"ca.key"}
+
+
+def test_each_training_process_has_a_gpu_of_its_own():
+    assert set(GPU) == {node.replace("supernode", "superexec") for node in NODES}
+    devices = [service["deploy"]["resources"]["reservations"]["devices"] for service in GPU.values()]
+    assert [d["capabilities"] for (d,) in devices] == [["gpu"]] * len(NODES)
+    assert len({d["device_ids"][0] for (d,) in devices}) == len(NODES)
+
+
+def test_the_dockerfile_passes_its_linter():
+    linted = subprocess.run([PROGRAMS / "hadolint", FOLDER / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert linted.returncode == 0, linted.stdout
+
+
+# the proxy: first its configuration read, then itself running where there is one
+
+
+def test_the_proxy_forwards_fleet_paths_only_as_configured():
+    assert PROXY["admin"]["disabled"]
+    assert set(PROXY["apps"]) == {"tls", "http"}
+    (server,) = PROXY["apps"]["http"]["servers"].values()
+    assert server["tls_connection_policies"] == [{"default_sni": "localhost"}]  # who comes by address names none
+    assert server["listen"] == [":8443"]
+    fleet, rest = server["routes"]
+    assert [handler["handler"] for handler in fleet["handle"]] == ["rewrite", "reverse_proxy"]
+    assert [handler["handler"] for handler in rest["handle"]] == ["static_response"]
+    assert "match" not in rest
+    (match,) = fleet["match"]
+    assert set(match) == {"method", "path_regexp"}
+    assert match["method"] == ["POST"]
+    # as Go's regular expressions have it, $ is the very end
+    pattern = re.sub(r"\$$", r"\\Z", match["path_regexp"]["pattern"])
+    assert {path for path in PATHS if re.search(pattern, path)} == FLEET
+    assert len(FLEET) == 10
+    assert any(path.startswith("/v1/control/") for path in PATHS)
+    assert not [
+        path for path in FLEET for wrong in (path + "\n", path + "/x", "/x" + path) if re.search(pattern, wrong)
+    ]
+    assert fleet["handle"][0]["uri"] == "/v1/fleet/{http.regexp.fleet.1}?"
+    assert match["path_regexp"]["name"] == "fleet"
+    assert fleet["handle"][1]["transport"]["tls"]["root_ca_pem_files"] == ["/run/secrets/ca.crt"]
+
+
+class Upstream(http.server.BaseHTTPRequestHandler):
+    """Stands for the SuperLink and notes what reaches it."""
+
+    reached: list[str]
+
+    def do_POST(self) -> None:
+        self.reached.append(self.path)
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    do_GET = do_PUT = do_POST
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def upstream(keys: Path) -> Iterator[tuple[int, list[str]]]:
+    handler = type("Noted", (Upstream,), {"reached": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(keys / "server.crt", keys / "server.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_port, handler.reached
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def proxy(folder: Path, keys: Path, superlink: int) -> Iterator[int]:
+    """Caddy with docker/proxy.json, but for the places of its files and ports."""
+    port = free_port()
+    text = (FOLDER / "proxy.json").read_text()
+    for there, here in {
+        "/run/secrets": str(keys),
+        '":8443"': f'"127.0.0.1:{port}"',
+        "superlink:8000": f"127.0.0.1:{superlink}",
+    }.items():
+        assert there in text
+        text = text.replace(there, here)
+    (folder / "proxy.json").write_text(text)
+    command = [PROGRAMS / "caddy", "run", "--config", folder / "proxy.json"]
+    with open(folder / "proxy.log", "wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
+        )
+    try:
+        wait_for(port, process)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def wait_for(port: int, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with closing(socket.socket()) as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the proxy does not start")
+
+
+def status(port: int, keys: Path, method: str, path: str) -> int:
+    """The answer to one request whose path goes out exactly as it is written."""
+    context = ssl.create_default_context(cafile=keys / "ca.crt")
+    near = socket.create_connection(("127.0.0.1", port), timeout=30)
+    with context.wrap_socket(near, server_hostname="localhost") as connection:
+        connection.sendall(
+            f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+        )
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+REFUSED = [
+    *sorted(set(PATHS) - FLEET),
+    "/",
+    "/health",
+    "/docs",
+    "//v1/control/start-run",
+    "/V1/CONTROL/start-run",
+    "/v1/fleet/../control/start-run",
+    "/v1/fleet/get-run/../../control/start-run",
+    "/v1/fleet/%2e%2e/control/start-run",
+    "/v1/fleet/get-run/%2e%2e/%2e%2e/control/start-run",
+    "/v1/fleet/get-run%2f..%2f..%2fcontrol%2fstart-run",
+    "/v1/fleet/get-run%0a",
+    "/v1/fleet/get-run;/v1/control/start-run",
+]
+
+
+def test_the_running_proxy_refuses_all_but_the_fleet(tmp_path):
+    keys = tmp_path / "keys"
+    make_keys.main([str(keys), "--nodes", "0"])
+    with upstream(keys) as (superlink, reached), proxy(tmp_path, keys, superlink) as port:
+        assert {status(port, keys, "POST", path) for path in FLEET} == {200}
+        assert set(reached) == FLEET
+        reached.clear()
+        assert {path: status(port, keys, "POST", path) for path in REFUSED} == dict.fromkeys(REFUSED, 403)
+        assert {status(port, keys, method, path) for method in ("GET", "PUT") for path in FLEET} == {403}
+        assert reached == []
+        # what is let by arrives as the plain path, whatever it was dressed in
+        assert status(port, keys, "POST", "/v1/control/start-run/../../fleet/get-run?x=/v1/control") == 200
+        assert reached == ["/v1/fleet/get-run"]

@@ -1,0 +1,53 @@
+"""`fcil run --in-process` on a machine that has torch and timm, and nothing else of what the project uses."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+# timm itself needs torchvision, huggingface_hub, safetensors, pyyaml; numpy comes with them
+ABSENT = ["flwr", "ray", "matplotlib", "sklearn", "scipy", "rich", "typer", "pandas", "fontTools", "hypothesis"]
+
+BLOCK = textwrap.dedent(f"""
+    import importlib.machinery, sys
+
+    find = importlib.machinery.PathFinder.find_spec
+    importlib.machinery.PathFinder.find_spec = lambda name, path=None, target=None: (
+        None if name.split(".")[0] in {ABSENT!r} else find(name, path, target)
+    )
+    from server_app.cli.main import main
+    sys.exit(main(sys.argv[1:]))
+""")
+
+TINY = ["dataset=synthetic", "image-size=16", "num-tasks=2", "rounds-per-task=1", "local-epochs=1", "num-clients=2"]
+
+
+def fcil(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BLOCK, "run", *words, f"output-dir={folder}", "run-name=run"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_whole_run_without_flower(tmp_path: Path) -> None:
+    done = fcil(tmp_path, "--in-process", *TINY)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["status"] == "finished"
+    assert "absent" not in results["environment"]["versions"]["torch"]
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    assert "need matplotlib: pip install" in done.stderr
+
+
+def test_without_flower_the_simulation_says_what_to_do(tmp_path: Path) -> None:
+    done = fcil(tmp_path, *TINY)
+    assert done.returncode != 0
+    assert "--in-process" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_mistyped_key_ends_with_one_line(tmp_path: Path) -> None:
+    done = fcil(tmp_path, "--in-process", "dirichlet-bet=1")
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "'dirichlet-beta'" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,155 @@
+"""Keys of a deployment: what they are good for, who may read them, and that none is ever overwritten."""
+
+import importlib.util
+import os
+import socket
+import ssl
+import stat
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from flwr.cli.supernode.register import try_load_public_key
+
+SCRIPT = Path(__file__).parents[2] / "docker" / "make_keys.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_keys", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_keys = load()
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("keys")
+    make_keys.main([str(folder), "--host", "fleet.example.org", "--host", "192.0.2.7", "--nodes", "2"])
+    return folder
+
+
+def handshake(keys: Path, authority: Path, host: str) -> str:
+    """TLS with the server's certificate over a local connection, as strict as Python can be."""
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(keys / "server.crt", keys / "server.key")
+    asking = ssl.create_default_context(cafile=authority)
+    asking.verify_flags |= ssl.VERIFY_X509_STRICT
+    near, far = socket.socketpair()
+
+    def serve() -> None:
+        try:
+            serving.wrap_socket(far, server_side=True).close()
+        except (ssl.SSLError, OSError):
+            far.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        with asking.wrap_socket(near, server_hostname=host) as connection:
+            return str(connection.version())
+    finally:
+        near.close()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "127.0.0.1", "::1", "superlink", "proxy", "fleet.example.org", "192.0.2.7"]
+)
+def test_the_server_is_trusted_under_its_names(keys, host):
+    assert handshake(keys, keys / "ca.crt", host) == "TLSv1.3"
+
+
+def test_the_server_is_refused_under_any_other_name(keys):
+    with pytest.raises(ssl.SSLCertVerificationError, match=r"not valid for 'elsewhere\.example\.org'"):
+        handshake(keys, keys / "ca.crt", "elsewhere.example.org")
+
+
+def test_another_authority_is_no_help(keys, tmp_path):
+    make_keys.main([str(tmp_path)])
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(keys, tmp_path / "ca.crt", "localhost")
+
+
+def test_the_server_cannot_sign(keys):
+    certificate = x509.load_pem_x509_certificate((keys / "server.crt").read_bytes())
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert not certificate.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
+
+
+def test_nodes_have_keys_of_their_own_that_flower_reads(keys):
+    public = {node: try_load_public_key(keys / f"{node}.pub") for node in ("node-0", "node-1")}
+    assert public["node-0"] != public["node-1"]
+    for node in public:
+        private = serialization.load_ssh_private_key((keys / node).read_bytes(), None)
+        written = serialization.load_ssh_public_key((keys / f"{node}.pub").read_bytes())
+        assert private.public_key() == written
+    secrets = {(keys / f"{name}.secret").read_text() for name in ("server", "node-0", "node-1")}
+    assert len(secrets) == 3
+    assert min(map(len, secrets)) >= 32
+
+
+def test_only_the_owner_reads_what_is_private(keys):
+    before = os.umask(0)
+    try:
+        make_keys.main([str(keys / "open"), "--nodes", "1"])
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (keys / "open").iterdir()}
+    assert {name for name, mode in modes.items() if mode == 0o644} == {"ca.crt", "server.crt", "node-0.pub"}
+    private = {"ca.key", "server.key", "server.secret", "node-0", "node-0.secret"}
+    assert {name for name, mode in modes.items() if mode == 0o600} == private
+
+
+@pytest.mark.parametrize("there", ["ca.key", "node-1.pub"])
+def test_nothing_is_overwritten(tmp_path, there):
+    (tmp_path / there).write_text("precious")
+    with pytest.raises(SystemExit, match=f"{there} exists: nothing was written"):
+        make_keys.main([str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == [there]
+    assert (tmp_path / there).read_text() == "precious"
+
+
+def test_how_to_go_on_is_said(tmp_path, capsys):
+    make_keys.main([str(tmp_path), "--nodes", "3"])
+    said = capsys.readouterr().out.splitlines()
+    assert f'root-certificates = "{tmp_path}/ca.crt"' in said
+    assert said[-1] == f"flwr supernode register {tmp_path}/node-2.pub fcil --name node-2"
+
+
+@pytest.mark.parametrize("wrong", [["--nodes", "-1"], ["--days", "0"]])
+def test_nonsense_is_refused(tmp_path, wrong):
+    with pytest.raises(SystemExit) as ended:
+        make_keys.main([str(tmp_path / "keys"), *wrong])
+    assert ended.value.code == 2
+    assert not (tmp_path / "keys").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("server.example.org", "server.example.org"),
+        ("klinik-süd.de", "xn--klinik-sd-x9a.de"),
+        ("192.168.0.7", "192.168.0.7"),
+        ("::1", "::1"),
+        ("node_1", "node_1"),
+        ("server.example.com.", "server.example.com"),
+    ],
+)
+def test_hosts_are_names_as_certificates_have_them(given, name):
+    assert make_keys.host_name(given) == name
+
+
+@pytest.mark.parametrize(
+    "given", ["https://server:8443", "server:8443", "", "a..b", "two words", "10.0.0.256", "straße.de"]
+)
+def test_what_is_no_host_is_refused_before_anything_is_written(given, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        make_keys.main([str(tmp_path / "keys"), "--host", given])
+    assert "is no host name or IP address" in capsys.readouterr().err
+    assert not (tmp_path / "keys").exists()

@@ -1,0 +1,461 @@
+"""Runs over nodes that each have images of their own, which come and go and find new classes."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import server_app.rounds.run
+from client_app.client import _HANDLERS, handle
+from client_app.node import Node, own_data_dir, state_dir
+from server_app.cli.main import main
+from server_app.errors import RunError
+from server_app.rounds.run import run_experiment
+from server_app.run_files.resume import load_resumed_keys
+from server_app.transport.base import Reply
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.data.images import UnreadableImage
+from task.data.load import load_dataset
+from task.inference import load_predictor
+from task.keys import ConfigError
+from task.message import Kind, Packet
+from tests.end_to_end.test_resume import PowerCutError
+from tests.strategies.test_invariants import without_times
+from tests.task.test_node_images import paint
+
+OWN = {"dataset": "own", "evaluate": "clients", "image-size": 16, "num-tasks": 2, "rounds-per-task": 1}
+OWN |= {"local-epochs": 1, "device": "cpu", "class-order": "given", "run-name": "run"}
+HOLDS = {"north": (0, 1, 2, 3), "south": (0, 1, 2), "west": (2, 3)}  # which patterns are whose
+NAMES = ("ant", "bee", "cow", "doe", "elk", "fox")
+Values = dict[str, Any]
+
+
+def store(folder: Path, c: int, images: np.ndarray) -> None:
+    (folder / NAMES[c]).mkdir(parents=True, exist_ok=True)
+    for i, image in enumerate(images):
+        Image.fromarray(image).save(folder / NAMES[c] / f"{i}.png")
+
+
+@pytest.fixture(scope="module")
+def patterns() -> list[np.ndarray]:
+    """Images by class."""
+    data = load_dataset("synthetic", "", 16, 0.0, 0)
+    return [data.train_images[np.flatnonzero(data.train_labels == c)[:20]] for c in range(6)]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder per node, as a rehearsal takes it."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name, classes in HOLDS.items():
+        for c in classes:
+            store(tmp_path / "nodes" / name, c, patterns[c])
+    return tmp_path / "nodes"
+
+
+@pytest.fixture
+def own(nodes: Path, tmp_path: Path) -> Values:
+    return OWN | {"output-dir": str(tmp_path / "runs"), "data-dir": str(nodes), "num-clients": 3}
+
+
+class Changing(InProcessTransport):
+    """Nodes that connect, vanish or find data just before a train message of a server round, or while nothing goes on.
+
+    ``before`` maps server rounds to what happens; ``hidden`` are nodes that are not connected.
+    """
+
+    def __init__(self, values: Values, before: Mapping[int, Callable[[], object]] | None = None) -> None:
+        super().__init__(values, len(HOLDS))
+        self.before, self.hidden, self.aliases = dict(before or {}), set[int](), dict[int, int]()
+
+    def nodes(self) -> list[int]:
+        return [n for n in [*super().nodes(), *self.aliases] if n not in self.hidden]
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+        server_round = next(iter(packets.values())).config.get("server-round", 0) if packets else 0
+        if kind == "train" and server_round in self.before:
+            self.before.pop(server_round)()  # type: ignore[call-overload]
+        replies = []
+        for node, packet in packets.items():
+            if node in self.hidden:
+                replies.append(Reply(node, None, "gone", 0, 0))
+            else:
+                [found] = super().exchange(kind, {self.aliases.get(node, node): packet}, timeout)
+                replies.append(Reply(node, found.packet, found.error, found.bytes_down, found.bytes_up))
+        return replies
+
+
+def run(values: Values, transport: InProcessTransport | None = None) -> Values:
+    config = parse(load_resumed_keys(values))
+    directory = run_experiment(config, transport or InProcessTransport(config.flat(), config.num_clients))
+    return json.loads((directory / "results.json").read_text())
+
+
+def test_nodes_with_images_of_their_own_learn_together(own: Values, nodes: Path) -> None:
+    results = run(own | {"local-epochs": 3})
+    assert results["status"] == "finished"
+    assert results["class_names"] == ["ant", "bee", "cow", "doe"]
+    assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
+    assert results["rounds"][0]["idle"] == ["west"]  # it has neither ants nor bees
+    held_out = [sum(results["confusion"][c]) for c in range(4)]
+    trained = np.sum([c["class_counts"] for c in results["clients"]], axis=0)
+    assert (trained + held_out).tolist() == [40, 40, 60, 40]
+    assert results["samples_per_task"] == [sum(held_out[:2]), sum(held_out[2:])]
+    assert results["metrics"]["last_accuracy"] > 0.8
+    predictor = load_predictor(Path(own["output-dir"]) / "run")
+    files = sorted((nodes / "west" / "doe").iterdir())
+    assert predictor.predict(files).names.count("doe") > 15
+
+
+def test_a_rehearsal_from_the_command_line_has_a_client_for_each_folder(own: Values, nodes: Path) -> None:
+    words = [f"{k}={v}" for k, v in own.items() if k != "num-clients"]
+    assert main(["run", "--in-process", *words]) == 0
+    results = json.loads((Path(own["output-dir"]) / "run" / "results.json").read_text())
+    assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda nodes: (nodes / "west" / "doe").rename(nodes / "west" / "Doe"), "look like one class"),
+        (lambda nodes: shutil.rmtree(nodes / "west"), "has no folder for node 2"),
+        (lambda nodes: [f.write_bytes(b"") for f in (nodes / "west" / "doe").iterdir()], "unreadable-share"),
+    ],
+)
+def test_a_mismatch_stops_the_run_at_once(spoil: Callable[[Path], object], message: str, own: Values) -> None:
+    spoil(Path(own["data-dir"]))
+    with pytest.raises(RunError, match=message):
+        run(own)
+    assert not (Path(own["output-dir"]) / "run").exists()
+
+
+@pytest.mark.parametrize("lost", [2, 10])
+def test_files_that_vanish_are_left_out_up_to_the_share(lost: int, own: Values, nodes: Path) -> None:
+    gone = sorted((nodes / "south" / "ant").iterdir())[:lost]
+    results = run(own, Changing(parse(own).flat(), {1: lambda: [path.unlink() for path in gone]}))
+    reasons = [f["reason"] for r in results["rounds"] for f in r["failures"] if f["name"] == "south"]
+    assert results["status"] == "finished"
+    assert bool(reasons) == (lost == 10)  # 2 of 60 are below unreadable-share = 0.05
+    assert all("10 of 60 image files" in reason and ".png" not in reason for reason in reasons[:1])
+    assert sum(results["confusion"][0]) <= 40 - lost
+
+
+def test_files_that_go_on_vanishing_are_a_failure_that_names_none(
+    own: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    def vanish(packet: Packet, config: Config, node: Node) -> Packet:
+        tries.append(node)
+        raise UnreadableImage("'/data/ant/0.png' cannot be read")
+
+    values = parse(own).flat()
+    monkeypatch.setitem(_HANDLERS, "train", vanish)
+    answer = handle("train", Packet(), Node(values, {"partition-id": 0}))
+    assert "vanish while it works" in str(answer.config["error"])
+    assert ".png" not in str(answer.config["error"])
+    assert "'/data/ant/0.png' cannot be read" in caplog.messages
+    assert len(tries) == 2
+    answer = handle("train", Packet(), Node({"dataset": "synthetic"}, {"partition-id": 0}))
+    assert "/data/ant/0.png" in str(answer.config["error"])  # everybody has these files: the name helps
+    assert len(tries) == 3
+
+
+def test_a_node_that_has_lost_its_disk_is_a_failure_and_not_idle(own: Values, nodes: Path) -> None:
+    for part in ("train", "test"):
+        shutil.copytree(nodes / "south", nodes.parent / "split" / part)
+    shutil.rmtree(nodes / "south")
+    (nodes.parent / "split").rename(nodes / "south")
+
+    def unmount() -> None:
+        shutil.rmtree(nodes / "south")
+        (nodes / "south").mkdir()
+
+    results = run(own | {"rounds-per-task": 2}, Changing(parse(own).flat(), {2: unmount}))
+    reasons = [[f["reason"] for f in r["failures"] if f["name"] == "south"] for r in results["rounds"]]
+    assert [len(found) > 0 for found in reasons] == [False, True, True, True]
+    assert "of 120 image files" in reasons[1][0]
+    assert not any("south" in r["idle"] for r in results["rounds"])
+
+
+def test_a_node_that_uses_nothing_of_what_it_has_is_a_failure(own: Values) -> None:
+    def forget(node: int, kind: Kind, answer: Packet) -> Packet:
+        return Packet(metrics={"num-examples": 0}) if (node, kind) == (1, "train") else answer
+
+    results = run(own, InProcessTransport(parse(own).flat(), 3, tamper=forget))
+    held = sum(results["clients"][1]["class_counts"][:2])
+    (failure,) = results["rounds"][0]["failures"]
+    assert failure["reason"].startswith(f"it has {held} images of the task and used none")
+
+
+def test_a_node_that_missed_hello_is_asked_again_once_it_is_free(own: Values) -> None:
+    deaf, busy = {2}, {2}
+    transport = Changing(parse(own).flat(), {1: deaf.clear, 2: busy.clear})
+    transport.busy, transport._broken = lambda: busy, lambda node, kind: node in deaf
+    results = run(own | {"rounds-per-task": 3}, transport)
+    assert results["absent"] == [{"name": "node 2", "reason": "no answer within 3600 s"}]
+    took_part = [len(r["participants"]) for r in results["rounds"]]
+    assert took_part == [2, 2, 3, 3, 3, 3]  # free from the second round on, and greeted before the third
+
+
+def test_a_node_that_breaks_down_at_hello_is_asked_three_times(own: Values) -> None:
+    asked = []
+
+    class Broken(Changing):
+        def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+            replies = list(super().exchange(kind, packets, timeout))
+            asked.extend(r.node for r in replies if kind == "hello")
+            crash = Reply(2, None, f"crash {len(asked)}", 0, 0)
+            return [crash if kind == "hello" and r.node == 2 else r for r in replies]
+
+    results = run(own | {"rounds-per-task": 3}, Broken(parse(own).flat()))
+    assert asked.count(2) == 3
+    assert [entry["name"] for entry in results["absent"]] == ["node 2"]
+
+
+def test_a_node_that_comes_back_on_other_weights_is_refused(own: Values, nodes: Path) -> None:
+    values = parse(own).flat()
+    transport = Changing(values)
+    transport.before[2] = lambda: transport._nodes.update(
+        {2: Node(values, {"backbone-weights": "random", "partition-id": 2})}
+    )
+    results = run(own | {"backbone-weights": "auto"}, transport)
+    reasons = [[f["reason"] for f in r["failures"] if f["name"] == "west"] for r in results["rounds"]]
+    assert reasons[0] == []
+    assert "other backbone weights than the server" in reasons[1][0]
+
+
+def test_a_node_without_any_image_stops_the_run(own: Values, nodes: Path) -> None:
+    (nodes / "zulu").mkdir()
+    with pytest.raises(RunError, match="zulu: no image found"):
+        run(own | {"num-clients": 4})
+
+
+def test_classes_that_look_alike_are_accepted_when_told(own: Values, nodes: Path) -> None:
+    (nodes / "west" / "doe").rename(nodes / "west" / "Doe")
+    assert len(run(own | {"similar-classes": True})["class_names"]) == 5
+
+
+def test_the_server_says_who_holds_what_and_what_nobody_can_be_tested_on(
+    own: Values, nodes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for file in sorted((nodes / "south" / "ant").iterdir())[1:]:
+        file.unlink()
+    for file in sorted((nodes / "north" / "ant").iterdir())[1:]:
+        file.unlink()
+    with caplog.at_level("INFO"):
+        run(own)
+    assert "no node has held out an image of ant" in caplog.text
+    assert "north" in caplog.text
+    assert "held out  classes  unreadable" in caplog.text
+
+
+def test_files_that_come_during_a_task_wait_for_the_next_hello(own: Values, patterns: list[np.ndarray]) -> None:
+    """The server refuses more examples than a node has spoken of."""
+    values = own | {"num-tasks": 1, "rounds-per-task": 2}
+    late = Path(own["data-dir"]) / "north" / "ant"
+    results = run(values, Changing(parse(values).flat(), {2: lambda: paint(late, 30, first=100)}))
+    assert [r["failures"] for r in results["rounds"]] == [[], []]
+    assert results["clients"][0]["class_counts"][0] == 18
+    assert run(values | {"run-name": "next"})["clients"][0]["class_counts"][0] > 18
+
+
+def test_a_node_joins_late(own: Values) -> None:
+    transport = Changing(parse(own).flat(), {1: lambda: transport.hidden.clear()})
+    transport.hidden = {2}
+    results = run(own | {"num-clients": 2}, transport)
+    assert [r["participants"] for r in results["rounds"]] == [["north", "south"], ["north", "south", "west"]]
+    assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
+
+
+def test_a_late_node_with_a_misspelt_class_is_left_out_and_the_run_goes_on(own: Values, nodes: Path) -> None:
+    (nodes / "west" / "doe").rename(nodes / "west" / "Doe")
+    transport = Changing(parse(own).flat(), {1: lambda: transport.hidden.clear()})
+    transport.hidden = {2}
+    results = run(own | {"num-clients": 2}, transport)
+    assert results["status"] == "finished"
+    assert results["rounds"][1]["participants"] == ["north", "south"]
+    assert [a["name"] for a in results["absent"]] == ["west"]
+    assert "look like one class" in results["absent"][0]["reason"]
+
+
+@pytest.mark.parametrize("dataset", ["own", "synthetic"])
+def test_a_node_that_comes_back_under_another_handle_takes_its_old_place(dataset: str, own: Values) -> None:
+    """As a SuperNode does that is restarted without a key of its own."""
+
+    def restart() -> None:
+        transport.hidden, transport.aliases = {1}, {7: 1}
+
+    values = own | {"rounds-per-task": 2}
+    if dataset == "synthetic":
+        values |= {"dataset": "synthetic", "data-dir": "", "partition": "iid"}
+    transport = Changing(parse(values).flat(), {1: restart})
+    results = run(values, transport)
+    names = [c["name"] for c in results["clients"]]
+    assert [r["participants"] for r in results["rounds"]] == [names] * 4
+    assert [[f["name"] for f in r["failures"]] for r in results["rounds"]] == [[names[1]], [], [], []]
+
+
+def test_a_node_that_comes_back_under_another_name_is_one_client_still(own: Values, nodes: Path) -> None:
+    """The same key, so the same handle, as when somebody corrects its name; here its folder's."""
+
+    def leave() -> None:
+        transport.hidden = {2}
+        (nodes / "west").rename(nodes / "xeno")
+
+    values = own | {"rounds-per-task": 2}
+    transport = Changing(parse(values).flat(), {1: leave, 2: lambda: transport.hidden.clear()})
+    results = run(values, transport)
+    assert results["rounds"][0]["failures"] == [{"name": "west", "reason": "gone"}]
+    assert [r["participants"][-1] for r in results["rounds"]] == ["west", "west", "xeno", "xeno"]
+    assert [c["name"] for c in results["clients"]] == ["north", "south", "xeno"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda p: p.config.update({"backbone-sha256": "0" * 64}), "other backbone weights"),
+        (lambda p: p.config.update({"code-sha256": "0" * 64}), "another copy of the code"),
+        (lambda p: p.config.update({"classes": ["a", "a"]}), "not distinct texts"),
+        (lambda p: p.config.update({"classes": ["a", "\n"]}), "not distinct texts"),
+        (lambda p: p.arrays.update({"class_counts": p.arrays["class_counts"] + 10**10}), "images of each class"),
+        (lambda p: p.config.update({"image-shape": 5}), "image-shape is 5"),
+        (lambda p: p.config.update({"image-shape": [0, 16]}), "image-shape"),
+        (lambda p: p.config.update({"unreadable": [1]}), "unreadable files is [1]"),
+    ],
+)
+def test_a_late_node_that_does_not_fit_is_named(spoil: Callable[[Packet], object], reason: str, own: Values) -> None:
+    class Odd(Changing):
+        def _ask(self, kind: Kind, node: int, packet: Packet, timeout: float) -> Reply:
+            reply = super()._ask(kind, node, packet, timeout)
+            if node == 2 and kind == "hello" and reply.packet:
+                spoil(reply.packet)
+            return reply
+
+    transport = Odd(parse(own).flat(), {1: lambda: transport.hidden.clear()})
+    transport.hidden = {2}
+    results = run(own | {"num-clients": 2}, transport)
+    assert results["status"] == "finished"
+    assert [reason in a["reason"] for a in results["absent"]] == [True]
+
+
+def test_an_npz_may_name_classes_that_it_does_not_hold(own: Values, nodes: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
+    np.savez(nodes / "west.npz", images=images, labels=np.repeat([0, 2], 6), class_names=["ant", "bee", "cow"])
+    config = parse(own)
+    settings = [{}, {}, {"name": "west", "data-dir": str(nodes / "west.npz")}]
+    results = run(own, InProcessTransport(config.flat(), 3, settings))
+    assert results["status"] == "finished"
+    assert results["clients"][2]["class_counts"][1] == 0
+
+
+def test_a_second_node_of_one_name_has_to_wait(own: Values) -> None:
+    transport = Changing(parse(own).flat(), {1: lambda: transport.aliases.update({7: 1})})
+    results = run(own, transport)
+    assert results["rounds"][1]["participants"] == ["north", "south", "west"]
+    assert results["absent"] == [{"name": "south", "reason": "a node of this name takes part already"}]
+
+
+def appearing(own: Values) -> Values:
+    return own | {"class-order": "appearing", "num-tasks": 3, "rounds-per-task": 2}
+
+
+def test_classes_that_appear_become_tasks(own: Values, nodes: Path, patterns: list[np.ndarray]) -> None:
+    """Two appear while the first task is learned and none later, so there are two tasks of three that could be."""
+    values = appearing(own) | {"local-epochs": 3}
+    new = [lambda: store(nodes / "north", 4, patterns[4]), lambda: store(nodes / "west", 5, patterns[5])]
+    results = run(values, Changing(parse(values).flat(), {2: lambda: [find() for find in new]}))
+    assert results["tasks"] == [[0, 1, 2, 3], [4, 5]]
+    assert results["class_names"] == list(NAMES)
+    assert [r["task"] for r in results["rounds"]] == [1, 1, 2, 2]
+    assert results["num_tasks"] == 2
+    assert results["metrics"]["last_accuracy"] > 0.7
+    assert len(results["clients"][0]["class_counts"]) == 6
+
+
+def test_the_run_waits_for_classes_to_appear(
+    own: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 2:
+            store(nodes / "west", 5, patterns[5])
+
+    monkeypatch.setattr(server_app.rounds.run.time, "sleep", sleep)
+    results = run(appearing(own) | {"class-wait": 3600.0, "num-tasks": 2})
+    assert results["tasks"] == [[0, 1, 2, 3], [4]]
+    assert slept == [server_app.rounds.run.POLL] * 2
+
+
+def test_an_open_ended_run_is_resumed_with_the_classes_it_had(
+    own: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut() -> None:
+        raise PowerCutError
+
+    values = appearing(own)
+    arrives = {2: lambda: store(nodes / "north", 4, patterns[4])}
+    with pytest.raises(PowerCutError):
+        run(values | {"run-name": "cut"}, Changing(parse(values).flat(), {**arrives, 4: cut}))
+    store(nodes / "north", 5, patterns[5])  # while nobody looks: it comes in its turn, after the task that was cut
+    resumed = run({"resume": str(Path(own["output-dir"]) / "cut")})
+    for name in ("elk", "fox"):
+        shutil.rmtree(nodes / "north" / name)
+    arrives |= {4: lambda: store(nodes / "north", 5, patterns[5])}
+    whole = run(values | {"run-name": "whole"}, Changing(parse(values).flat(), arrives))
+    assert without_times(resumed) == without_times(whole)
+    assert resumed["tasks"] == [[0, 1, 2, 3], [4], [5]]
+
+
+def test_a_nodes_device_and_paths_win_over_the_runs(nodes: Path) -> None:
+    """The device only where it computes, and a path only where the run reads it: digits need none."""
+    node = Node({}, {"name": "a", "partition-id": 0, "device": "cuda:7", "data-dir": str(nodes)})
+    asked = {"dataset": "synthetic", "num-clients": 1, "device": "cpu"}
+    answer = handle("hello", Packet(config={"run-config": json.dumps(parse(asked).flat())}), node)
+    assert "cuda:7" in answer.config["error"]  # type: ignore[operator]
+    folder = parse({"dataset": "folder", "data-dir": "/server", "num-clients": 1, "num-tasks": 2}).flat()
+    settings = {"partition-id": 0, "device": "cpu", "data-dir": str(nodes / "north")}
+    answer = handle("hello", Packet(config={"run-config": json.dumps(folder)}), Node({}, settings))
+    assert answer.config["classes"] == ["ant", "bee", "cow", "doe"]
+
+
+def test_where_a_node_keeps_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    config = parse(OWN | {"data-dir": "/data"})
+    node = Node({}, {"name": "Klinik Süd/1", "data-dir": "/data"})
+    assert own_data_dir(config, node) == "/data"
+    assert state_dir(config, node).parent == tmp_path / "fcil"
+    assert "/" not in state_dir(config, node).name
+    assert state_dir(config, Node({}, {"name": "a", "state-dir": "/var/a"})) == Path("/var/a")
+    assert own_data_dir(config, Node({}, {"name": "a"})) == "/data"  # one path for all, as in containers
+    with pytest.raises(ConfigError, match="data-dir"):
+        own_data_dir(parse(OWN), Node({}, {"name": "a"}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"evaluate": "server"}, "evaluate"),
+        ({"partition": "iid"}, "partition"),
+        ({"dirichlet-beta": 0.1}, "dirichlet-beta"),
+        ({"method": "joint"}, "joint"),
+        ({"federated-bias": True}, "federated-bias"),
+        ({"validation-share": 0.1}, "validation-share"),
+        ({"class-wait": 5.0}, "class-wait"),
+        ({"dataset": "digits", "class-order": "appearing"}, "appearing"),
+        ({"dataset": "digits", "unreadable-share": 0.5}, "unreadable-share"),
+        ({"dataset": "digits", "similar-classes": True}, "similar-classes"),
+    ],
+)
+def test_what_cannot_work_with_own_data(values: Values, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(OWN | values)

@@ -1,0 +1,384 @@
+"""Interrupted and resumed equals never interrupted."""
+
+import errno
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+
+from server_app.cli.main import main
+from server_app.clients.hello import wait_for_nodes
+from server_app.errors import RunError
+from server_app.rounds.run import run_experiment
+from server_app.run_files.resume import load_resumed_keys
+from server_app.run_files.writers import append_line, read_lines
+from server_app.transport.base import Reply
+from server_app.transport.in_process import InProcessTransport
+from strategies.base import Strategy
+from task.config.parsing import parse
+from task.keys import ConfigError
+from task.message import Kind, Packet
+from task.methods import METHODS, load_class
+from task.utils.atomic import write_atomically
+from tests.strategies.test_invariants import without_times
+
+Values = dict[str, Any]
+
+
+class PowerCutError(BaseException):
+    """Ends a run where it stands."""
+
+
+def run(values: Values, cut_in_round: int = 0) -> None:
+    """A whole run, or one whose power is cut while clients train in a server round."""
+    config = parse(load_resumed_keys(values))
+
+    def tamper(node: int, kind: str, packet: Any) -> Any:
+        if kind == "train" and int(packet.config.get("server-round", 0)) == cut_in_round:
+            raise PowerCutError
+        return packet
+
+    transport = InProcessTransport(config.flat(), config.num_clients or 4)
+    original = transport.exchange
+
+    def exchange(kind: str, packets: Any, timeout: float) -> Any:
+        for node, packet in packets.items():
+            tamper(node, kind, packet)
+        return original(kind, packets, timeout)
+
+    transport.exchange = exchange
+    run_experiment(config, transport)
+
+
+def interrupted(values: Values, cut_in_round: int) -> Path:
+    with pytest.raises(PowerCutError):
+        run(values, cut_in_round)
+    return Path(values["output-dir"]) / values["run-name"]
+
+
+def all_of(folder: Path) -> tuple[Any, ...]:
+    """Everything that a run leaves, without times."""
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    lines = [{k: v for k, v in line.items() if k not in ("seconds", "elapsed")} for line in lines]
+    arrays = safetensors.numpy.load_file(folder / "model.safetensors")
+    return (
+        without_times(json.loads((folder / "results.json").read_text())),
+        lines,
+        {n: a.tobytes() for n, a in arrays.items()},
+    )
+
+
+def two_runs(tiny: Values, **changes: Any) -> tuple[Values, Values]:
+    values = tiny | {"rounds-per-task": 2, "num-clients": 4, "clients-per-round": 3} | changes
+    return values | {"run-name": "whole"}, values | {"run-name": "cut"}
+
+
+REMEMBERING = [name for name, row in METHODS.items() if load_class(row.server).refine is not Strategy.refine]
+
+
+@pytest.mark.parametrize("method", ["fedavg", *REMEMBERING])
+def test_a_resumed_run_ends_as_if_nothing_had_happened(method: str, tiny: Values) -> None:
+    """Cut in the last round, so that all of a method's memory is needed."""
+    whole, cut = two_runs(tiny, method=method)
+    run(whole)
+    folder = interrupted(cut, cut_in_round=4)
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
+    run({"resume": str(folder)})
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+RESNET: Values = {"method": "fedavg", "prompt": "none", "backbone": "resnet18_cifar", "backbone-weights": "random"}
+WORLDS: dict[str, tuple[int, Values]] = {
+    # of how many rounds the last one is cut, and run keys
+    "own class sequences": (4, {"method": "fedavg", "partition": "consensus"}),
+    "images drawn anew in each round": (4, {"partition": "split-ratio", "split-ratio": 0.5}),
+    "running statistics": (2, RESNET | {"image-size": 9, "num-clients": 2, "clients-per-round": 1, "num-tasks": 1}),
+    "as many clients as nodes": (4, {"num-clients": 0}),
+}
+
+
+SLOW = {"running statistics": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("scenario", [pytest.param(scenario, marks=SLOW.get(scenario, ())) for scenario in WORLDS])
+def test_a_resumed_run_ends_the_same_whatever_clients_learn(
+    scenario: str, tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server_app.clients.hello.SETTLED", 0.0)  # no more nodes will come
+    rounds, own = WORLDS[scenario]
+    whole, cut = two_runs(tiny, **own)
+    run(whole)
+    folder = interrupted(cut, cut_in_round=rounds)
+    assert len((folder / "rounds.jsonl").read_text().splitlines()) == rounds - 1
+    run({"resume": str(folder)})
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+@pytest.mark.parametrize("cut_in_round", [2, 3])
+def test_it_may_be_cut_anywhere_and_twice(cut_in_round: int, tiny: Values) -> None:
+    whole, cut = two_runs(tiny, prompt="dualprompt", method="fedavg")
+    run(whole)
+    folder = interrupted(cut, cut_in_round)
+    with pytest.raises(PowerCutError):
+        run({"resume": str(folder)}, cut_in_round=4)
+    run({"resume": str(folder)})
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    damage: str, tiny: Values, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, cut = two_runs(tiny)
+    run(whole)
+    folder = interrupted(cut, cut_in_round=4)
+    kept = sorted((folder / "checkpoint").iterdir())
+    assert [p.name for p in kept] == ["000002.ckpt", "000003.ckpt"]
+    raw = kept[1].read_bytes()
+    kept[1].write_bytes({"truncated": raw[:-100], "empty": b"", "flipped": raw[:-1] + bytes([raw[-1] ^ 1])}[damage])
+    with caplog.at_level(logging.WARNING):
+        run({"resume": str(folder)})
+    assert "000003.ckpt is damaged" in caplog.text
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+def test_two_processes_cannot_write_one_run(tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = interrupted(tiny, cut_in_round=2)
+    config = parse(load_resumed_keys({"resume": str(folder)}))
+    first, second = (InProcessTransport(config.flat(), 3) for _ in range(2))
+    original, refused = first.exchange, list[str]()
+
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+        if kind == "train":
+            with pytest.raises(ConfigError, match="another process is at") as caught:
+                run_experiment(config, second)
+            refused.append(str(caught.value))
+            assert main(["run", f"resume={folder}"]) == 2  # before Flower is started
+            assert json.loads((folder / "results.json").read_text())["status"] == "running"
+        return original(kind, packets, timeout)
+
+    monkeypatch.setattr(first, "exchange", exchange)
+    run_experiment(config, first)
+    assert not (folder / "flower.log").exists()
+    assert len(refused) == 1
+    assert str(folder) in refused[0]
+    assert json.loads((folder / "results.json").read_text())["status"] == "finished"
+
+
+def test_of_two_runs_of_one_name_the_later_begins_nothing(tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have found the name free, and waited for their nodes."""
+    second = InProcessTransport(parse(tiny).flat(), 3)
+    original, first = second.exchange, []
+
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+        if not first:
+            first.append(run_experiment(parse(tiny), InProcessTransport(parse(tiny).flat(), 3)))
+        return original(kind, packets, timeout)
+
+    monkeypatch.setattr(second, "exchange", exchange)
+    with pytest.raises(ConfigError, match="is taken"):
+        run_experiment(parse(tiny | {"seed": 1}), second)
+    assert "seed: 0\n" in (first[0] / "config.yaml").read_text()
+
+
+def test_waiting_for_nodes_ends_though_one_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([[1]] + [[1, 2], [1]] * 10_000)
+    transport = InProcessTransport({}, 0)
+    monkeypatch.setattr(transport, "nodes", lambda: next(seen))
+    with pytest.raises(RunError, match=r"num-clients = 3, but [12] nodes .* longer start-timeout"):
+        wait_for_nodes(transport, 3, 0.5)
+    late = iter([[1]] * 3 + [[1, 2]] * 3 + [[1, 2, 3]])  # each comes before patience, all of them after it
+    monkeypatch.setattr(transport, "nodes", lambda: next(late))
+    assert wait_for_nodes(transport, 3, 0.35) == [1, 2, 3]
+    empty = iter([[]] * 3 + [[1]] * 9)  # the first may take longer than each further one
+    monkeypatch.setattr(transport, "nodes", lambda: next(empty))
+    assert wait_for_nodes(transport, 1, 0.05) == [1]
+
+
+def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, cut = two_runs(tiny)
+    run(whole)
+    folder = Path(cut["output-dir"]) / "cut"
+    words = [f"{name}={value}" for name, value in cut.items()]
+    command = [sys.executable, "-m", "server_app.cli", "run", "--in-process", *words]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (folder / "checkpoint").is_dir() or not list((folder / "checkpoint").glob("*.ckpt")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert json.loads((folder / "results.json").read_text())["status"] == "running"
+    assert main(["run", "--in-process", f"resume={folder}"]) == 0
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_returns(
+    tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fresh run waits for all its nodes instead."""
+    values = tiny | {"rounds-per-task": 2, "quorum": 2, "start-timeout": 0.2}
+    folder = interrupted(values, cut_in_round=2)
+    config = parse(load_resumed_keys({"resume": str(folder)}))
+    transport, connected = InProcessTransport(config.flat(), 3), [0, 2]
+    monkeypatch.setattr(transport, "nodes", lambda: list(connected))
+    original = transport.exchange
+
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+        if kind == "train":
+            connected[:] = [0, 1, 2]
+        return original(kind, packets, timeout)
+
+    monkeypatch.setattr(transport, "exchange", exchange)
+    run_experiment(config, transport)
+    rounds = json.loads((folder / "results.json").read_text())["rounds"]
+    assert [len(r["participants"]) for r in rounds] == [3, 2, 3, 3]
+    connected[:] = [0, 2]
+    with pytest.raises(RunError, match="num-clients = 3, but 2 nodes are connected"):
+        run_experiment(parse(values | {"run-name": "fresh"}), transport)
+
+
+def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
+    whole, cut = two_runs(tiny)
+    run(whole)
+    folder = interrupted(cut, cut_in_round=3)
+    for values, words in [
+        ({"resume": str(tmp_path / "nowhere")}, "nowhere.*no folder of a run"),
+        ({"resume": str(folder.with_name("whole"))}, "finished run"),
+        ({"resume": str(folder), "seed": 7}, "seed = 7 is not possible with resume: the run has 0"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            load_resumed_keys(values)
+    assert load_resumed_keys({"resume": str(folder), "seed": 0, "rounds-per-task": 2})["rounds-per-task"] == 2
+    assert load_resumed_keys({"resume": str(folder), "start-timeout": 300.0})["start-timeout"] == 300.0
+    assert load_resumed_keys({"resume": str(folder)})["start-timeout"] == 15.0
+    for path in (folder / "checkpoint").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        run({"resume": str(folder)})
+
+
+def test_other_backbone_weights_are_refused(tiny: Values) -> None:
+    _, cut = two_runs(tiny)
+    folder = interrupted(cut, 3)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(re.sub(r"backbone-sha256: \w+", "backbone-sha256: " + "0" * 64, text))
+    with pytest.raises(ConfigError, match="began with other backbone weights"):
+        run({"resume": str(folder)})
+
+
+def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
+    tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = two_runs(tiny)
+    run(whole)
+    original, calls = os.fsync, []
+
+    def full(number: int) -> None:
+        calls.append(number)
+        if len(calls) > 9:  # in the middle of the second round's files
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(number)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(cut)
+    monkeypatch.undo()
+    folder = Path(cut["output-dir"]) / "cut"
+    assert not list(folder.rglob("*.part"))
+    json.loads((folder / "results.json").read_text())
+    safetensors.numpy.load_file(folder / "model.safetensors")
+    run({"resume": str(folder)})
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Writing beyond ``size`` bytes ends as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_write_that_ends_half_way_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    write_atomically(path, b"before")
+    with files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+        write_atomically(path, bytes(100_000))
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_private_run_that_has_lost_its_account_is_not_resumed(tiny: Values) -> None:
+    private = {"privacy-clip": 1.0, "privacy-feature-clip": 1.0, "privacy-noise": 1.0, "privacy-seeded": True}
+    folder = interrupted(tiny | private | {"rounds-per-task": 2}, cut_in_round=4)
+    (folder / "checkpoint" / "asked.jsonl").unlink()
+    with pytest.raises(ConfigError, match="has lost lines"):
+        run({"resume": str(folder)})
+
+
+def test_a_torn_line_is_replaced_and_a_full_disk_tears_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, on_disk = tmp_path / "rounds.jsonl", []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda number: (fsync(number), on_disk.append(path.stat().st_size)))
+    append_line(path, {"round": 1})
+    assert on_disk == [len('{"round": 1}\n')]
+    path.write_bytes(path.read_bytes() + b'{"round"')  # a power cut
+    append_line(path, {"round": 2})
+    assert read_lines(path) == [{"round": 1}, {"round": 2}]
+    with files_of_at_most(path.stat().st_size + 5), pytest.raises(OSError, match="No space left"):
+        append_line(path, {"round": 3})
+    assert path.read_text() == '{"round": 1}\n{"round": 2}\n'
+
+
+@pytest.mark.parametrize("damage", ["torn", "gone"])
+def test_lost_lines_of_rounds_do_not_keep_a_run_from_going_on(
+    damage: str, tiny: Values, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, cut = two_runs(tiny)
+    run(whole)
+    folder = interrupted(cut, cut_in_round=4)
+    path = folder / "rounds.jsonl"
+    path.write_bytes(path.read_bytes()[:-9]) if damage == "torn" else path.unlink()
+    run({"resume": str(folder)})
+    assert f"rounds.jsonl has {2 if damage == 'torn' else 0} of 3 lines" in caplog.text
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["task"], line["round"]) for line in lines][-1] == (2, 2)
+    assert all_of(folder)[0] == all_of(folder.with_name("whole"))[0]
+
+
+def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -> None:
+    name = "tests.strategies.outside_method:ROW"
+    try:
+        _, cut = two_runs(tiny, method=name, **{"pulled-pull": 7.5})
+        folder = interrupted(cut, cut_in_round=2)
+        METHODS.pop(name)  # as a fresh process would begin
+        assert parse(load_resumed_keys({"resume": str(folder)})).options.pull == 7.5
+    finally:
+        METHODS.pop(name, None)
+
+
+def test_another_version_of_the_code_is_named(tiny: Values, caplog: pytest.LogCaptureFixture) -> None:
+    _, cut = two_runs(tiny)
+    folder = interrupted(cut, cut_in_round=3)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("code-sha256: ", "code-sha256: 0"))
+    with caplog.at_level(logging.WARNING):
+        run({"resume": str(folder)})
+    assert "other code or versions" in caplog.text

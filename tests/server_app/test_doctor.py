@@ -1,0 +1,170 @@
+"""`fcil doctor`: every line true, every problem named together with what to do, and exit codes that say the same."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from packaging.requirements import Requirement
+from PIL import Image
+
+from server_app.cli import main as cli
+from server_app.doctor import dry_run, machine
+from server_app.doctor import dry_run as trial
+from server_app.doctor import finding as finding_module
+from server_app.doctor import machine as doctor
+from server_app.doctor.finding import Finding, available_memory
+from server_app.doctor.machine import OPTIONAL, examine
+from task.config.parsing import parse
+from task.data.load import load_dataset
+from task.methods import METHODS
+from tests.conftest import QUICK
+from tests.end_to_end.test_in_process import ABSENT, BLOCK
+
+TINY = ["dataset=synthetic", "image-size=16", "num-tasks=2", "num-clients=2", "batch-size=8", "device=cpu"]
+
+
+def found(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, list[str]]:
+    code = cli.main(["doctor", *TINY, *words])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_a_machine_that_can(capsys: pytest.CaptureFixture) -> None:
+    code, lines = found(capsys)
+    assert code == 0
+    assert not [line for line in lines if line.startswith("problem")]
+    text = "\n".join(lines)
+    for part in (
+        f"ok       torch {version('torch')}",
+        "device cpu, 1 threads",
+        "backbone vit_glyphs: 0.9 million weights, 16 pixels",
+        "384 training and 96 test images, pattern 0: 32, pattern 1: 32",
+        "2 tasks; in the first, 2 clients learn from",
+        "a forward pass of 8 images takes",
+        "a local step of 8 images takes",
+        "--workers ",
+    ):
+        assert part in text
+
+
+def test_without_flower_a_run_in_process_is_possible() -> None:
+    block = BLOCK.replace(
+        "from server_app.cli.main",
+        "import importlib.metadata as metadata\n"
+        "version = metadata.version\n"
+        f"metadata.version = lambda name: version('absent' if name in {ABSENT!r} else name)\n"
+        "from server_app.cli.main",
+    )
+    command = [sys.executable, "-c", block, "doctor", *TINY]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning")]
+    assert [line.split()[1] for line in warnings] == ["flwr", "matplotlib", "ray"]
+    assert "--in-process" in warnings[0]
+    assert "pip install 'flwr[simulation]~=" in warnings[0]
+    assert "a local step" in done.stdout
+
+
+def test_missing_data_and_weights_are_both_named(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    keys = ["dataset=folder", f"data-dir={tmp_path / 'pets'}", f"backbone-weights={tmp_path / 'vit.pt'}"]
+    assert cli.main(["doctor", *TINY[1:], *keys]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    problems = [line for line in lines if line.startswith("problem")]
+    assert len(problems) == 2
+    assert "vit.pt" in problems[0]
+    assert "pets" in problems[1]
+    assert problems[1] == lines[-1]  # nothing is timed
+
+
+def test_an_unreadable_image_is_named(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for i in range(5):
+            Image.new("RGB", (20, 20)).save(tmp_path / name / f"{i}.png")
+    config = parse({"dataset": "folder", "data-dir": str(tmp_path), "image-size": 16, "device": "cpu", "num-tasks": 2})
+    assert "cat: 4, dog: 4" in dry_run._data(config).text
+    for i in range(5):
+        (tmp_path / "dog" / f"{i}.png").write_bytes(b"no image")
+    load_dataset.cache_clear()  # which keeps decoded images
+    finding = dry_run._tried(dry_run._data, config)
+    assert finding.level == "problem"
+    assert str(tmp_path / "dog") in finding.text
+
+
+def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "package_version", lambda name: "0.1")
+    findings = list(examine(parse({})))
+    levels = {finding.text.split()[0]: finding.level for finding in findings}
+    assert levels["torch"] == levels["timm"] == "problem"
+    assert levels["flwr"] == "warning"
+    assert [f.advice for f in findings if f.text.startswith("torch ")] == ["pip install 'torch>=2.5'"]
+    assert not [f for f in findings if f.text.startswith("device")]  # nothing is tried with such packages
+
+
+def test_every_dependency_is_looked_at() -> None:
+    names = {Requirement(text).name for text in machine._requirements()}
+    assert {"torch", "timm", "safetensors", "pyyaml", "flwr"} <= names
+    assert OPTIONAL.keys() <= names | {"ray"}
+
+
+def test_memory_is_what_the_container_allows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(finding_module, "_LIMITS", ())
+    free = available_memory()
+    for name, text in (("none", "max\n"), ("limit", "1000000\n")):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(finding_module, "_LIMITS", (str(tmp_path / "absent"), str(tmp_path / "none")))
+    assert available_memory() == pytest.approx(free, rel=0.2)
+    monkeypatch.setattr(finding_module, "_LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
+    assert available_memory() == 1e6
+    assert machine._memory().level == "warning"
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert machine._disk(parse({"output-dir": str(tmp_path / "file" / "runs")})).level == "problem"
+    assert machine._disk(parse({"output-dir": str(tmp_path / "new" / "runs")})).level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"), [(3.5e9, "--workers 3"), (50e9, "--workers 5"), (0.5e9, "--workers 1")]
+)
+def test_workers_by_memory_and_cores(memory: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "available_memory", lambda: memory)
+    monkeypatch.setattr(trial, "default_workers", lambda config: 5)
+    monkeypatch.setattr(dry_run.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=10**9 // 1024))
+    monkeypatch.setattr(dry_run.sys, "platform", "linux")
+    finding = dry_run._workers(parse({"device": "cpu"}))
+    assert finding.text == f"a client takes about 1.0 GB of memory: {expected}"
+    assert finding.level == ("warning" if memory < 1e9 else "ok")
+
+
+def test_of_many_classes_the_extremes() -> None:
+    names = tuple(f"class {i}" for i in range(20))
+    counts = np.full(20, 7)
+    counts[[3, 5]] = 2, 9
+    assert dry_run._counts(names, counts) == "20 classes from class 3 (2) to class 5 (9)"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_methods_step_can_be_timed(method: str) -> None:
+    keys = {"dataset": "synthetic", "image-size": 16, "num-tasks": 2, "batch-size": 8, "device": "cpu"}
+    finding = dry_run._step(parse(keys | {"method": method} | QUICK.get(method, {})))
+    assert ("no training step" in finding.text) == (not METHODS[method].client)
+
+
+def test_what_goes_wrong_in_a_step_is_a_problem() -> None:
+    keys = {"dataset": "synthetic", "image-size": 16, "batch-size": 8, "device": "cpu", "partition": "iid"}
+    config = parse(keys | {"learning-rate": 1e30, "gradient-clip": 0.0, "optimizer": "sgd"})
+    assert dry_run._tried(dry_run._step, config).level == "problem"
+
+
+def test_a_mistyped_key_is_a_mistake(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["doctor", "metod=hgp"]) == 2
+    assert "'method'" in capsys.readouterr().err
+
+
+def test_advice_stands_behind_the_finding() -> None:
+    assert str(Finding("warning", "no flwr", "install it")) == "warning  no flwr; install it"

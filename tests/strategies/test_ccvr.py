@@ -1,0 +1,129 @@
+"""CCVR: merging per class against the pooled samples themselves, when it calibrates, and on what."""
+
+import numpy as np
+import pytest
+import torch
+
+import strategies.ccvr
+from strategies.base import RoundContext, Update
+from strategies.ccvr import CCVR, merge_by_class
+from task.config.parsing import parse
+from task.models.model import Head
+from task.prototypes.gaussians import merge_gaussians
+from task.scenario.class_stream import Schedule
+
+D = 5
+SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
+
+
+def samples(seed=0):
+    """By client, then class: feature rows [n, D], one of them a single row; class 0 has one row in all."""
+    rng = np.random.default_rng(seed)
+    sizes = [{7: 4, 2: 6}, {2: 1, 5: 3}, {7: 9, 2: 5, 0: 1}]
+    return [{c: rng.normal(loc=c, size=(n, D)) for c, n in one.items()} for one in sizes]
+
+
+def report(by_class, packing="full"):
+    """What a client would send, computed by NumPy."""
+    row, column = np.triu_indices(D)
+    spread = {c: np.cov(x, rowvar=False) if len(x) > 1 else np.zeros((D, D)) for c, x in by_class.items()}
+    found = {
+        "class_ids": np.array(list(by_class)),
+        "counts": np.array([len(x) for x in by_class.values()]),
+        "means": np.array([x.mean(axis=0) for x in by_class.values()], np.float32),
+    }
+    if packing == "full":
+        return found | {"covariances": np.array([s[row, column] for s in spread.values()], np.float32)}
+    return found | {"variances": np.array([s.diagonal() for s in spread.values()], np.float32)}
+
+
+@pytest.mark.parametrize("packing", ["full", "diagonal"])
+def test_merging_gives_mean_and_covariance_of_the_pooled_samples(packing):
+    clients = samples()
+    merged = merge_by_class([report(one, packing) for one in clients])
+    assert merged["class_ids"].tolist() == [0, 2, 5, 7]
+    assert merged["counts"].tolist() == [1, 12, 3, 13]
+    assert [merged[n].dtype for n in ("class_ids", "counts", "means")] == [np.int64, np.int64, np.float32]
+    row, column = np.triu_indices(D) if packing == "full" else np.diag_indices(D)
+    spread = merged["covariances" if packing == "full" else "variances"]
+    for i, c in enumerate(merged["class_ids"]):
+        pooled = np.concatenate([one[c] for one in clients if c in one])
+        covariance = np.cov(pooled, rowvar=False) if len(pooled) > 1 else np.zeros((D, D))
+        assert np.allclose(merged["means"][i], pooled.mean(axis=0), atol=1e-5)
+        assert np.allclose(spread[i], covariance[row, column], atol=1e-4)
+
+
+def test_merging_agrees_with_the_single_class_reference():
+    clients = samples(3)
+    merged = merge_by_class([report(one) for one in clients])
+    holders = [one[2] for one in clients]
+    covariances = np.array([np.cov(x, rowvar=False) if len(x) > 1 else np.zeros((D, D)) for x in holders])
+    counts = np.array([len(x) for x in holders])
+    mean, covariance = merge_gaussians(np.array([x.mean(axis=0) for x in holders]), covariances, counts)
+    assert np.allclose(merged["means"][1], mean, atol=1e-5)
+    assert np.allclose(merged["covariances"][1], covariance[np.triu_indices(D)], atol=1e-4)
+
+
+def head_of(classes):
+    """All that refinement needs of a model."""
+    head = Head(D, 0)
+    head.grow(classes)
+    return type("Model", (), {"head": head, "device": torch.device("cpu")})()
+
+
+def only(by_class, *classes):
+    return {c: x for c, x in by_class.items() if c in classes}
+
+
+def test_it_calibrates_after_a_task_on_one_gaussian_per_seen_class(monkeypatch):
+    """Client a reports in round 1 only and still counts in round 2; b's second report replaces its first."""
+    seen = []
+    real = strategies.ccvr.rebalance
+
+    def spy(head, bank, *rest):
+        seen.append((bank, *rest))
+        return real(head, bank, *rest)
+
+    monkeypatch.setattr("strategies.ccvr.rebalance", spy)
+    strategy, a, b = CCVR(parse({"method": "ccvr"})), samples(1)[0], only(samples(2)[2], 7, 2)
+    first = [Update("a", 10, {}, report(a)), Update("b", 14, {}, report(only(samples(4)[2], 7, 2)))]
+    head = head_of(2)
+    assert strategy.refine(head, first, RoundContext(SCHEDULE, 1)) == {}
+    assert set(strategy.refine(head, [Update("b", 14, {}, report(b))], RoundContext(SCHEDULE, 2))) == {
+        "calibration-loss"
+    }
+    bank, order, options, _ = seen[0]
+    assert (bank.class_ids.tolist(), bank.counts.tolist(), order) == ([2, 7], [11, 13], [7, 2])
+    pooled = np.concatenate([a[7], b[7]])
+    assert np.allclose(bank.means[1], pooled.mean(axis=0), atol=1e-5)
+    factor = bank.factors[1].double().numpy()
+    assert np.allclose(factor.T @ factor, np.cov(pooled, rowvar=False), atol=1e-4)
+    assert (options.scale, options.draw, options.samples_per_class) == (1.0, "once", 256)
+
+    task_2 = {5: a[7] + 1, 0: a[2] - 1}
+    head = head_of(4)
+    before = head.head.weight.detach().clone()
+    assert strategy.refine(head, [Update("a", 10, {}, report(task_2))], RoundContext(SCHEDULE, 3)) == {}
+    assert torch.equal(before, head.head.weight)
+    strategy.refine(head, [], RoundContext(SCHEDULE, 4))
+    assert seen[1][0].class_ids.tolist() == [2, 7, 0, 5]
+    assert torch.equal(seen[1][0].means[:2], bank.means)  # earlier tasks stay as they were
+    assert ((before != head.head.weight).any(dim=1)).all()
+
+
+def test_calibration_learns_the_classes():
+    """Two far classes and a head with swapped rows: afterwards each mean belongs to its own class."""
+    strategy, head = CCVR(parse({"method": "ccvr", "ccvr-learning-rate": 0.1})), head_of(2)
+    head.head.weight.data = -torch.eye(2, D)
+    rng = np.random.default_rng(0)
+    by_class = {7: 4 * np.eye(2, D)[:1] + rng.normal(size=(9, D)), 2: 4 * np.eye(2, D)[1:] + rng.normal(size=(9, D))}
+    for server_round in (1, 2):
+        strategy.refine(head, [Update("a", 18, {}, report(by_class))], RoundContext(SCHEDULE, server_round))
+    assert head.head(4 * torch.eye(2, D)).argmax(dim=1).tolist() == [0, 1]
+
+
+def test_nothing_reported_changes_nothing():
+    strategy, head = CCVR(parse({"method": "ccvr"})), head_of(2)
+    before = head.head.weight.detach().clone()
+    assert strategy.refine(head, [Update("a", 5, {}, {})], RoundContext(SCHEDULE, 2)) == {}
+    assert torch.equal(before, head.head.weight)

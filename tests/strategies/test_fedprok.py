@@ -1,0 +1,191 @@
+"""FedProK: translated features, counts, plain mean, prototype fusion; numbers by hand or in float64 NumPy."""
+
+import numpy as np
+import pytest
+import torch
+
+from client_app.objectives.base import LocalData, Objective
+from client_app.objectives.fedprok import FedProKObjective, nearest_class
+from strategies.base import RoundContext, Update
+from strategies.fedprok import FedProK, fuse
+from task.config.parsing import parse
+from task.message import Packet
+from task.models.evaluation import extract_features
+from task.models.feature_cache import Inputs
+from task.models.model import build_model
+from task.models.preprocessing import prepare
+from task.scenario.class_stream import Schedule
+from task.scenario.scenario import build_scenario
+
+D = 4
+SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
+
+
+def update(client, class_ids, counts, means, arrays=None):
+    found = {"class_ids": np.array(class_ids), "counts": np.array(counts), "means": np.array(means, np.float32)}
+    return Update(client, sum(counts), arrays or {}, found)
+
+
+def test_nearest_is_by_angle_and_not_by_distance():
+    """[0.6, 0.6] lies closer to [1, 0.2], but [90, 0.9] points more nearly the same way."""
+    old = torch.tensor([[1.0, 0.2], [0.0, 50.0], [-1.0, -1.0]])
+    new = torch.tensor([[0.6, 0.6], [90.0, 0.9], [-3.0, -2.0]])
+    assert nearest_class(old, new).tolist() == [1, 0, 2]
+
+
+@pytest.fixture
+def local(tiny):
+    """A model in its second task with 10 local images of rows 6, 7 and 9, and prototypes of the old rows 1, 4, 5."""
+    config = parse(tiny | {"method": "fedprok", "prompt": "shared"})
+    scenario, model = build_scenario(config), build_model(config, [6, 6])
+    with torch.no_grad():
+        model.head.weight.mul_(20)  # so that the losses differ clearly
+    per_row = {6: 5, 7: 2, 9: 3}
+    labels = [scenario.schedule.tasks[1][row - 6] for row in per_row]
+    found = [
+        np.flatnonzero(scenario.dataset.train_labels == c)[:n] for c, n in zip(labels, per_row.values(), strict=True)
+    ]
+    data = LocalData(scenario.dataset.train_images, np.concatenate(found), np.repeat([6, 7, 9], [5, 2, 3]), "none")
+    features = extract_features(model, data.images, data.positions).double().numpy()
+    means = np.array([features[data.rows == row].mean(axis=0) for row in per_row])
+    noise = np.random.default_rng(0).normal(scale=0.01, size=means.shape)
+    sent = {"rows": np.array([4, 1, 5]), "means": (2 * means[[0, 2, 0]] + noise).astype(np.float32)}
+    objective = FedProKObjective(config, Packet(statistics=sent))
+    objective.begin_epoch(model, data, 0, torch.Generator())
+    return config, model, data, features, means, sent, objective
+
+
+def log_softmax(z):
+    z = z - z.max(axis=1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+
+
+def test_the_loss_equals_float64_numpy_with_explicit_loops(local):
+    """Old rows 4 and 5 lie nearest to local row 6 (5 images each), old row 1 to row 9 (3): 13 pseudo features."""
+    _, model, data, features, means, sent, objective = local
+    nearest = {4: 6, 1: 9, 5: 6}
+    x, y = list(features), list(data.rows)
+    for p, mu_p in zip(sent["rows"], sent["means"].astype(np.float64), strict=True):
+        n = nearest[p]
+        mu_n = means[[6, 7, 9].index(n)]
+        for f, row in zip(features, data.rows, strict=True):
+            if row == n:
+                x.append(f + mu_p - mu_n)
+                y.append(p)
+    assert len(x) == 10 + 13
+    w, b = model.head.weight.detach().double().numpy(), model.head.bias.detach().double().numpy()
+    expected = -log_softmax(np.array(x) @ w.T + b)[np.arange(23), y].mean()
+    images = prepare(data.images[data.positions], model.backbone)
+    loss, logits = objective.loss(model, Inputs(images), torch.from_numpy(data.rows))
+    assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
+    assert np.allclose(logits.detach(), (features @ w.T + b)[:, 6:], atol=1e-3)
+
+
+def test_what_is_current_here_is_not_translated_and_what_others_begin_is_unknown(tiny):
+    """Rows 4, 6 and 9 are this client's: old row 4 is not translated, rows 7, 8, 10 and 11 take no part.
+
+    Old row 1 lies nearest to row 9 and old row 5 to row 4: pseudo features as many as these have images, 3 and 4.
+    """
+    config = parse(tiny | {"method": "fedprok", "prompt": "shared"})
+    scenario, model = build_scenario(config), build_model(config, [6, 6])
+    model.set_active_rows(np.array([9, 4, 6]))
+    with torch.no_grad():
+        model.head.weight.mul_(20)
+    sizes = {4: 4, 6: 5, 9: 3}
+    order = scenario.schedule.seen_classes(1)
+    found = [np.flatnonzero(scenario.dataset.train_labels == order[row])[:n] for row, n in sizes.items()]
+    data = LocalData(scenario.dataset.train_images, np.concatenate(found), np.repeat([4, 6, 9], [4, 5, 3]), "none")
+    features = extract_features(model, data.images, data.positions).double().numpy()
+    means = {row: features[data.rows == row].mean(axis=0) for row in sizes}
+    sent = {"rows": np.array([4, 1, 5]), "means": np.array([means[6], 2 * means[9], 3 * means[4]], np.float32)}
+    objective = FedProKObjective(config, Packet(statistics=sent))
+    objective.begin_epoch(model, data, 0, torch.Generator())
+    x, y = [*features], [*data.rows]
+    for old, near in ((1, 9), (5, 4)):
+        mu = sent["means"][list(sent["rows"]).index(old)].astype(np.float64)
+        x += [f + mu - means[near] for f in features[data.rows == near]]
+        y += [old] * sizes[near]
+    known = [0, 1, 2, 3, 4, 5, 6, 9]
+    w, b = (p.detach().double().numpy()[known] for p in (model.head.weight, model.head.bias))
+    picked = log_softmax(np.array(x) @ w.T + b)[np.arange(len(y)), [known.index(row) for row in y]]
+    images = prepare(data.images[data.positions], model.backbone)
+    loss, logits = objective.loss(model, Inputs(images), torch.from_numpy(data.rows))
+    assert len(y) == 12 + 3 + 4
+    assert float(loss.detach()) == pytest.approx(-picked.mean(), rel=1e-4)
+    assert logits.shape == (12, 3)
+    assert torch.allclose(logits, model(images)[:, [4, 6, 9]])
+
+
+def test_with_prototypes_of_its_own_classes_only_it_is_the_objective_of_the_base(local):
+    config, model, data, *_, sent, _ = local
+    model.set_active_rows(np.array([1, 4, 5, 6, 7, 9]))
+    objective = FedProKObjective(config, Packet(statistics=sent))
+    objective.begin_epoch(model, data, 0, torch.Generator())
+    inputs, rows = Inputs(prepare(data.images[data.positions], model.backbone)), torch.from_numpy(data.rows)
+    assert torch.equal(objective.loss(model, inputs, rows)[0], Objective(config, Packet()).loss(model, inputs, rows)[0])
+
+
+def test_each_old_class_gets_as_many_pseudo_features_per_epoch_as_its_nearest_has_images(local, monkeypatch):
+    """Batches of 4, 4 and 2 images: the counts add up to 5, 5 and 3 whatever the batches."""
+    _, model, data, *_, objective = local
+    targets = []
+    real = torch.nn.functional.cross_entropy
+    monkeypatch.setattr("torch.nn.functional.cross_entropy", lambda z, t: targets.append(t) or real(z, t))
+    for some in torch.randperm(10, generator=torch.Generator().manual_seed(1)).split(4):
+        images = prepare(data.images[data.positions[some.numpy()]], model.backbone)
+        objective.loss(model, Inputs(images), torch.from_numpy(data.rows)[some])
+    counts = torch.cat(targets).bincount(minlength=12).tolist()
+    assert counts == [0, 3, 0, 0, 5, 5, 5, 2, 0, 3, 0, 0]
+
+
+def test_pseudo_features_train_the_head_and_not_the_prompt(local):
+    """The prompt's gradient is that of the 10 real features alone, in a mean over 23."""
+    _, model, data, *_, objective = local
+    images, rows = prepare(data.images[data.positions], model.backbone), torch.from_numpy(data.rows)
+    loss, _ = objective.loss(model, Inputs(images), rows)
+    found = torch.autograd.grad(loss, [model.prompt.prefix, model.head.weight])
+    real = torch.nn.functional.cross_entropy(model(images), rows, reduction="sum") / 23
+    expected = torch.autograd.grad(real, [model.prompt.prefix, model.head.weight])
+    assert torch.allclose(found[0], expected[0], atol=1e-6)
+    assert not torch.allclose(found[1], expected[1], atol=1e-6)
+
+
+def test_without_prototypes_it_is_the_objective_of_the_base(local):
+    config, model, data, *_ = local
+    images, rows = prepare(data.images[data.positions], model.backbone), torch.from_numpy(data.rows)
+    objective = FedProKObjective(config, Packet())
+    objective.begin_epoch(model, data, 0, torch.Generator())
+    assert torch.equal(
+        objective.loss(model, Inputs(images), rows)[0], Objective(config, Packet()).loss(model, Inputs(images), rows)[0]
+    )
+
+
+def test_fusion_by_hand():
+    """Class 2 is known: 0.25 * 8 + 0.75 * 4 = 5; class 9 is new; class 5 is not reported and stays (eq. 9)."""
+    known, old = torch.tensor([2, 5]), torch.tensor([[4.0], [6.0]])
+    classes, means = fuse(known, old, torch.tensor([2, 9]), torch.tensor([[8.0], [1.0]]), 0.25)
+    assert (classes.tolist(), means.tolist()) == ([2, 5, 9], [[5], [6], [1]])
+    assert old.tolist() == [[4], [6]]
+    classes, means = fuse(torch.empty(0, dtype=torch.int64), torch.empty(0, 0), classes, means, 0.25)
+    assert (classes.tolist(), means.tolist()) == ([2, 5, 9], [[5], [6], [1]])
+
+
+def test_rounds_and_tasks():
+    """Class 7: (1 * 4 + 3 * 8) / 4 = 7, then 0.5 * 3 + 0.5 * 7 = 5; it goes out in task 2 only, as head row 0."""
+    strategy = FedProK(parse({"method": "fedprok"}))
+    first = [update("a", [7], [1], [[4] * D]), update("b", [2, 7], [2, 3], [[1] * D, [8] * D])]
+    model = None  # fusion does not touch it
+    assert strategy.broadcast(RoundContext(SCHEDULE, 1)) == {}
+    assert strategy.refine(model, first, RoundContext(SCHEDULE, 1)) == {"prototypes": 2.0}
+    assert strategy.broadcast(RoundContext(SCHEDULE, 2)) == {}
+    strategy.refine(model, [update("a", [7], [9], [[3] * D]), Update("b", 3, {}, {})], RoundContext(SCHEDULE, 2))
+    sent = strategy.broadcast(RoundContext(SCHEDULE, 3))
+    assert (sent["rows"].tolist(), sent["means"].tolist()) == ([1, 0], [[1] * D, [5] * D])
+    assert (sent["rows"].dtype, sent["means"].dtype) == (np.int64, np.float32)
+    strategy.refine(model, [update("a", [5, 0], [9, 1], [[3] * D, [2] * D])], RoundContext(SCHEDULE, 3))
+    assert strategy.broadcast(RoundContext(SCHEDULE, 4))["rows"].tolist() == [1, 0]
+
+
+def test_the_mean_of_the_weights_is_plain(tiny):
+    strategy = FedProK(parse(tiny | {"method": "fedprok"}))
+    assert [strategy.weight(Update("", images, {}, {})) for images in (30, 10)] == [1, 1]

@@ -1,0 +1,320 @@
+"""HGP's server half: averaging, mixture weights, memory, rebalancing; numbers by hand or in float64 NumPy."""
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from timm.models import VisionTransformer
+
+from strategies.averaging import WeightedMean
+from strategies.base import RoundContext, Strategy, Update
+from strategies.fedavg import FedAvg
+from strategies.hgp import HGP
+from strategies.rebalancing import mixture_weights, normalise_logits, rebalance, remember
+from task.config.parsing import parse
+from task.message import Arrays
+from task.method_options import HGPOptions
+from task.models.model import Head, Model
+from task.models.vit import ViT
+from task.prompts.base import Prompt
+from task.prototypes.gaussians import Gaussians
+from task.scenario.class_stream import Schedule
+
+D = 8
+SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
+
+
+def gaussians(class_ids, counts, seed=0, dim=D):
+    rng = torch.Generator().manual_seed(seed)
+    P = len(class_ids)
+    means = 2 * torch.randn(P, dim, generator=rng)
+    deviations = torch.rand(P, dim, generator=rng)
+    return Gaussians(torch.tensor(class_ids), torch.tensor(counts), means, deviations, torch.zeros(P, 0, dim))
+
+
+def update(client, class_ids, counts, seed, arrays=None):
+    """A client's answer with the statistics of the classes named; the numbers depend on ``seed``."""
+    rng = np.random.default_rng(seed)
+    found = {
+        "class_ids": np.array(class_ids),
+        "counts": np.array(counts),
+        "means": rng.normal(size=(len(class_ids), D)).astype(np.float32),
+        "variances": rng.random((len(class_ids), D)).astype(np.float32),
+    }
+    return Update(client, int(sum(counts)), arrays or {}, found)
+
+
+def model_after(tasks):
+    """A model whose head has the rows of ``tasks`` tasks."""
+    vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=D, depth=1, num_heads=2, num_classes=0)
+    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(), 0, "fp32")
+    for classes in SCHEDULE.tasks[:tasks]:
+        model.begin_task(len(classes))
+    return model
+
+
+def hgp(**keys):
+    keys = {f"hgp-{name.replace('_', '-')}": value for name, value in keys.items()}
+    return HGP(parse({"method": "hgp", "hgp-samples-per-class": 16, **keys}))
+
+
+def mean_of(arrays: list[Arrays], weights: Iterable[float]) -> Arrays:
+    mean = WeightedMean()
+    for one, weight in zip(arrays, weights, strict=True):
+        mean.add(one, weight)
+    return mean.arrays()
+
+
+def test_weighted_mean_by_hand():
+    """(1 * [1, 2] + 3 * [5, -2]) / 4 = [4, -1] and (1 * 8 + 3 * 0) / 4 = 2 (eq. 3)."""
+    arrays = [
+        {"a": np.array([[1, 2]], np.float32), "b": np.array(8, np.float32)},
+        {"a": np.array([[5, -2]], np.float32), "b": np.array(0, np.float32)},
+    ]
+    mean = mean_of(arrays, [1.0, 3.0])
+    assert {n: a.tolist() for n, a in mean.items()} == {"a": [[4, -1]], "b": 2}
+    assert {a.dtype for a in mean.values()} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize(("mean", "expected"), [("images", 2.5), ("plain", 2.0)])
+def test_fedavg_weighs_by_images_or_not_at_all(mean, expected, tiny):
+    """Head rows of 1 and 3, from 10 and 30 images."""
+    config = parse(tiny | {"method": "fedavg", "prompt": "none", "fedavg-mean": mean})
+    server = FedAvg(config)
+    updates = [Update(str(n), n, {"head": np.float32([value])}, {}) for n, value in ((10, 1.0), (30, 3.0))]
+    assert mean_of([u.arrays for u in updates], map(server.weight, updates))["head"] == expected
+
+
+def test_weighted_mean_leaves_equal_arrays_alone_bit_for_bit():
+    """Shares such as 1/3 do not sum to 1 exactly; every float32, large, small or subnormal, must come out as it was."""
+    rng = np.random.default_rng(0)
+    array = np.exp(rng.uniform(-100, 88, 5000)) * rng.choice([-1, 1], 5000)
+    array = array.astype(np.float32)
+    array[:4] = np.finfo(np.float32).max, np.finfo(np.float32).tiny, np.finfo(np.float32).smallest_subnormal, 0
+    for weights in ([1, 1, 1], [3, 7, 11], rng.integers(1, 900, 49), [1e-3, 0, 1e9]):
+        mean = mean_of([{"a": array.copy()} for _ in weights], np.array(weights, np.float64))["a"]
+        assert np.array_equal(mean.view(np.int32), array.view(np.int32))
+
+
+def test_the_weighted_mean_knows_no_order():
+    """Numbers of all sizes that nearly cancel; the exact mean by fractions, rounded once, and any order of adding."""
+    rng = np.random.default_rng(1)
+    arrays = (np.exp(rng.uniform(-12, 12, (40, 300))) * rng.choice([-1, 1], (40, 300))).astype(np.float32)
+    arrays[1::2], arrays[-1], arrays[-2] = -arrays[::2], rng.normal(0, 1e-6, 300), 0
+    weights = rng.integers(1, 900, 20).repeat(2)
+    exact = [sum(map(Fraction, map(float, column * weights.astype(float)))) / int(weights.sum()) for column in arrays.T]
+    for order in (np.arange(40), np.arange(40)[::-1], rng.permutation(40)):
+        found = mean_of([{"a": arrays[i]} for i in order], weights[order])["a"]
+        assert found.tolist() == [np.float32(float(e)) for e in exact]
+
+
+def test_an_update_weighs_its_images():
+    assert Strategy(parse({})).weight(Update("a", 30, {}, {})) == 30
+
+
+BANK = ([7, 2, 7, 2, 5], [1, 6, 3, 2, 4])
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("uniform", [1 / 12, 6 / 24, 3 / 12, 2 / 24, 1 / 3]),  # 1/3 each: 7 has 1 + 3 images, 2 has 6 + 2, 5 has 4
+        ("count", [1 / 16, 6 / 16, 3 / 16, 2 / 16, 4 / 16]),
+    ],
+)
+def test_mixture_weights_by_hand(kind, expected):
+    weights = mixture_weights(gaussians(*BANK), kind)
+    assert weights.dtype == torch.float64
+    assert weights.tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_remember_replaces_whole_classes():
+    """Class 2 came from two clients and now comes from one; class 7 is not reported and stays, class 5 is new."""
+    bank, fresh = gaussians([7, 2, 2], [1, 2, 3], seed=1), gaussians([5, 2], [4, 5], seed=2)
+    assert remember(None, fresh) is fresh
+    merged = remember(bank, fresh)
+    assert (merged.class_ids.tolist(), merged.counts.tolist()) == ([7, 5, 2], [1, 4, 5])
+    assert torch.equal(merged.means, torch.cat([bank.means[:1], fresh.means]))
+    assert torch.equal(merged.deviations, torch.cat([bank.deviations[:1], fresh.deviations]))
+
+
+@pytest.mark.parametrize("tau", [0.1, 2.0])
+def test_temper_by_hand(tau):
+    """[3, 4] has length 5, so [0.6, 0.8] / tau."""
+    assert normalise_logits(torch.tensor([[3.0, 4.0]]), tau).tolist() == [pytest.approx([0.6 / tau, 0.8 / tau])]
+    assert torch.equal(normalise_logits(torch.tensor([[3.0, 4.0]]), 0), torch.tensor([[3.0, 4.0]]))
+
+
+def numpy_loss(w, b, x, y, tau):
+    """Cross-entropy of a linear layer, of plain or tempered logits, and its gradient with respect to the logits."""
+    logits = x @ w.T + b
+    length = np.linalg.norm(logits, axis=1, keepdims=True)
+    z = logits / length / tau if tau else logits
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    loss = -np.log(p[np.arange(len(y)), y]).mean()
+    p[np.arange(len(y)), y] -= 1
+    g = p / len(y)
+    if tau:
+        unit = logits / length
+        g = (g - (g * unit).sum(axis=1, keepdims=True) * unit) / (length * tau)
+    return loss, g
+
+
+def numpy_rebalance(w, b, sets, orders, options):
+    """SGD with momentum (v <- mu v + g, theta <- theta - eta v), eta = eta_0 (1 + cos(pi t / T)) / 2; in place."""
+    vw, vb = np.zeros_like(w), np.zeros_like(b)
+    batches = [order[i : i + options.batch_size] for order in orders for i in range(0, len(order), options.batch_size)]
+    per_epoch = len(batches) // len(orders)
+    losses = []
+    for step, some in enumerate(batches):
+        x, y = sets[step // per_epoch]
+        loss, g = numpy_loss(w, b, x[some], y[some], options.logit_temperature)
+        rate = options.learning_rate * (1 + math.cos(math.pi * step / len(batches))) / 2
+        vw, vb = options.momentum * vw + g.T @ x[some], options.momentum * vb + g.sum(axis=0)
+        w -= rate * vw
+        b -= rate * vb
+        losses.append(loss * len(some))
+    return sum(losses[-per_epoch:]) / len(orders[0])
+
+
+@pytest.mark.parametrize("tau", [0.0, 0.1])
+@pytest.mark.parametrize("draw", ["epoch", "once"])
+def test_rebalancing_equals_float64_numpy(monkeypatch, draw, tau):
+    """Two epochs of 4 steps, the last of them smaller; classes 2, 5, 7 of 4 rows, class 0 not in the bank."""
+    options = HGPOptions(
+        samples_per_class=10, epochs=2, batch_size=8, learning_rate=0.5, draw=draw, logit_temperature=tau
+    )
+    noise = np.random.default_rng(4)
+    sets = [(noise.normal(size=(30, D)), noise.choice([2, 5, 7], 30)) for _ in range(2)]
+    calls = []
+
+    def fixed(bank, weights, total, scale, rng):
+        calls.append((weights.tolist(), total, scale))
+        x, y = sets[len(calls) - 1]
+        return torch.tensor(x, dtype=torch.float32), torch.tensor(y)
+
+    monkeypatch.setattr(Gaussians, "sample", fixed)
+    head, bank, order = Head(D, 3), gaussians([7, 2, 7, 5], [1, 5, 3, 2]), [7, 2, 5, 0]
+    head.grow(4)
+    before = head.weight.detach().clone(), head.bias.detach().clone()
+    w, b = before[0].double().numpy()[:3].copy(), before[1].double().numpy()[:3].copy()
+    loss = rebalance(head, bank, order, options, torch.Generator().manual_seed(11))
+
+    shuffling = torch.Generator().manual_seed(11)
+    orders = [torch.randperm(30, generator=shuffling).numpy() for _ in range(2)]
+    used = sets if draw == "epoch" else [sets[0], sets[0]]
+    used = [(x.astype(np.float32).astype(np.float64), np.array([order.index(c) for c in y])) for x, y in used]
+    expected = numpy_rebalance(w, b, used, orders, options)
+
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert np.allclose(head.weight.detach()[:3], w, rtol=1e-4, atol=1e-5)
+    assert np.allclose(head.bias.detach()[:3], b, rtol=1e-4, atol=1e-5)
+    assert np.abs(w - before[0].numpy()[:3]).max() > 0.1  # so there was something to get wrong
+    assert torch.equal(head.weight[3], before[0][3])
+    assert torch.equal(head.bias[3], before[1][3])
+    assert calls == [(pytest.approx([1 / 12, 1 / 3, 3 / 12, 1 / 3]), 30, 3.0)] * (2 if draw == "epoch" else 1)
+
+
+def test_rebalancing_learns_what_the_bank_says():
+    """A bank of two far classes and a head with swapped rows: afterwards each mean belongs to its own class."""
+    bank = Gaussians(
+        torch.tensor([5, 9]), torch.tensor([3, 3]), 4 * torch.eye(2, D), torch.ones(2, D), torch.zeros(2, 0, D)
+    )
+    head = Head(D, 0)
+    head.grow(2)
+    head.weight.data = -torch.eye(2, D)
+    options = HGPOptions(epochs=5, batch_size=16, learning_rate=0.1)
+    rebalance(head, bank, [5, 9], options, torch.Generator().manual_seed(0))
+    assert head(bank.means).argmax(dim=1).tolist() == [0, 1]
+
+
+def refined(strategy, model, updates, server_round):
+    """Rows of the head that a refinement changed, and its metrics."""
+    before = torch.cat([model.head.weight.detach(), model.head.bias.detach()[:, None]], dim=1).clone()
+    metrics = strategy.refine(model, updates, RoundContext(SCHEDULE, server_round))
+    after = torch.cat([model.head.weight.detach(), model.head.bias.detach()[:, None]], dim=1)
+    return [i for i, changed in enumerate((before != after).all(dim=1).tolist()) if changed], before, after, metrics
+
+
+FIRST = [update("a", [7, 2], [4, 3], 1), update("b", [7], [5], 2)]
+SECOND = [update("a", [5, 0], [4, 3], 3), update("b", [0], [5], 4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_first_task", "in_second_task"),
+    [("all", [0, 1], [0, 1, 2, 3]), ("current", [0, 1], [2, 3]), ("old", [], [0, 1]), ("off", [], [])],
+)
+def test_ablations_change_exactly_their_rows(kind, in_first_task, in_second_task):
+    strategy = hgp(rebalance=kind)
+    rows, before, after, metrics = refined(strategy, model_after(1), FIRST, 2)
+    kept = [i for i in range(2) if i not in rows]
+    assert rows == in_first_task
+    assert torch.equal(before[kept], after[kept])
+    assert bool(metrics) == bool(rows)
+    rows, before, after, metrics = refined(strategy, model_after(2), SECOND, 3)
+    kept = [i for i in range(4) if i not in rows]
+    assert rows == in_second_task
+    assert torch.equal(before[kept], after[kept])
+    assert bool(metrics) == bool(rows)
+    assert sorted(set(strategy.bank.class_ids.tolist())) == [0, 2, 5, 7]  # remembered even where nothing is retrained
+
+
+@pytest.mark.parametrize(("kind", "retrained"), [("all", True), ("current", False), ("old", True)])
+def test_where_a_task_brings_no_class_all_are_old(kind, retrained):
+    context = RoundContext(Schedule([[7, 2], []], 1), 2)
+    assert bool(hgp(rebalance=kind).refine(model_after(1), FIRST, context)) == retrained
+
+
+def test_refining_keeps_the_gaussians_of_earlier_tasks():
+    """Rounds 1 and 2 are task 1, rounds 3 and 4 task 2: what task 1's last round left stays to the last bit."""
+    strategy = hgp()
+    refined(strategy, model_after(1), [update("a", [7, 2], [9, 9], 8)], 1)
+    refined(strategy, model_after(1), FIRST, 2)
+    left = strategy.bank
+    assert (left.class_ids.tolist(), left.counts.tolist()) == ([7, 2, 7], [4, 3, 5])
+    means = np.concatenate([u.statistics["means"] for u in FIRST])
+    assert np.array_equal(left.means, means)
+    kept = {name: value.clone() for name, value in vars(left).items()}
+    refined(strategy, model_after(2), [update("a", [5, 0], [1, 1], 9), update("c", [5], [6], 10)], 3)
+    refined(strategy, model_after(2), SECOND, 4)
+    old = strategy.bank.pick(torch.isin(strategy.bank.class_ids, torch.tensor([7, 2])))
+    assert all(torch.equal(value, kept[name]) for name, value in vars(old).items())
+    new = strategy.bank.pick(torch.isin(strategy.bank.class_ids, torch.tensor([5, 0])))
+    assert (new.class_ids.tolist(), new.counts.tolist()) == ([5, 0, 0], [4, 3, 5])
+    assert np.array_equal(new.means, np.concatenate([u.statistics["means"] for u in SECOND]))
+
+
+def test_a_round_without_statistics_rebalances_on_what_is_known():
+    strategy = hgp()
+    assert refined(strategy, model_after(1), [], 1)[0] == []
+    refined(strategy, model_after(1), FIRST, 2)
+    assert refined(strategy, model_after(2), [Update("a", 5, {}, {})], 3)[0] == [0, 1]
+
+
+def test_refining_repeats_with_the_seed_and_the_round_only():
+    def weights(seed, server_round):
+        model, strategy = model_after(1), HGP(parse({"method": "hgp", "seed": seed, "hgp-samples-per-class": 16}))
+        strategy.refine(model, FIRST, RoundContext(SCHEDULE, server_round))
+        return model.head.weight.detach()
+
+    assert torch.equal(weights(0, 1), weights(0, 1))
+    assert not torch.equal(weights(0, 1), weights(1, 1))
+    assert not torch.equal(weights(0, 1), weights(0, 2))
+
+
+def test_refining_reads_its_run_keys(monkeypatch):
+    """Weights by hand, 4, 3 and 5 of 12 images; 5 draws for each of 2 classes; a draw for each of 3 epochs."""
+    seen = []
+
+    def spy(bank, weights, total, scale, rng):
+        seen.append((weights.tolist(), total, scale))
+        return torch.zeros(total, D), bank.class_ids[torch.arange(total) % len(bank)]
+
+    monkeypatch.setattr(Gaussians, "sample", spy)
+    strategy = hgp(scale=1.5, samples_per_class=5, class_weights="count", epochs=3)
+    strategy.refine(model_after(1), FIRST, RoundContext(SCHEDULE, 1))
+    assert seen == [(pytest.approx([4 / 12, 3 / 12, 5 / 12]), 10, 1.5)] * 3

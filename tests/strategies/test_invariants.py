@@ -1,0 +1,223 @@
+"""What must hold for every method: a new one joins by its row in the table."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+
+from client_app.client import Node, handle
+from server_app.rounds.run import run_experiment
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.message import Packet, Scalar
+from task.methods import METHODS
+from task.models.evaluation import extract_features
+from task.models.load import load_backbone
+from task.models.model import build_model
+from task.models.vit import digest
+from task.scenario.scenario import build_scenario
+from tests.conftest import TINY
+
+# every prompt with fedavg, every method with its first: the cost of all pairs would buy little
+PAIRS = [(m.name, prompt) for m in METHODS.values() for prompt in m.prompts[: None if m.name == "fedavg" else 1]]
+# methods that a test of another module registers are not the project's
+EVERY = pytest.mark.parametrize(("method", "prompt"), PAIRS, ids=[f"{m}-{p}" for m, p in PAIRS])
+# of each prompt, what the first task trains
+PROMPT_ARRAYS: dict[str, set[str]] = {
+    "none": set(),
+    "shared": {"prompt.prefix"},
+    "l2p": {"prompt.pool", "prompt.keys"},
+    "dualprompt": {"prompt.general", "prompt.experts.0", "prompt.keys.0"},
+    "fused": {"prompt.prompts.0"},
+    "decomposed": {"prompt.keys", "prompt.pool"},
+    "coda": {"prompt.keys.0", "prompt.attention.0", "prompt.prompts.0"},
+}
+
+FOUR_OF_TWELVE: dict[str, Scalar] = {
+    "partition": "dirichlet",
+    "dirichlet-beta": 0.05,
+    "num-clients": 12,
+    "clients-per-round": 4,
+    "rounds-per-task": 2,
+}
+
+
+def run(values: dict[str, Scalar], **transport: Any) -> dict[str, Any]:
+    """Results of a whole run in process."""
+    config = parse(values)
+    directory = run_experiment(config, InProcessTransport(config.flat(), config.num_clients, **transport))
+    return json.loads((directory / "results.json").read_text())
+
+
+def without_times(results: dict[str, Any]) -> dict[str, Any]:
+    """Results less what may differ between two equal runs."""
+    rounds = [{k: v for k, v in r.items() if k != "seconds"} for r in results["rounds"]]
+    return {k: v for k, v in results.items() if k != "seconds"} | {"rounds": rounds}
+
+
+def train_message(config: Config, task: int = 0) -> Packet:
+    """The server's message of the first round of a task."""
+    model = build_model(config, build_scenario(config).task_sizes(task))
+    place = {"task": task + 1, "round": 1, "server-round": task + 1, "ends-task": True, "pool": "client-0000"}
+    return Packet(arrays=model.export(), config=place | {"backbone-sha256": model.backbone.sha256})
+
+
+class Finished(NamedTuple):
+    """A run's folder, and digests of the frozen backbone before and after it."""
+
+    folder: Path
+    before: str
+    after: str
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Scalar], str, str], Finished]:
+    """A run of a method and prompt, which all tests that only look at one share."""
+    folder, known = tmp_path_factory.mktemp("finished"), dict[tuple[str, str], Finished]()
+
+    def find(tiny: dict[str, Scalar], method: str, prompt: str) -> Finished:
+        if (method, prompt) not in known:
+            values = tiny | {"method": method, "prompt": prompt, "output-dir": str(folder)}
+            config = parse(values)
+            backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, "cpu")
+            before = digest(backbone.vit)
+            run(values | {"run-name": f"{method}-{prompt}"})
+            known[method, prompt] = Finished(folder / f"{method}-{prompt}", before, digest(backbone.vit))
+        return known[method, prompt]
+
+    return find
+
+
+@EVERY
+def test_same_seed_same_results_and_another_seed_others(
+    method: str, prompt: str, tiny: dict, tmp_path: Path, finished: Callable
+) -> None:
+    folder = finished(tiny, method, prompt).folder
+    one = json.loads((folder / "results.json").read_text())
+    again = run(tiny | {"method": method, "prompt": prompt, "run-name": "again"})
+    assert without_times(again) == without_times(one)
+    models = (folder / "model.safetensors", tmp_path / "runs" / "again" / "model.safetensors")
+    first, second = (safetensors.numpy.load_file(m) for m in models)
+    assert all((first[n] == second[n]).all() for n in first)
+    other = run(tiny | {"method": method, "prompt": prompt, "run-name": "other", "seed": 1})
+    assert other["class_order"] != one["class_order"]
+    drawn = safetensors.numpy.load_file(tmp_path / "runs" / "other" / "model.safetensors")
+    assert any((first[n] != drawn[n]).any() for n in first)
+
+
+@EVERY
+def test_backbone_is_unchanged_bit_for_bit(method: str, prompt: str, tiny: dict, finished: Callable) -> None:
+    """That which all clients of a process share; a method that trains one trains a copy."""
+    run_of_it = finished(tiny, method, prompt)
+    assert run_of_it.before == run_of_it.after
+    config = parse(tiny | {"method": method, "prompt": prompt})
+    backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, "cpu")
+    assert all(p.grad is None and not p.requires_grad for p in backbone.parameters())
+
+
+@EVERY
+def test_exactly_the_expected_arrays_travel(method: str, prompt: str, tiny: dict) -> None:
+    config = parse(tiny | {"method": method, "prompt": prompt})
+    answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    trained = {"head.weight", "head.bias"} | PROMPT_ARRAYS[prompt]
+    trained |= {"backbone"} if METHODS[method].backbone == "trained" else set()
+    assert set(answer.arrays) == (trained if METHODS[method].client else set())
+    means = {"class_ids", "counts", "means"}
+    statistics = {"hgp": means | {"variances"}, "ncm": means, "pip": means | {"variances"}}
+    statistics |= {"fppl": means, "fedprok": means, "ccvr": means | {"covariances"}}
+    statistics |= {"hepco": {"class_ids", "counts"}, "fedslca": means | {"covariances"}}
+    statistics |= {"fedewc": {"class_ids", "counts", "fisher"}, "afcl": {"class_ids", "counts", "sums", "gram"}}
+    assert set(answer.statistics) == statistics.get(method, set())
+    assert all(a.dtype == np.float32 for a in answer.arrays.values())
+
+
+@EVERY
+def test_training_changes_every_travelling_array(method: str, prompt: str, tiny: dict) -> None:
+    config = parse(tiny | {"method": method, "prompt": prompt})
+    sent = train_message(config)
+    answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
+    assert all((answer.arrays[name] != sent.arrays[name]).any() for name in answer.arrays)
+
+
+@EVERY
+def test_old_rows_stay_as_they_are_on_a_client_unless_it_has_old_images(method: str, prompt: str, tiny: dict) -> None:
+    config = parse(tiny | {"method": method, "prompt": prompt})
+    sent = train_message(config, task=1)
+    answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
+    old = build_scenario(config).task_sizes(0)[0]
+    for name in set(answer.arrays) & {"head.weight", "head.bias"}:
+        assert (answer.arrays[name][:old] == sent.arrays[name][:old]).all() == (not METHODS[method].pooled)
+        assert (answer.arrays[name][old:] != sent.arrays[name][old:]).any()
+
+
+@EVERY
+def test_prediction_of_an_image_does_not_depend_on_its_batch(method: str, prompt: str, tiny: dict) -> None:
+    config = parse(tiny | {"method": method, "prompt": prompt})
+    model = build_model(config, [6, 6])
+    torch.manual_seed(0)
+    images = torch.randn(7, 3, model.backbone.image_size, model.backbone.image_size)
+    shuffled = torch.randperm(7)
+    with torch.inference_mode():
+        together, alone = model(images), torch.cat([model(image[None]) for image in images])
+        permuted = model(images[shuffled])
+    assert torch.allclose(together, alone, atol=1e-5)
+    assert torch.allclose(together[shuffled], permuted, atol=1e-5)
+
+
+@EVERY
+def test_save_and_load_gives_the_same_model(method: str, prompt: str, tiny: dict, finished: Callable) -> None:
+    config = parse(tiny | {"method": method, "prompt": prompt})
+    folder = finished(tiny, method, prompt).folder
+    results = json.loads((folder / "results.json").read_text())
+    path = folder / "model.safetensors"
+    scenario = build_scenario(config)
+    model = build_model(config, scenario.task_sizes(1))
+    model.load(safetensors.numpy.load_file(path))
+    features = extract_features(model, scenario.dataset.test_images, np.arange(len(scenario.dataset.test_labels)))
+    order = np.array(results["class_order"])
+    with torch.inference_mode():
+        predicted = order[model.head(features).argmax(1).numpy()]
+    assert results["metrics"]["last_accuracy"] == pytest.approx((predicted == scenario.dataset.test_labels).mean())
+
+
+@EVERY
+def test_clearly_above_chance_after_one_round(method: str, prompt: str, tiny: dict) -> None:
+    results = run(tiny | {"method": method, "prompt": prompt, "num-tasks": 1, "local-epochs": 3})
+    assert results["per_task_seen_accuracy"][0] > 0.2  # 12 classes: chance is 0.083
+
+
+@EVERY
+def test_evaluation_by_the_clients_gives_the_same_matrix(
+    method: str, prompt: str, tiny: dict, finished: Callable
+) -> None:
+    own = json.loads((finished(tiny, method, prompt).folder / "results.json").read_text())
+    theirs = run(tiny | {"method": method, "prompt": prompt, "run-name": "clients", "evaluate": "clients"})
+    assert own["accuracy_matrix"] == theirs["accuracy_matrix"]
+    assert own["per_class_accuracy"] == theirs["per_class_accuracy"]
+    assert own["confusion"] == theirs["confusion"]
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, Any]]:
+    """Results of a run of averaging in which four of twelve take part."""
+    folder = {"output-dir": str(tmp_path_factory.mktemp("drawn"))}
+    return cache(lambda: run(TINY | FOUR_OF_TWELVE | folder | {"method": "fedavg"}))
+
+
+@EVERY
+def test_partial_participation_and_uneven_data(method: str, prompt: str, tiny: dict, drawn: Callable) -> None:
+    """Clients and classes are drawn alike for all methods."""
+    results = run(tiny | FOUR_OF_TWELVE | {"method": method, "prompt": prompt})
+    assert results["class_order"] == drawn()["class_order"]
+    assert [r["participants"] for r in results["rounds"]] == [r["participants"] for r in drawn()["rounds"]]
+    assert results["status"] == "finished"
+    assert [len(r["participants"]) for r in results["rounds"]] == [4] * 4
+    assert not any(r["failures"] for r in results["rounds"])
+    assert len({tuple(r["participants"]) for r in results["rounds"]}) > 1
