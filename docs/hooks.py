@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -51,9 +52,14 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     return site_links(markdown, page.file.src_uri)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings name functions in Sphinx's way, of which nothing but the name should be seen."""
-    return re.sub(r":(?:func|class|meth|mod):(?=<code>)", "", html)
+class PlainDocstrings(griffe.Extension):
+    """Docstrings as Markdown: no roles of Sphinx before names, and no pair of shapes that looks like a link."""
+
+    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Every module, class and function as it is read."""
+        if obj.docstring:
+            plain = re.sub(r":(?:func|class|meth|mod):(?=`)", "", obj.docstring.value)
+            obj.docstring.value = re.sub(r"(\]\s?)(?=\[)", r"\1\\", plain)
 
 
 def made_pages() -> Iterator[tuple[str, str]]:
@@ -63,7 +69,7 @@ def made_pages() -> Iterator[tuple[str, str]]:
     yield KEYS, keys_page()
     for name, modules in packages().items():
         parts = "".join(f"\n## {module}\n\n::: {module}\n" for module in modules)
-        yield f"{CODE}/{name}.md", f"# {name}\n{parts}"
+        yield f"{CODE}/{name}.md", f"# {name}\n\n::: {name}\n{parts}"
 
 
 def packages() -> dict[str, list[str]]:
@@ -73,7 +79,7 @@ def packages() -> dict[str, list[str]]:
     for folder in folders:
         if (folder / "__init__.py").exists():
             name = ".".join(folder.relative_to(ROOT).parts)
-            found[name] = [name, *(f"{name}.{file.stem}" for file in sorted(folder.glob("[!_]*.py")))]
+            found[name] = [f"{name}.{file.stem}" for file in sorted(folder.glob("[!_]*.py"))]
     return found
 
 
@@ -130,11 +136,17 @@ def own_keys_table(method: str) -> str:
 
 def _table(keys: Any) -> list[str]:
     rows = [
-        f"| `{key.name}` | {_code(key.default)} | {key.rule.allowed(key.kind)} | {_escaped(key.rule.help)} | "
+        f"| `{key.name}` | {_code(key.default)} | {_allowed(key)} | {_escaped(key.rule.help)} | "
         f"{_read_with(key)} |"
         for key in keys
     ]
     return ["| key | default | allowed | meaning | read only with |", "|---|---|---|---|---|", *rows]
+
+
+def _allowed(key: Any) -> str:
+    """The limits in words, but for those that only catch slips."""
+    text = key.rule.allowed(key.kind)
+    return re.sub(r" and at most 1e\+(?:09|30)", "", text).replace(" and ", ", ", 1)
 
 
 def _read_with(key: Any) -> str:
