@@ -31,14 +31,15 @@ from strategies.base import Moment, Update
 from strategies.generator import Generator, Source, generator_loss
 from strategies.hepco import HePCo, distil, distil_head, draw_batches, prompt_gradients
 from strategies.teachers import Latent, Pooled, Teachers
-from task.config import Config, parse
-from task.cores import cores
-from task.methods import HePCoOptions
-from task.model import Head
-from task.packet import Arrays
-from task.prompt_decomposed import DecomposedPrompt
-from task.seeding import torch_rng
-from task.stream import Schedule
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.message import Arrays
+from task.method_options import HePCoOptions
+from task.models.model import Head
+from task.prompts.decomposed import DecomposedPrompt
+from task.scenario.class_stream import Schedule
+from task.utils.cores import cores
+from task.utils.seeding import torch_rng
 
 CLASSES, BLOCKS, LENGTH = 10, 5, 10  # ten classes a task; a length of 20 is ten keys and ten values
 REQUIRED = 20.0  # times faster than the direct form

@@ -37,7 +37,7 @@ def measured(settings: dict[str, str]) -> tuple[float, float]:
 
 
 def _one(words: list[str]) -> int:
-    from server_app.cli import main
+    from server_app.cli.main import main
 
     code = main(["run", "--in-process", *words])
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)  # kilobytes on Linux

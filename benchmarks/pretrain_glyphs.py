@@ -27,8 +27,8 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from benchmarks.probe import probe
-from task.config import parse
-from task.weights import ASSETS
+from task.config.parsing import parse
+from task.models.weights import ASSETS
 
 log = logging.getLogger(__name__)
 

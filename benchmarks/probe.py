@@ -11,10 +11,11 @@ from sklearn.neighbors import NearestCentroid
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from task.config import Config, parse, parse_text
-from task.evaluation import extract_features
-from task.model import build_model
-from task.world import build_world
+from task.config.parsing import parse, parse_text
+from task.config.schema import Config
+from task.models.evaluation import extract_features
+from task.models.model import build_model
+from task.scenario.scenario import build_world
 
 
 def probe(config: Config) -> dict[str, float]:

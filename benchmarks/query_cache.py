@@ -22,12 +22,12 @@ from unittest.mock import patch
 
 import torch
 
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
-from task import queries
-from task.config import parse, parse_text
-from task.model import Model
-from task.packet import Scalar
+from server_app.rounds.run import execute
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse, parse_text
+from task.message import Scalar
+from task.models import feature_cache as queries
+from task.models.model import Model
 
 CLIENTS, TASKS, ROUNDS = 10, 2, 2
 Clock = Callable[[], float]

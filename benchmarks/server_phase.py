@@ -27,12 +27,12 @@ from torch.distributions import MultivariateNormal
 
 from strategies.base import Moment, Update
 from strategies.hgp import HGP
-from task.config import parse
-from task.methods import Packing
-from task.model import Head
-from task.packet import Arrays
-from task.prototypes import Gaussians, pack_symmetric, prepare_gaussians
-from task.stream import Schedule
+from task.config.parsing import parse
+from task.message import Arrays
+from task.method_options import Packing
+from task.models.model import Head
+from task.prototypes.gaussians import Gaussians, pack_symmetric, prepare_gaussians
+from task.scenario.class_stream import Schedule
 
 DIM, CLIENTS, RANK = 768, 10, 8
 TASK = 10  # classes of a task

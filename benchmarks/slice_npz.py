@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from task.seeding import numpy_rng
+from task.utils.seeding import numpy_rng
 
 
 def cut(arrays: dict[str, np.ndarray], classes: int, train: int, test: int, seed: int) -> dict[str, np.ndarray]:

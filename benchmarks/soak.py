@@ -24,11 +24,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.soak_client import SHARE, fails
-from server_app.launcher import POLL, FlowerRun, default_workers, interruptible
-from server_app.places import project_folder, read_results
-from server_app.settings import completed, read_words
-from task.config import parse
-from task.packet import Scalar
+from server_app.run_files.paths import project_folder, read_results
+from server_app.run_keys import completed, read_words
+from server_app.simulation.processes import interruptible
+from server_app.simulation.superlink import POLL, FlowerRun, default_workers
+from task.config.parsing import parse
+from task.message import Scalar
 
 SERVER, WORKERS = "flwr-simulation", "ray::ClientAppActor"  # the former has the ServerApp too
 WARM = 20  # rounds of a task after which memory must be flat

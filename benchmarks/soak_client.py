@@ -10,7 +10,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from client_app import app as honest
-from client_app.wire import from_records
+from client_app.flower_records import from_records
 
 SHARE = "FCIL_SOAK_FAILURES"  # environment variable of the whole soak
 

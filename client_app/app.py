@@ -5,8 +5,8 @@ import logging
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from client_app.wire import from_records, to_records
-from task.packet import Kind, Packet
+from client_app.flower_records import from_records, to_records
+from task.message import Kind, Packet
 
 log = logging.getLogger(__name__)
 

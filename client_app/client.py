@@ -9,25 +9,27 @@ import numpy as np
 import torch
 
 from client_app.node import Node, client_name, own_data_dir, partition_id, state_dir, stream_of
-from client_app.objective import LocalData
+from client_app.objectives.base import LocalData
 from client_app.training import DivergedError, train_locally
-from task.backbones import load_backbone
-from task.config import Config, ConfigError, at_node, parse
-from task.data import default_augmentation
-from task.device import resolve_device
-from task.evaluation import confusion_counts
-from task.holdings import open_holdings, recall, take_stock
-from task.images import UnreadableImage
-from task.lessons import Lesson, ever_held, lesson_of, own_lesson
+from task.config.parsing import at_node, parse
+from task.config.schema import Config
+from task.data.images import UnreadableImage
+from task.data.load import default_augmentation
+from task.data.node_images import open_holdings, recall, take_stock
+from task.keys import ConfigError
+from task.message import Arrays, Kind, Packet
 from task.methods import load_half
-from task.model import Model, build_model, to_arrays
-from task.packet import Arrays, Kind, Packet
-from task.plan import Plan
-from task.privacy import Guard
-from task.seeding import torch_rng
-from task.statistics import Sample
-from task.versions import code_sha256, package_version
-from task.world import World, build_world, image_size
+from task.models.device import resolve_device
+from task.models.evaluation import confusion_counts
+from task.models.load import load_backbone
+from task.models.model import Model, build_model, to_arrays
+from task.prototypes.noise import Guard
+from task.prototypes.statistics import Sample
+from task.scenario.client_data import Lesson, ever_held, lesson_of, own_lesson
+from task.scenario.scenario import World, build_world, image_size
+from task.scenario.task_plan import Plan
+from task.utils.seeding import torch_rng
+from task.utils.versions import code_sha256, package_version
 
 log = logging.getLogger(__name__)
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from task.config import Config, ConfigError
-from task.images import class_folders
-from task.packet import Scalar
+from task.config.schema import Config
+from task.data.image_folders import class_folders
+from task.keys import ConfigError
+from task.message import Scalar
 
 
 @dataclass(frozen=True)

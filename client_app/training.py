@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from client_app.objective import LocalData, Objective
-from task.config import Config
-from task.model import Model
-from task.queries import inputs_at, known_query
+from client_app.objectives.base import LocalData, Objective
+from task.config.schema import Config
+from task.models.feature_cache import inputs_at, known_query
+from task.models.model import Model
 
 
 class DivergedError(RuntimeError):

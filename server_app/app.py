@@ -7,9 +7,10 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from server_app.errors import RunError
-from server_app.flower_grid import GridTransport
-from server_app.resume import continued
-from task.config import ConfigError, parse
+from server_app.run_files.resume import continued
+from server_app.transport.flower_grid import GridTransport
+from task.config.parsing import parse
+from task.keys import ConfigError
 
 
 class RunFailed(RuntimeError):
@@ -33,7 +34,7 @@ def main(grid: Grid, context: Context) -> None:
         RunFailed: a bad run config, or a run that could not go on.
     """
     # here and not above: the clients' side of a simulation starts while this thread imports torch
-    from server_app.run import execute
+    from server_app.rounds.run import execute
 
     _log_where_flower_logs()
     try:

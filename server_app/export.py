@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 
 from server_app.errors import ExportError
-from server_app.files import write_model
-from task.atomic import write_atomically
+from server_app.run_files.writers import write_model
 from task.inference import Classifier, Predictor
-from task.model import to_arrays
+from task.models.model import to_arrays
+from task.utils.atomic import write_atomically
 
 OPSET = 18
 

@@ -17,11 +17,12 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from client_app.wire import arrays_of, record_of
-from server_app.flower_grid import GridTransport
-from server_app.run import execute
-from task.config import Config, parse
-from task.packet import Scalar
+from client_app.flower_records import arrays_of, record_of
+from server_app.rounds.run import execute
+from server_app.transport.flower_grid import GridTransport
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.message import Scalar
 
 log = logging.getLogger(__name__)
 

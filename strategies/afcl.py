@@ -7,10 +7,10 @@ from torch import Tensor
 
 from strategies.base import Moment, Strategy, Update
 from strategies.ncm import NEVER
-from task.config import Config
-from task.methods import AFCLOptions
-from task.model import Model
-from task.prototypes import unpack_symmetric
+from task.config.schema import Config
+from task.method_options import AFCLOptions
+from task.models.model import Model
+from task.prototypes.gaussians import unpack_symmetric
 
 
 class AFCL(Strategy):

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from strategies.base import Moment, Strategy, Update
-from strategies.hgp import rebalance, remember
-from task.config import Config
-from task.methods import CCVROptions, HGPOptions
-from task.model import Model
-from task.packet import Arrays
-from task.prototypes import Gaussians, prepare_gaussians
-from task.seeding import torch_rng
+from strategies.rebalancing import rebalance, remember
+from task.config.schema import Config
+from task.message import Arrays
+from task.method_options import CCVROptions, HGPOptions
+from task.models.model import Model
+from task.prototypes.gaussians import Gaussians, prepare_gaussians
+from task.utils.seeding import torch_rng
 
 
 class CCVR(Strategy):

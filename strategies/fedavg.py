@@ -1,8 +1,8 @@
 """Federated averaging, weighted or plain."""
 
 from strategies.base import Strategy, Update
-from task.config import Config
-from task.methods import FedAvgOptions
+from task.config.schema import Config
+from task.method_options import FedAvgOptions
 
 
 class FedAvg(Strategy):

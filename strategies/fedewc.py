@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from strategies.base import Moment, Strategy, Update, WeightedMean
-from task.config import Config
-from task.model import Model
-from task.packet import Arrays
+from strategies.averaging import WeightedMean
+from strategies.base import Moment, Strategy, Update
+from task.config.schema import Config
+from task.message import Arrays
+from task.models.model import Model
 
 
 class FedEWC(Strategy):

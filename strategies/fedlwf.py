@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from strategies.base import Moment, Strategy, Update
-from task.config import Config
-from task.model import Model
-from task.packet import Arrays
+from task.config.schema import Config
+from task.message import Arrays
+from task.models.model import Model
 
 
 class FedLwF(Strategy):

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from strategies.base import Moment, Strategy, Update
-from task.config import Config
-from task.methods import FedProKOptions
-from task.model import Model
-from task.packet import Arrays
-from task.prototypes import merge_means
+from task.config.schema import Config
+from task.message import Arrays
+from task.method_options import FedProKOptions
+from task.models.model import Model
+from task.prototypes.gaussians import merge_means
 
 
 class FedProK(Strategy):

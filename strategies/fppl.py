@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strategies.base import Moment, Strategy, Update
-from task.config import Config
-from task.methods import FPPLOptions
-from task.model import Head, Model
-from task.packet import Arrays
-from task.prototypes import class_means
-from task.seeding import torch_rng
+from task.config.schema import Config
+from task.message import Arrays
+from task.method_options import FPPLOptions
+from task.models.model import Head, Model
+from task.prototypes.gaussians import class_means
+from task.utils.seeding import torch_rng
 
 
 class FPPL(Strategy):

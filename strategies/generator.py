@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.teachers import Gap, Latent, Teachers
-from task.methods import HePCoOptions
+from task.method_options import HePCoOptions
 
 T = TypeVar("T")
 

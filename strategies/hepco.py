@@ -13,13 +13,13 @@ from torch import Tensor
 from strategies.base import Moment, Strategy, Update
 from strategies.generator import Generator, Source, train_generator, until
 from strategies.teachers import FEW, Batches, Filed, Heads, Latent, Pooled, PromptFile, Teachers
-from task.config import Config
-from task.cores import cores
-from task.methods import HePCoOptions
-from task.model import Head, Model
-from task.packet import Arrays
-from task.prompt_decomposed import DecomposedPrompt, cosines
-from task.seeding import torch_rng
+from task.config.schema import Config
+from task.message import Arrays
+from task.method_options import HePCoOptions
+from task.models.model import Head, Model
+from task.prompts.decomposed import DecomposedPrompt, cosines
+from task.utils.cores import cores
+from task.utils.seeding import torch_rng
 
 Batch = Sequence[tuple[Tensor, Tensor]]  # of one step, from each source
 

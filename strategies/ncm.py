@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from strategies.base import Moment, Strategy, Update
-from task.config import Config
-from task.model import Model
-from task.packet import Arrays
-from task.prototypes import merge_means
+from task.config.schema import Config
+from task.message import Arrays
+from task.models.model import Model
+from task.prototypes.gaussians import merge_means
 
 NEVER = -1e30  # bias of a class that nobody has reported
 

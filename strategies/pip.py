@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from strategies.base import Moment, Strategy, Update
-from task.config import Config
-from task.model import Model
-from task.packet import Arrays
-from task.prototypes import fill_singletons
+from task.config.schema import Config
+from task.message import Arrays
+from task.models.model import Model
+from task.prototypes.gaussians import fill_singletons
 
 
 class PIP(Strategy):
@@ -62,7 +62,7 @@ def _merge_reported(updates: Sequence[Update], weights: np.ndarray) -> Arrays:
 def merge_by_class(
     class_ids: np.ndarray, weights: np.ndarray, means: np.ndarray, variances: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """:func:`task.prototypes.merge_diagonal` for all classes at once (PIP eq. 14 and 15).
+    """:func:`task.prototypes.gaussians.merge_diagonal` for all classes at once (PIP eq. 14 and 15).
 
     Args:
         class_ids: int64 [P], one row per client and class.

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from task.packet import Arrays
-from task.prompt_decomposed import cosines
+from task.message import Arrays
+from task.prompts.decomposed import cosines
 
 Gap = Callable[[Tensor, Tensor], Tensor]  # samples [B, D] and their head rows [B] -> [B]
 T = TypeVar("T")

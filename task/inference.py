@@ -11,17 +11,18 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from task.backbone import Backbone
-from task.backbones import build_backbone
-from task.card import MODEL, Card
-from task.config import Config, parse
-from task.device import resolve_device
-from task.images import fitted, read_rgb, rgb
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.data.images import fitted, read_rgb, rgb
 from task.keys import ConfigError
-from task.model import Model, build_model
-from task.packet import Arrays
-from task.queries import BATCH
-from task.transforms import normalise, resize
+from task.message import Arrays
+from task.models.device import resolve_device
+from task.models.feature_cache import BATCH
+from task.models.load import build_backbone
+from task.models.metadata import MODEL, Card
+from task.models.model import Model, build_model
+from task.models.preprocessing import normalise, resize
+from task.models.vit import Backbone
 
 Picture = str | Path | Image.Image | np.ndarray
 

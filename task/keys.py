@@ -7,7 +7,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from task.packet import Scalar
+from task.message import Scalar
 
 AUTO = "auto"  # a key left at this value takes the method's own default
 MOST = {int: 1e9, float: 1e30}  # where nothing else is said: what is larger is a slip, and does not fit everywhere

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from task.packet import Scalar
+from task.message import Scalar
 
 torch.set_num_threads(1)
 
@@ -31,7 +31,7 @@ QUICK: dict[str, dict[str, Scalar]] = {
 def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process draw no pictures, which take longer than all else, unless the test is about them."""
     if not request.node.get_closest_marker("pictures"):
-        monkeypatch.setattr("server_app.run.write_report", lambda folders: [])
+        monkeypatch.setattr("server_app.rounds.run.write_report", lambda folders: [])
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from server_app.launcher import _environment, _parents, end_processes, last_lines
-from task.packet import Scalar
+from server_app.simulation.processes import _parents, end_processes, last_lines
+from server_app.simulation.superlink import _environment
+from task.message import Scalar
 from tests.test_docker import free_port, proxy
 from tests.test_make_keys import make_keys
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from client_app.objective import Objective
+from client_app.objectives.base import Objective
 from strategies.base import Strategy
 from task.keys import key
-from task.methods import Method, Options
-from task.prototypes import merge_means
+from task.method_options import Options
+from task.methods import Method
+from task.prototypes.gaussians import merge_means
 
 
 @dataclass(frozen=True)
@@ -55,4 +56,6 @@ class MeansAsHead(Strategy):
 
 
 here = __name__
-ROW = Method("pulled", ("shared",), f"{here}:Pulled", "task.statistics:Means", f"{here}:MeansAsHead", PulledOptions)
+ROW = Method(
+    "pulled", ("shared",), f"{here}:Pulled", "task.prototypes.statistics:Means", f"{here}:MeansAsHead", PulledOptions
+)

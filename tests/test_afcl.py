@@ -7,17 +7,17 @@ import pytest
 import safetensors.numpy
 import torch
 
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
+from server_app.rounds.run import execute
+from server_app.transport.in_process import InProcessTransport
 from strategies.afcl import AFCL, solve_ridge
 from strategies.base import Moment, Update
-from task.config import parse
-from task.evaluation import extract_features
-from task.methods import AFCLOptions
-from task.model import Head, build_model
-from task.statistics import Gram
-from task.stream import Schedule
-from task.world import build_world
+from task.config.parsing import parse
+from task.method_options import AFCLOptions
+from task.models.evaluation import extract_features
+from task.models.model import Head, build_model
+from task.prototypes.statistics import Gram
+from task.scenario.class_stream import Schedule
+from task.scenario.scenario import build_world
 
 
 def test_ridge_by_hand():

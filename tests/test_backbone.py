@@ -17,11 +17,11 @@ from timm.models import VisionTransformer
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from task import weights as module
-from task.backbone import ViT, digest
-from task.backbones import load_backbone
 from task.keys import ConfigError
-from task.prompts import SharedPrompt
+from task.models import weights as module
+from task.models.load import load_backbone
+from task.models.vit import ViT, digest
+from task.prompts.shared import SharedPrompt
 
 HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 SHAPE = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "num_heads": 3, "num_classes": 0}

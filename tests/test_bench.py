@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from server_app import bench, cli
-from server_app.bench import Bench
-from server_app.files import origin
-from server_app.launcher import Interrupted
-from server_app.places import read_results
-from server_app.suite import Planned, read_suite
-from task.config import ConfigError
+from server_app.bench import runner as bench
+from server_app.bench.runner import Bench
+from server_app.bench.suite import Planned, read_suite
+from server_app.cli import main as cli
+from server_app.run_files.paths import read_results
+from server_app.run_files.writers import origin
+from server_app.simulation.processes import Interrupted
+from task.keys import ConfigError
 from task.methods import METHODS
 from tests.conftest import TINY
 
@@ -322,7 +323,7 @@ def test_what_remains_is_shared_by_jobs(write, quick):
 def test_runs_are_fcil_runs(write, flower, way):
     (run, _) = read_suite(write(common=KEYS | {"augmentation": "none"}), {}).runs
     words = Bench(read_suite(write(), {}), 1, flower, print)._command(run)
-    assert words[:4] == [sys.executable, "-m", "server_app.cli", "run"]
+    assert words[:4] == [sys.executable, "-m", "server_app.cli.main", "run"]
     assert words[4 : 4 + len(way)] == way
     assert {"method=ncm", "augmentation=none", "seed=0", "run-name=seed0"} < set(words[4 + len(way) :])
 
@@ -399,7 +400,7 @@ def lock_is_free(folder):
 
 def start(path):
     return subprocess.Popen(
-        [sys.executable, "-m", "server_app.cli", "bench", str(path)],
+        [sys.executable, "-m", "server_app.cli.main", "bench", str(path)],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from client_app.client import Node, handle
-from server_app.bias import local_distance, response_entropies
-from server_app.files import write_json
+from server_app.rounds.federated_bias import local_distance, response_entropies
+from server_app.run_files.writers import write_json
 from strategies.base import Update
-from task.config import ConfigError, parse
-from task.evaluation import extract_features
+from task.config.parsing import parse
+from task.keys import ConfigError
 from task.metrics import prototype_distance
-from task.model import build_model
-from task.world import build_world
+from task.models.evaluation import extract_features
+from task.models.model import build_model
+from task.scenario.scenario import build_world
 from tests.test_invariants import run, train_message, without_times
 
 

@@ -7,10 +7,10 @@ import torch
 import strategies.ccvr
 from strategies.base import Moment, Update
 from strategies.ccvr import CCVR, merge_by_class
-from task.config import parse
-from task.model import Head
-from task.prototypes import merge_gaussians
-from task.stream import Schedule
+from task.config.parsing import parse
+from task.models.model import Head
+from task.prototypes.gaussians import merge_gaussians
+from task.scenario.class_stream import Schedule
 
 D = 5
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0

@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from client_app.fed_cprompt import FedCPrompt, contrast
-from client_app.objective import Objective
-from task.config import ConfigError, parse
-from task.packet import Packet
-from task.prompt_coda import CodaPrompt, orthogonality
-from task.queries import Inputs
+from client_app.objectives.base import Objective
+from client_app.objectives.fed_cprompt import FedCPrompt, contrast
+from task.config.parsing import parse
+from task.keys import ConfigError
+from task.message import Packet
+from task.models.feature_cache import Inputs
+from task.prompts.coda import CodaPrompt, orthogonality
 
 J, M, T, L, D, B = 2, 3, 4, 2, 16, 5  # blocks, components of a task, tasks, vectors, dimension, images
 BLOCKS = (0, 3)

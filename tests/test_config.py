@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from task.config import ConfigError, defaults, known_keys, parse, parse_text
-from task.keys import AUTO
+from task.config.parsing import parse, parse_text
+from task.config.schema import defaults, known_keys
+from task.keys import AUTO, ConfigError
 
 ROOT = Path(__file__).parent.parent
 

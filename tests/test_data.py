@@ -7,9 +7,11 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from task.config import ConfigError, parse
-from task.data import held_out, load_dataset, with_validation
-from task.world import build_world
+from task.config.parsing import parse
+from task.data.load import load_dataset
+from task.data.splits import held_out, with_validation
+from task.keys import ConfigError
+from task.scenario.scenario import build_world
 
 
 def write_npz(path: Path, **changes: np.ndarray | None) -> str:

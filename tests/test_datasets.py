@@ -14,10 +14,12 @@ import pytest
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from task import config, images
-from task.data import load_dataset
-from task.datasets import DOMAINS, SOURCES, Source, read
-from task.images import Dataset, ImageFiles
+from task.config import schema as config
+from task.data import images
+from task.data.images import Dataset, ImageFiles
+from task.data.load import load_dataset, read
+from task.data.published import DOMAINS
+from task.data.registry import SOURCES, Source
 from task.keys import ConfigError
 
 NUMBERS = ["n01443537", "n02012849", "n03126707"]  # goldfish, and two that WordNet both calls crane

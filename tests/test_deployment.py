@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
-from task.config import parse
-from task.packet import Scalar
+from server_app.rounds.run import execute
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.message import Scalar
 from tests.conftest import TINY
 from tests.deployment import PATIENCE, Deployment, Process, run_config
 from tests.test_flower_glue import comparable

@@ -20,7 +20,7 @@ import yaml
 from flwr.common.config import parse_config_args
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
-from task.config import OF_THE_NODE
+from task.config.schema import OF_THE_NODE
 from tests.test_make_keys import make_keys
 
 FOLDER = Path(__file__).parents[1] / "docker"

@@ -11,10 +11,13 @@ import pytest
 from packaging.requirements import Requirement
 from PIL import Image
 
-from server_app import cli, doctor, trial
-from server_app.doctor import OPTIONAL, Finding, examine
-from task.config import parse
-from task.data import load_dataset
+from server_app.cli import main as cli
+from server_app.doctor import dry_run as trial
+from server_app.doctor import machine as doctor
+from server_app.doctor.finding import Finding
+from server_app.doctor.machine import OPTIONAL, examine
+from task.config.parsing import parse
+from task.data.load import load_dataset
 from task.methods import METHODS
 from tests.conftest import QUICK
 from tests.test_in_process import ABSENT, BLOCK
@@ -47,11 +50,11 @@ def test_a_machine_that_can(capsys: pytest.CaptureFixture) -> None:
 
 def test_without_flower_a_run_in_process_is_possible() -> None:
     block = BLOCK.replace(
-        "from server_app.cli",
+        "from server_app.cli.main",
         "import importlib.metadata as metadata\n"
         "version = metadata.version\n"
         f"metadata.version = lambda name: version('absent' if name in {ABSENT!r} else name)\n"
-        "from server_app.cli",
+        "from server_app.cli.main",
     )
     command = [sys.executable, "-c", block, "doctor", *TINY]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)

@@ -11,16 +11,18 @@ import safetensors.torch
 import torch
 from timm.models import VisionTransformer
 
-from server_app import cli
+from server_app.cli import main as cli
 from server_app.export import write_onnx, write_self_contained
-from server_app.files import write_model
-from task.backbone import ViT
-from task.card import MODEL, Card
-from task.config import Config, parse
+from server_app.run_files.writers import write_model
+from task.config.parsing import parse
+from task.config.schema import Config
 from task.inference import Classifier, ModelError, Predictor, load_predictor
-from task.methods import PROMPTS, load_half
-from task.model import Model, build_model
-from task.weights import build_vit
+from task.methods import load_half
+from task.models.metadata import MODEL, Card
+from task.models.model import Model, build_model
+from task.models.vit import ViT
+from task.models.weights import build_vit
+from task.prompts.kinds import PROMPTS
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), np.uint8)
 

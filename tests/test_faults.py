@@ -14,12 +14,13 @@ import pytest
 import safetensors.numpy
 
 from server_app.errors import RunError
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
+from server_app.rounds.run import execute
+from server_app.transport.in_process import InProcessTransport
 from strategies.base import Moment, Update
-from task.config import ConfigError, parse
-from task.model import Model
-from task.packet import Kind, Packet
+from task.config.parsing import parse
+from task.keys import ConfigError
+from task.message import Kind, Packet
+from task.models.model import Model
 from tests.conftest import TINY
 
 Change = Callable[[Packet], object]
@@ -392,7 +393,7 @@ def test_a_killed_run_leaves_whole_files_up_to_its_last_round(tiny: dict) -> Non
     assert len(results["rounds"]) >= 2
     assert results["accuracy_matrix"][0] == [None, None]
     assert model_of(tiny)["head.weight"].shape == (6, 112)
-    from server_app.report import write_report
+    from server_app.report.write import write_report
 
     write_report([folder])
     assert "running" in (folder / "report.html").read_text()

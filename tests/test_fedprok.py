@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.fedprok import FedProKObjective, nearest_class
-from client_app.objective import LocalData, Objective
+from client_app.objectives.base import LocalData, Objective
+from client_app.objectives.fedprok import FedProKObjective, nearest_class
 from strategies.base import Moment, Update
 from strategies.fedprok import FedProK, fuse
-from task.config import parse
-from task.evaluation import extract_features
-from task.model import build_model
-from task.packet import Packet
-from task.queries import Inputs
-from task.stream import Schedule
-from task.transforms import prepare
-from task.world import build_world
+from task.config.parsing import parse
+from task.message import Packet
+from task.models.evaluation import extract_features
+from task.models.feature_cache import Inputs
+from task.models.model import build_model
+from task.models.preprocessing import prepare
+from task.scenario.class_stream import Schedule
+from task.scenario.scenario import build_world
 
 D = 4
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.fedprox import FedProxObjective
-from client_app.objective import LocalData, Objective
-from task.config import parse
-from task.model import build_model
-from task.packet import Packet
-from task.queries import Inputs
+from client_app.objectives.base import LocalData, Objective
+from client_app.objectives.fedprox import FedProxObjective
+from task.config.parsing import parse
+from task.message import Packet
+from task.models.feature_cache import Inputs
+from task.models.model import build_model
 
 
 def test_proximal_term_and_gradient_by_hand(tiny):

@@ -36,18 +36,22 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import client_app.client
 from client_app.app import app as client
-from client_app.plain import detached
-from client_app.wire import from_records, to_records
-from server_app import cli, flower_grid, launcher, places
+from client_app.flower_records import from_records, to_records
 from server_app.app import RunFailed
 from server_app.app import app as server
-from server_app.flower_grid import GridTransport, readable_reason, serialised_bytes
+from server_app.cli import main as cli
 from server_app.flower_strategy import HGP, FCILStrategy, FedAvg
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
-from server_app.transport import Reply, in_order
-from task.config import ConfigError, defaults, parse
-from task.packet import Packet
+from server_app.rounds.run import execute
+from server_app.run_files import paths as places
+from server_app.simulation import superlink as launcher
+from server_app.transport import flower_grid
+from server_app.transport.base import Reply, in_order
+from server_app.transport.flower_grid import GridTransport, readable_reason, serialised_bytes
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.config.schema import defaults
+from task.keys import ConfigError
+from task.message import Packet, detached
 from tests.conftest import TINY
 
 TWO = TINY | {"num-clients": 2}
@@ -876,7 +880,7 @@ def test_without_flower_the_message_names_the_way_out(tmp_path, capsys, monkeypa
     monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["run", f"output-dir={tmp_path}"]) == 1
     assert "--in-process" in capsys.readouterr().err
-    imported = "import server_app.cli, sys; sys.exit(any(m in sys.modules for m in ('flwr', 'ray', 'torch')))"
+    imported = "import server_app.cli.main, sys; sys.exit(any(m in sys.modules for m in ('flwr', 'ray', 'torch')))"
     assert subprocess.run([sys.executable, "-c", imported], cwd=ROOT, check=False).returncode == 0
 
 
@@ -970,7 +974,7 @@ class Fcil:
         self.directory = tmp_path / "run"
         given = {**TWO, "output-dir": tmp_path, "run-name": "run"} | dict(word.split("=") for word in words)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "server_app.cli", "run", *(f"{k}={v}" for k, v in given.items())],
+            [sys.executable, "-m", "server_app.cli.main", "run", *(f"{k}={v}" for k, v in given.items())],
             cwd=ROOT,
             env={**os.environ, name: value, "TMPDIR": str(temporary)},
             stdout=subprocess.PIPE,

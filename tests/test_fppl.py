@@ -4,17 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from client_app.fppl import FPPLObjective, unified_loss
-from client_app.objective import LocalData, Objective
+from client_app.objectives.base import LocalData, Objective
+from client_app.objectives.fppl import FPPLObjective, unified_loss
 from strategies.base import Moment, Update
 from strategies.fppl import FPPL, debias
-from task.config import parse
-from task.methods import FPPLOptions
-from task.model import Head, build_model
-from task.packet import Packet
-from task.prompt_fused import FusedPrompt
-from task.queries import Inputs
-from task.stream import Schedule
+from task.config.parsing import parse
+from task.message import Packet
+from task.method_options import FPPLOptions
+from task.models.feature_cache import Inputs
+from task.models.model import Head, build_model
+from task.prompts.fused import FusedPrompt
+from task.scenario.class_stream import Schedule
 
 D = 6
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0

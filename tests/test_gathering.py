@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server_app.gathering import Gathering
-from server_app.in_process import InProcessTransport
-from server_app.results import RoundReport
-from server_app.run import Run, execute
-from server_app.transport import Reply
+from server_app.rounds.aggregation import Gathering
+from server_app.rounds.run import Run, execute
+from server_app.run_files.results import RoundReport
+from server_app.transport.base import Reply
+from server_app.transport.in_process import InProcessTransport
 from strategies.base import Moment, Update
-from task.config import parse
-from task.packet import Kind, Packet
+from task.config.parsing import parse
+from task.message import Kind, Packet
 from tests.conftest import QUICK
 from tests.test_invariants import without_times
 

@@ -16,12 +16,12 @@ from strategies.base import Moment, Update
 from strategies.generator import Generator, Source, generator_loss, train_generator
 from strategies.hepco import HePCo, class_counts, distil, distil_blocks, prompt_gradients, side_by_side
 from strategies.teachers import Filed, Heads, Latent, Pooled, PromptFile, PromptGap
-from task.config import parse
-from task.methods import HePCoOptions
-from task.model import Head, build_model
-from task.prompt_decomposed import DecomposedPrompt
-from task.statistics import Counts
-from task.stream import Schedule
+from task.config.parsing import parse
+from task.method_options import HePCoOptions
+from task.models.model import Head, build_model
+from task.prompts.decomposed import DecomposedPrompt
+from task.prototypes.statistics import Counts
+from task.scenario.class_stream import Schedule
 from tests.conftest import QUICK
 
 J, N, L, D, S, C, B = 2, 4, 3, 5, 6, 3, 7  # blocks, pool, vectors, dimension, head rows, clients, samples

@@ -9,17 +9,19 @@ import pytest
 import torch
 from timm.models import VisionTransformer
 
-from strategies.base import Moment, Strategy, Update, WeightedMean
+from strategies.averaging import WeightedMean
+from strategies.base import Moment, Strategy, Update
 from strategies.fedavg import FedAvg
-from strategies.hgp import HGP, mixture_weights, rebalance, remember, temper
-from task.backbone import ViT
-from task.config import parse
-from task.methods import HGPOptions
-from task.model import Head, Model
-from task.packet import Arrays
-from task.prompts import Prompt
-from task.prototypes import Gaussians
-from task.stream import Schedule
+from strategies.hgp import HGP
+from strategies.rebalancing import mixture_weights, rebalance, remember, temper
+from task.config.parsing import parse
+from task.message import Arrays
+from task.method_options import HGPOptions
+from task.models.model import Head, Model
+from task.models.vit import ViT
+from task.prompts.base import Prompt
+from task.prototypes.gaussians import Gaussians
+from task.scenario.class_stream import Schedule
 
 D = 8
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0

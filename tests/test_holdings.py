@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from server_app.agreement import misspelt
-from task.config import ConfigError, parse
-from task.holdings import open_holdings, recall, take_stock
-from task.images import UnreadableImage, chosen_by_digest, decode
-from task.plan import Plan, first_plan
-from task.stream import class_order
-from task.world import build_world
+from server_app.clients.class_names import misspelt
+from task.config.parsing import parse
+from task.data.images import UnreadableImage, decode
+from task.data.node_images import open_holdings, recall, take_stock
+from task.data.splits import chosen_by_digest
+from task.keys import ConfigError
+from task.scenario.class_stream import class_order
+from task.scenario.scenario import build_world
+from task.scenario.task_plan import Plan, first_plan
 
 
 def paint(folder: Path, count: int, first: int = 0, shade: int = 128) -> None:
@@ -278,7 +280,7 @@ def test_what_is_lost_is_left_out_and_nothing_new_enters(
     assert set(after.readable) == set(first.readable) - {"dog/001.png"}
     assert set(after.held_out) == set(first.held_out) - {"dog/001.png"}
     sick = str(data / "dog" / "002.png")  # a disk error leaves size and time as they were
-    monkeypatch.setattr("task.holdings._problem", lambda path: "sick" if str(path) == sick else "")
+    monkeypatch.setattr("task.data.node_images._problem", lambda path: "sick" if str(path) == sick else "")
     assert set(after.readable) - set(take_stock(str(data), state, 0.1, known=after).readable) == {"dog/002.png"}
 
 
@@ -300,7 +302,7 @@ def test_unreadable_files_are_named_and_skipped_up_to_a_share(
 def test_only_new_and_changed_files_are_read(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     take_stock(str(data), tmp_path / "state", 0.0)
     read: list[str] = []
-    monkeypatch.setattr("task.holdings._problem", lambda path: read.append(path.name) or "")
+    monkeypatch.setattr("task.data.node_images._problem", lambda path: read.append(path.name) or "")
     paint(data / "dog", 1, first=99)
     take_stock(str(data), tmp_path / "state", 0.0)
     assert read == ["099.png"]

@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from server_app.errors import RunError
-from server_app.gathering import Gathering
-from server_app.in_process import InProcessTransport
-from server_app.results import RoundReport
-from server_app.run import Run
-from server_app.transport import Reply
+from server_app.rounds.aggregation import Gathering
+from server_app.rounds.run import Run
+from server_app.run_files.results import RoundReport
+from server_app.transport.base import Reply
+from server_app.transport.in_process import InProcessTransport
 from strategies.afcl import solve_ridge
 from strategies.base import Moment, Update
-from task.config import parse
+from task.config.parsing import parse
+from task.message import Arrays, Kind, Packet
 from task.methods import METHODS
-from task.packet import Arrays, Kind, Packet
-from task.prototypes import cholesky, cholesky_fails, pack_symmetric, unpack_symmetric
+from task.prototypes.gaussians import cholesky, cholesky_fails, pack_symmetric, unpack_symmetric
 from tests.conftest import QUICK, TINY
 
 # whatever an accepted reply sets off must be quick: it happens hundreds of times

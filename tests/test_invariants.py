@@ -12,16 +12,17 @@ import safetensors.numpy
 import torch
 
 from client_app.client import Node, handle
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
-from task.backbone import digest
-from task.backbones import load_backbone
-from task.config import Config, parse
-from task.evaluation import extract_features
+from server_app.rounds.run import execute
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.message import Packet, Scalar
 from task.methods import METHODS
-from task.model import build_model
-from task.packet import Packet, Scalar
-from task.world import build_world
+from task.models.evaluation import extract_features
+from task.models.load import load_backbone
+from task.models.model import build_model
+from task.models.vit import digest
+from task.scenario.scenario import build_world
 from tests.conftest import TINY
 
 # every prompt with fedavg, every method with its first: the cost of all pairs would buy little

@@ -8,11 +8,11 @@ import pytest
 import torch
 from scipy import ndimage
 
-from server_app import cli
-from server_app.inversion import invert, lifted, ssim, total_variation
-from task.config import parse
-from task.model import build_model
-from task.seeding import torch_rng
+from server_app.cli import main as cli
+from server_app.privacy.inversion import invert, lifted, ssim, total_variation
+from task.config.parsing import parse
+from task.models.model import build_model
+from task.utils.seeding import torch_rng
 from tests.test_faults import run
 
 

@@ -9,19 +9,21 @@ import pytest
 import safetensors.numpy
 
 from client_app.client import Node, handle
-from client_app.objective import LocalData, Objective
+from client_app.objectives.base import LocalData, Objective
 from client_app.training import train_locally
-from server_app.report import load_run, write_report
-from task import lessons
-from task.config import Config, ConfigError, parse
-from task.evaluation import extract_features
-from task.lessons import ever_held, learnable, lesson_of
+from server_app.report.write import load_run, write_report
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.keys import ConfigError
+from task.message import Kind, Packet
 from task.methods import METHODS
-from task.model import build_model
-from task.packet import Kind, Packet
-from task.partition import partition
-from task.seeding import torch_rng
-from task.world import build_world
+from task.models.evaluation import extract_features
+from task.models.model import build_model
+from task.scenario import client_data as lessons
+from task.scenario.client_data import ever_held, learnable, lesson_of
+from task.scenario.partition import partition
+from task.scenario.scenario import build_world
+from task.utils.seeding import torch_rng
 from tests.test_invariants import run
 
 STATELESS = {"partition": "split-ratio", "num-clients": 4, "rounds-per-task": 3, "imbalance-ratio": 0.5}

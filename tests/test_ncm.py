@@ -9,11 +9,11 @@ from timm.models import VisionTransformer
 
 from strategies.base import Moment, Update
 from strategies.ncm import NearestMean
-from task.backbone import ViT
-from task.config import parse
-from task.model import Model
-from task.prompts import Prompt
-from task.stream import Schedule
+from task.config.parsing import parse
+from task.models.model import Model
+from task.models.vit import ViT
+from task.prompts.base import Prompt
+from task.scenario.class_stream import Schedule
 
 D = 8
 SCHEDULE = Schedule([[7, 2], [5, 0, 3]], 2)

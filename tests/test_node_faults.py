@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
-from server_app.transport import Reply
-from task.config import parse
-from task.packet import Kind, Packet, Scalar
+from server_app.rounds.run import execute
+from server_app.transport.base import Reply
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.message import Kind, Packet, Scalar
 from tests.conftest import TINY
 from tests.deployment import Deployment, Network, rounds_in, send, until
 from tests.test_flower_glue import comparable

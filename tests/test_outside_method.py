@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import tests.outside_method
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
-from task.config import ConfigError, parse, parse_text
+from server_app.rounds.run import execute
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse, parse_text
+from task.keys import ConfigError
 from task.methods import METHODS
 
 NAME = "tests.outside_method:ROW"

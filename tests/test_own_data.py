@@ -10,20 +10,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import server_app.run
+import server_app.rounds.run
 from client_app.client import _HANDLERS, handle
 from client_app.node import Node, own_data_dir, state_dir
-from server_app.cli import main
+from server_app.cli.main import main
 from server_app.errors import RunError
-from server_app.in_process import InProcessTransport
-from server_app.resume import continued
-from server_app.run import execute
-from server_app.transport import Reply
-from task.config import Config, ConfigError, parse
-from task.data import load_dataset
-from task.images import UnreadableImage
+from server_app.rounds.run import execute
+from server_app.run_files.resume import continued
+from server_app.transport.base import Reply
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.data.images import UnreadableImage
+from task.data.load import load_dataset
 from task.inference import load_predictor
-from task.packet import Kind, Packet
+from task.keys import ConfigError
+from task.message import Kind, Packet
 from tests.test_holdings import paint
 from tests.test_invariants import without_times
 from tests.test_resume import PowerCutError
@@ -388,10 +390,10 @@ def test_the_run_waits_for_classes_to_appear(
         if len(slept) == 2:
             store(nodes / "west", 5, patterns[5])
 
-    monkeypatch.setattr(server_app.run.time, "sleep", sleep)
+    monkeypatch.setattr(server_app.rounds.run.time, "sleep", sleep)
     results = run(appearing(own) | {"class-wait": 3600.0, "num-tasks": 2})
     assert results["tasks"] == [[0, 1, 2, 3], [4]]
-    assert slept == [server_app.run.POLL] * 2
+    assert slept == [server_app.rounds.run.POLL] * 2
 
 
 def test_an_open_ended_run_is_resumed_with_the_classes_it_had(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from task.partition import PARTITIONS, consensus_sizes, consensus_tasks, partition
-from task.stream import class_order, split_tasks
+from task.scenario.class_stream import class_order, split_tasks
+from task.scenario.partition import PARTITIONS, consensus_sizes, consensus_tasks, partition
 
 PARAMETERS = {
     "iid": {},

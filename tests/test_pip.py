@@ -7,23 +7,24 @@ import pytest
 import torch
 from timm.models import VisionTransformer
 
-from client_app import pip as client_half
 from client_app.client import Node, handle
-from client_app.objective import LocalData
-from client_app.pip import InjectedPrototypes, choose_copies, inject
-from strategies.base import Moment, Update, WeightedMean
+from client_app.objectives import pip as client_half
+from client_app.objectives.base import LocalData
+from client_app.objectives.pip import InjectedPrototypes, choose_copies, inject
+from strategies.averaging import WeightedMean
+from strategies.base import Moment, Update
 from strategies.pip import PIP, merge_by_class
-from task.backbone import ViT
-from task.config import parse
-from task.methods import Options
-from task.model import Model, build_model
-from task.packet import Packet
-from task.prompts import Prompt
-from task.prototypes import merge_diagonal
-from task.queries import Inputs
-from task.statistics import Variances
-from task.stream import Schedule
-from task.world import build_world
+from task.config.parsing import parse
+from task.message import Packet
+from task.method_options import Options
+from task.models.feature_cache import Inputs
+from task.models.model import Model, build_model
+from task.models.vit import ViT
+from task.prompts.base import Prompt
+from task.prototypes.gaussians import merge_diagonal
+from task.prototypes.statistics import Variances
+from task.scenario.class_stream import Schedule
+from task.scenario.scenario import build_world
 
 D = 8
 SCHEDULE = Schedule([[7, 2, 4], [5, 0]], 3)

@@ -9,18 +9,18 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from server_app import cli
-from server_app.files import write_model
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
-from task.card import MODEL, Card
-from task.config import parse
-from task.images import decode
+from server_app.cli import main as cli
+from server_app.rounds.run import execute
+from server_app.run_files.writers import write_model
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.data.images import decode
 from task.inference import ModelError, Predictor, load_predictor
-from task.model import build_model
-from task.transforms import prepare
-from task.weights import build_vit
-from task.world import build_world
+from task.models.metadata import MODEL, Card
+from task.models.model import build_model
+from task.models.preprocessing import prepare
+from task.models.weights import build_vit
+from task.scenario.scenario import build_world
 
 # prompt chosen by the image, trained backbone, and a head on random features
 KINDS = {

@@ -9,12 +9,14 @@ import timm
 import yaml
 from flwr.common.config import parse_config_args
 
-from server_app import cli
-from server_app.settings import read_words
-from task.config import Config, ConfigError, parse
-from task.datasets import SOURCES
+from server_app.cli import main as cli
+from server_app.run_keys import read_words
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.data.registry import SOURCES
+from task.keys import ConfigError
+from task.message import Scalar
 from task.methods import FROM_SCRATCH
-from task.packet import Scalar
 
 ROOT = Path(__file__).parents[1]
 PRESETS = {path.stem: path for path in (ROOT / "presets").iterdir()}

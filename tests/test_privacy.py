@@ -10,20 +10,22 @@ import torch
 from scipy import optimize, stats
 
 from client_app.client import Node, handle
-from server_app.flower_accountant import epsilon
-from server_app.privacy import charged, note_asked, open_account, releases_per_message, require_asked
-from server_app.results import RoundReport
-from task.config import Config, ConfigError, parse
-from task.evaluation import extract_features
-from task.lessons import lesson_of
+from server_app.privacy.account import charged, note_asked, open_account, releases_per_message, require_asked
+from server_app.privacy.accountant import epsilon
+from server_app.run_files.results import RoundReport
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.keys import ConfigError
+from task.message import Packet
 from task.methods import METHODS
-from task.model import build_model
-from task.packet import Packet
-from task.privacy import Guard, nearest_semi_definite, system_normal
-from task.prototypes import cholesky_fails, gaussian_statistics, pack_symmetric, unpack_symmetric
-from task.seeding import numpy_rng
-from task.statistics import Gaussians, Gram, Means, Variances
-from task.world import build_world
+from task.models.evaluation import extract_features
+from task.models.model import build_model
+from task.prototypes.gaussians import cholesky_fails, gaussian_statistics, pack_symmetric, unpack_symmetric
+from task.prototypes.noise import Guard, nearest_semi_definite, system_normal
+from task.prototypes.statistics import Gaussians, Gram, Means, Variances
+from task.scenario.client_data import lesson_of
+from task.scenario.scenario import build_world
+from task.utils.seeding import numpy_rng
 from tests.test_faults import model_of, run
 from tests.test_invariants import train_message, without_times
 

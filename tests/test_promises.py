@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from benchmarks.probe import probe
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
-from task.backbone import ViT
-from task.config import parse
-from task.images import Dataset
-from task.model import build_model
-from task.weights import BUNDLED, build_vit
+from server_app.rounds.run import execute
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.data.images import Dataset
+from task.models.model import build_model
+from task.models.vit import ViT
+from task.models.weights import BUNDLED, build_vit
 
 
 def test_one_backbone_and_one_copy_of_the_data_serve_all_clients(tiny: dict) -> None:

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from client_app.client import Node, handle
-from task.config import ConfigError, parse
-from task.model import build_model
-from task.prompt_dualprompt import DualPrompt
-from task.prompt_l2p import L2P
-from task.world import build_world
+from task.config.parsing import parse
+from task.keys import ConfigError
+from task.models.model import build_model
+from task.prompts.dualprompt import DualPrompt
+from task.prompts.l2p import L2P
+from task.scenario.scenario import build_world
 from tests.test_invariants import train_message
 
 D = 16

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from task.methods import HGPOptions
-from task.prototypes import (
+from task.method_options import HGPOptions
+from task.prototypes.gaussians import (
     Gaussians,
     cholesky,
     cholesky_fails,

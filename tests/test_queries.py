@@ -10,17 +10,17 @@ import torch
 from timm.models import VisionTransformer
 
 from client_app.client import Node, handle
-from server_app.in_process import InProcessTransport
-from server_app.run import execute
-from task import queries
-from task.backbone import ViT
-from task.config import parse
-from task.evaluation import confusion_counts, extract_features
-from task.methods import PROMPTS
-from task.model import Model, build_model
-from task.prompts import Prompt
-from task.queries import QueryCache, known_query
-from task.world import build_world
+from server_app.rounds.run import execute
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.models import feature_cache as queries
+from task.models.evaluation import confusion_counts, extract_features
+from task.models.feature_cache import QueryCache, known_query
+from task.models.model import Model, build_model
+from task.models.vit import ViT
+from task.prompts.base import Prompt
+from task.prompts.kinds import PROMPTS
+from task.scenario.scenario import build_world
 from tests.test_invariants import run, train_message, without_times
 
 

@@ -13,10 +13,10 @@ import timm
 from flwr.common.config import parse_config_args
 from PIL import Image
 
-from server_app import cli
-from server_app.settings import read_words
-from server_app.suite import read_suite
-from task.config import parse
+from server_app.bench.suite import read_suite
+from server_app.cli import main as cli
+from server_app.run_keys import read_words
+from task.config.parsing import parse
 from task.methods import METHODS
 
 ROOT = Path(__file__).parent.parent

@@ -18,19 +18,20 @@ from typing import Any
 import pytest
 import safetensors.numpy
 
-from server_app.cli import main
+from server_app.cli.main import main
+from server_app.clients.hello import wait_for_nodes
 from server_app.errors import RunError
-from server_app.files import append_line, read_lines
-from server_app.in_process import InProcessTransport
-from server_app.members import wait_for_nodes
-from server_app.resume import continued
-from server_app.run import execute
-from server_app.transport import Reply
+from server_app.rounds.run import execute
+from server_app.run_files.resume import continued
+from server_app.run_files.writers import append_line, read_lines
+from server_app.transport.base import Reply
+from server_app.transport.in_process import InProcessTransport
 from strategies.base import Strategy
-from task.atomic import write_atomically
-from task.config import ConfigError, parse
+from task.config.parsing import parse
+from task.keys import ConfigError
+from task.message import Kind, Packet
 from task.methods import METHODS, load_half
-from task.packet import Kind, Packet
+from task.utils.atomic import write_atomically
 from tests.test_invariants import without_times
 
 Values = dict[str, Any]
@@ -115,7 +116,7 @@ SLOW = {"running statistics": pytest.mark.slow}
 def test_a_resumed_run_ends_the_same_whatever_clients_learn(
     world: str, tiny: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server_app.members.SETTLED", 0.0)  # no more nodes will come
+    monkeypatch.setattr("server_app.clients.hello.SETTLED", 0.0)  # no more nodes will come
     rounds, own = WORLDS[world]
     whole, cut = two_runs(tiny, **own)
     run(whole)
@@ -211,7 +212,7 @@ def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys:
     run(whole)
     folder = Path(cut["output-dir"]) / "cut"
     words = [f"{name}={value}" for name, value in cut.items()]
-    command = [sys.executable, "-m", "server_app.cli", "run", "--in-process", *words]
+    command = [sys.executable, "-m", "server_app.cli.main", "run", "--in-process", *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not (folder / "checkpoint").is_dir() or not list((folder / "checkpoint").glob("*.ckpt")):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from task.seeding import numpy_rng, torch_rng
+from task.utils.seeding import numpy_rng, torch_rng
 
 SEEDS = st.integers(0, 2**63 - 1)
 INDICES = st.lists(st.integers(0, 2**70), max_size=3)
@@ -63,7 +63,7 @@ def test_streams_are_pinned():
 
 def test_streams_do_not_depend_on_the_process():
     code = (
-        "from task.seeding import numpy_rng, torch_rng;"
+        "from task.utils.seeding import numpy_rng, torch_rng;"
         "print(numpy_rng(5, 'é', 1).integers(2**62), torch_rng(5, 'é', 1).initial_seed())"
     )
     outputs = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from task.stream import Schedule, class_order, split_tasks, stages
+from task.scenario.class_stream import Schedule, class_order, split_tasks, stages
 
 
 @given(st.integers(1, 300), st.integers(0, 2**63 - 1))

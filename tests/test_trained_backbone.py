@@ -8,23 +8,24 @@ import torch
 import torch.nn.functional as F
 from timm.models import VisionTransformer
 
-from client_app.fedewc import FedEWCObjective
-from client_app.fedlwf import FedLwFObjective, binary_loss
-from client_app.objective import LocalData, Objective
+from client_app.objectives.base import LocalData, Objective
+from client_app.objectives.fedewc import FedEWCObjective
+from client_app.objectives.fedlwf import FedLwFObjective, binary_loss
 from client_app.training import train_locally
 from strategies.base import Moment, Update
 from strategies.fedewc import FedEWC
 from strategies.fedlwf import FedLwF
-from task.backbone import ViT
-from task.config import ConfigError, parse
-from task.model import Model, build_model
-from task.packet import Packet
-from task.privacy import Guard, system_normal
-from task.prompts import Prompt
-from task.queries import Inputs
-from task.resnet import load_resnet18
-from task.statistics import Fisher, Sample, empirical_fisher
-from task.stream import Schedule
+from task.config.parsing import parse
+from task.keys import ConfigError
+from task.message import Packet
+from task.models.feature_cache import Inputs
+from task.models.model import Model, build_model
+from task.models.resnet import load_resnet18
+from task.models.vit import ViT
+from task.prompts.base import Prompt
+from task.prototypes.noise import Guard, system_normal
+from task.prototypes.statistics import Fisher, Sample, empirical_fisher
+from task.scenario.class_stream import Schedule
 
 
 def small_model(classes: tuple[int, ...] = (2, 3)) -> Model:

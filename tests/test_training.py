@@ -9,18 +9,19 @@ from PIL import Image
 from timm.models import VisionTransformer
 from torch import nn
 
-from client_app.objective import LocalData, Objective
+from client_app.objectives.base import LocalData, Objective
 from client_app.training import DivergedError, train_locally
-from task import evaluation
-from task.backbone import ViT
-from task.config import parse
-from task.data import Dataset
-from task.evaluation import confusion_counts, extract_features
-from task.model import Model
-from task.packet import Packet
-from task.prompts import Prompt, SharedPrompt
-from task.queries import Inputs
-from task.transforms import prepare, random_crop, random_flip
+from task.config.parsing import parse
+from task.data.images import Dataset
+from task.message import Packet
+from task.models import evaluation
+from task.models.evaluation import confusion_counts, extract_features
+from task.models.feature_cache import Inputs
+from task.models.model import Model
+from task.models.preprocessing import prepare, random_crop, random_flip
+from task.models.vit import ViT
+from task.prompts.base import Prompt
+from task.prompts.shared import SharedPrompt
 
 
 class Pixels(nn.Module):

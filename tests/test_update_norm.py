@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from server_app.checks import too_far, update_norm
+from server_app.rounds.reply_checks import too_far, update_norm
 from strategies.base import Update
-from task.config import ConfigError, parse
-from task.packet import Arrays, Kind, Packet
+from task.config.parsing import parse
+from task.keys import ConfigError
+from task.message import Arrays, Kind, Packet
 from tests.test_faults import run
 
 SENT: Arrays = {"a": np.float32([1, 1]), "b": np.float32([[2]]), "kept": np.float32([9])}

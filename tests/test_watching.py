@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import server_app.run
-from server_app import cli
-from server_app.in_process import InProcessTransport
-from server_app.results import Results
-from server_app.run import execute
-from task.config import ConfigError, parse
-from task.packet import Kind, Packet
+import server_app.rounds.run
+from server_app.cli import main as cli
+from server_app.rounds.run import execute
+from server_app.run_files.results import Results
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.keys import ConfigError
+from task.message import Kind, Packet
 from tests.test_resume import interrupted
 from tests.test_resume import run as run_resumable
 
@@ -38,7 +39,7 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def test_the_log_says_how_far_the_run_is(tiny: Values, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="server_app.run"):
+    with caplog.at_level(logging.INFO, logger="server_app.rounds.run"):
         run(tiny, broken=lambda node, kind: node == 1 and kind == "train")
     lines = [message.splitlines() for message in caplog.messages if message.startswith("task ")]
     shown = r"task 1/2, round 1/1  3 clients, 1 failed  loss \d\.\d+  accuracy on all seen classes \d+\.\d%  "
@@ -126,7 +127,7 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         seen.append((results["status"], len(results["rounds"])))
         time.sleep(1.0)
 
-    monkeypatch.setattr(server_app.run, "write_report", draw)
+    monkeypatch.setattr(server_app.rounds.run, "write_report", draw)
     return seen
 
 

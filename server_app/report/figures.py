@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from server_app.report.groups import Group, mean_sd
+from server_app.report.compare import Group, mean_sd
 from server_app.report.runs import Run
 from task.metrics import fold, forgetting_by_task
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from server_app.report.groups import NOTE, Group, comparison_table
+from server_app.report.compare import NOTE, Group, comparison_table
 from server_app.report.runs import Run, flat, is_number
 from task.metrics import METRICS
 

@@ -1,0 +1,80 @@
+"""Packets as Flower's records and back, used at both ends of the wire.
+
+The records are named arrays, prototypes, metrics and config; an empty one does not travel.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+
+from task.message import Arrays, Kind, Packet, plain_config, plain_metrics, travelling
+
+MESSAGE_TYPES: dict[Kind, str] = {"hello": "query.hello", "train": "train", "evaluate": "evaluate"}
+
+Encode = Callable[[np.ndarray], Array]
+
+
+def to_records(packet: Packet, encode: Encode = Array.from_numpy_ndarray) -> RecordDict:
+    """New records with the contents of ``packet``.
+
+    Args:
+        packet: of any content, empty ones too.
+        encode: makes Flower's Array from an array in C order.
+
+    Raises:
+        TypeError, ValueError: something in the packet cannot travel; the message names it.
+    """
+    records = RecordDict()
+    if packet.arrays:
+        records["arrays"] = record_of(packet.arrays, encode)
+    if packet.prototypes:
+        records["prototypes"] = record_of(packet.prototypes, encode)
+    if packet.metrics:
+        records["metrics"] = MetricRecord(dict(plain_metrics(packet.metrics)))
+    if packet.config:
+        records["config"] = ConfigRecord(plain_config(packet.config))
+    return records
+
+
+def from_records(records: RecordDict) -> Packet:
+    """The packet in ``records``; missing records are empty, records of other names are ignored.
+
+    Raises:
+        TypeError, ValueError: a record is of the wrong kind, or its bytes are no arrays.
+    """
+    return Packet(
+        arrays=arrays_of(_record(records, "arrays", ArrayRecord)),
+        prototypes=arrays_of(_record(records, "prototypes", ArrayRecord)),
+        metrics=dict(_record(records, "metrics", MetricRecord)),
+        config=dict(_record(records, "config", ConfigRecord)),
+    )
+
+
+def record_of(arrays: Arrays, encode: Encode = Array.from_numpy_ndarray) -> ArrayRecord:
+    """Named arrays of any shape as one of Flower's records; ``encode`` as in :func:`to_records`.
+
+    Raises:
+        TypeError: an array holds neither numbers nor text; the message names it.
+    """
+    record = ArrayRecord()
+    for name, array in arrays.items():
+        record[name] = encode(travelling(name, array))
+    return record
+
+
+def arrays_of(record: ArrayRecord) -> Arrays:
+    """The arrays in a record, as copies that may be written to.
+
+    Raises:
+        ValueError: the bytes are no arrays.
+    """
+    return {name: array.numpy() for name, array in record.items()}
+
+
+def _record(records: RecordDict, name: str, kind: type) -> Any:
+    record = records.get(name, kind())
+    if not isinstance(record, kind):
+        raise TypeError(f"record {name!r} is a {type(record).__name__}, not a {kind.__name__}")
+    return record

@@ -1,0 +1,1 @@
+"""Local objectives: the loss of a local step, one method a file."""

@@ -1,0 +1,53 @@
+"""The local objective; the base of all is cross-entropy over the client's current classes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from task.config.schema import Config
+from task.data.images import Images
+from task.message import Packet
+from task.models.feature_cache import Inputs
+from task.models.model import Model
+
+
+@dataclass(frozen=True)
+class LocalData:
+    """Images of one client and task: N positions in ``images``, and the head row of each, int64 [N]."""
+
+    images: Images
+    positions: np.ndarray
+    rows: np.ndarray
+    augmentation: str
+
+
+class Objective:
+    """Softmax cross-entropy over the logits of the client's current classes only (methods.md section 0).
+
+    Rows of other classes get no gradient. A method overrides the hooks it needs, and takes from the server's packet
+    in ``__init__`` what it needs.
+    """
+
+    def __init__(self, config: Config, packet: Packet) -> None:
+        self.config = config
+
+    def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
+        """Called before each local epoch, counted from 0; ``rng`` is the stream that orders the images."""
+
+    def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss of one step.
+
+        Args:
+            model: the local model.
+            inputs: prepared images [B, 3, H, W], their queries [B, D], or both; ``model`` and ``model.features`` take
+                them as ``*inputs``.
+            rows: int64 [B], the head row of each image's class.
+
+        Returns:
+            scalar loss and logits [B, current classes].
+        """
+        logits = model(*inputs)[:, model.current_rows()]
+        return F.cross_entropy(logits, model.places(rows)) + model.prompt.penalty, logits

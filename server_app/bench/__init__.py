@@ -1,0 +1,1 @@
+"""Suites: many runs from one file, and their table."""

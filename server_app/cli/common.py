@@ -1,0 +1,20 @@
+"""What the commands share: exit codes, error messages, argument types."""
+
+import argparse
+import sys
+
+OK, FAILED, MISTAKE = 0, 1, 2  # exit codes; 128 + the signal's number when one ended the run
+
+
+def positive(text: str) -> int:
+    """A whole number from 1, as a type of argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def complain(message: str, code: int) -> int:
+    """Write a message for people to standard error; returns ``code``."""
+    print(f"fcil: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,32 @@
+"""fcil doctor: whether this machine can do a run, and how fast."""
+
+import argparse
+
+from server_app.cli.common import FAILED, MISTAKE, OK, complain
+from server_app.run_keys import completed, read_words
+from task.config.parsing import parse
+from task.keys import ConfigError
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.description = (
+        "Check versions, device, memory, disk, weights and data, and time a training step of a run with these keys. "
+        "Nothing is written. Exit code 1 if something is a problem, 2 if a key was mistyped."
+    )
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="run keys, as of fcil run")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from server_app.doctor.machine import examine
+
+    try:
+        config = parse(completed(read_words([*args.settings, *args.rest])))
+    except ConfigError as error:
+        return complain(str(error), MISTAKE)
+    code = OK
+    for finding in examine(config):
+        print(finding, flush=True)
+        code = FAILED if finding.level == "problem" else code
+    return code

@@ -1,0 +1,41 @@
+"""fcil export: the model of a run as one file for use elsewhere."""
+
+import argparse
+from pathlib import Path
+
+from server_app.cli.common import FAILED, MISTAKE, OK, complain
+from server_app.errors import ExportError
+from task.keys import ConfigError
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.description = (
+        "Write a model with its frozen backbone, run keys and class names into one file, which fcil predict and "
+        "task.inference.load_predictor read without the run's folder and without a network."
+    )
+    parser.add_argument("model", metavar="RUN_DIR", help="a run's folder, or a file that fcil export wrote")
+    parser.add_argument("out", type=Path, metavar="OUT", help="file to write, such as model.safetensors")
+    parser.add_argument("--onnx", type=Path, metavar="OUT.onnx", help="an ONNX file too: pixels in, probabilities out")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from server_app.export import require_onnx, write_onnx, write_self_contained
+    from task.inference import ModelError, load_predictor
+
+    if args.out.suffix == ".onnx":
+        return complain(f"{args.out} would not be an ONNX file: name OUT.safetensors, and --onnx {args.out}", MISTAKE)
+    try:
+        if args.onnx:
+            require_onnx()  # before anything is written
+        predictor = load_predictor(args.model, "cpu")
+        write_self_contained(predictor, args.out)
+        if args.onnx:
+            write_onnx(predictor, args.onnx)
+    except ConfigError as error:
+        return complain(str(error), MISTAKE)
+    except (ModelError, ExportError, OSError) as error:
+        return complain(str(error), FAILED)
+    print("\n".join(str(path) for path in (args.out, args.onnx) if path))
+    return OK

@@ -1,0 +1,25 @@
+"""fcil report: tables and pictures of one run, or of several compared."""
+
+import argparse
+from pathlib import Path
+
+from server_app.cli.common import FAILED, OK, complain
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.description = "Write tables and pictures from the files of one run, or of several to compare them."
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a results.json")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to; needed for several runs")
+
+
+def command(args: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    from server_app.report.write import PicturesUnavailable, ReportError, write_report
+
+    try:
+        written = write_report(args.runs, args.output)
+    except (ReportError, PicturesUnavailable, OSError) as error:
+        return complain(str(error), FAILED)
+    print("\n".join(str(path) for path in written))
+    return OK

@@ -1,0 +1,136 @@
+"""fcil run: one run, through Flower's simulation or in this process."""
+
+import argparse
+import contextlib
+import logging
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from server_app.cli.common import FAILED, MISTAKE, OK, complain, positive
+from server_app.cli.progress import Progress, summary
+from server_app.errors import LaunchError, RunError
+from server_app.run_files.paths import claim, mark_failed, project_folder, read_results, run_directory
+from server_app.run_files.tensorboard import require_tensorboard
+from server_app.run_keys import completed, read_words
+from server_app.simulation.processes import Interrupted, interruptible, last_lines
+from server_app.simulation.superlink import POLL, FlowerRun, default_workers
+from task.config.parsing import parse
+from task.config.schema import Config, known_keys
+from task.keys import ConfigError, Key
+from task.message import Scalar
+
+log = logging.getLogger(__name__)
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Say what the command takes."""
+    parser.description = (
+        "Run an experiment through Flower's simulation (or without Flower, see --in-process), show its progress, and "
+        "end with exit code 0 if the run finished, 1 if it failed, 2 if a key was mistyped."
+    )
+    parser.epilog = "keys, their defaults and what they mean:\n" + "\n".join(map(_describe_key, known_keys().values()))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "settings",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="run keys such as method=hgp, unquoted; a file of them, such as presets/hgp-cifar100.toml, may come first",
+    )
+    parser.add_argument("--in-process", action="store_true", help="without Flower: one client after another")
+    parser.add_argument("--workers", type=positive, metavar="N", help="clients that train at once (default: by cores)")
+
+
+def _describe_key(key: Key) -> str:
+    choices = f" ({', '.join(key.rule.choices)})" if key.rule.choices else ""
+    return f"  {key.name:<28} {key.default!s:<12} {key.rule.help}{choices}"
+
+
+def command(args: argparse.Namespace) -> int:
+    """Do it; returns the exit code."""
+    try:
+        values = completed(read_words([*args.settings, *args.rest]))
+        config = parse(values)
+        require_tensorboard(config)  # rather than when Flower has started
+        directory = run_directory(config)
+        if directory.exists():  # before what a second process does shows in the run's folder
+            claim(directory).close()
+    except ConfigError as error:
+        return complain(str(error), MISTAKE)
+    values |= {"output-dir": str(directory.parent), "run-name": directory.name}
+    print(f"results go to {directory}", flush=True)
+    progress = Progress(directory)
+    if args.in_process:
+        code = _run_here(values, progress)
+    else:
+        code = _run_with_flower(values, config, progress, args.workers or default_workers(config))
+    if code == OK:
+        print("\n".join(summary(directory)))
+    return code
+
+
+def _run_here(values: dict[str, Scalar], progress: "Progress") -> int:
+    from server_app.rounds.run import execute
+    from server_app.transport.in_process import InProcessTransport
+
+    config = parse(values)
+    try:
+        with interruptible(at_once=True), progress.in_background():
+            execute(config, InProcessTransport(values, config.num_clients))
+    except ConfigError as error:
+        return complain(str(error), MISTAKE)
+    except (RunError, OSError) as error:
+        return complain(f"the run failed: {error}", FAILED)
+    except Interrupted as stop:
+        return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
+    return OK
+
+
+def _run_with_flower(values: dict[str, Scalar], config: Config, progress: "Progress", workers: int) -> int:
+    print(f"starting Flower: {config.num_clients} clients, up to {workers} at a time", flush=True)
+    try:
+        with interruptible() as check, FlowerRun(project_folder(), check) as flower, _kept(flower, progress.directory):
+            progress.log = flower.log
+            flower.submit(values, config.num_clients, workers)
+            while flower.going_on():
+                progress.show()
+                time.sleep(POLL)
+            progress.show()
+            status, details = flower.status()
+    except LaunchError as error:
+        return complain(str(error), FAILED)
+    except Interrupted as stop:
+        mark_failed(progress.directory, f"stopped by {stop}")
+        return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
+    if status == "finished:completed":
+        return OK
+    reason = _reason(progress.directory, status, details)
+    mark_failed(progress.directory, reason)
+    print(_end_of_log(progress.directory), file=sys.stderr)
+    return complain(f"the run failed: {reason}", FAILED)
+
+
+@contextlib.contextmanager
+def _kept(flower: FlowerRun, directory: Path) -> Iterator[None]:
+    """Save the log into the run's folder, however the run ends."""
+    try:
+        yield
+    finally:
+        if flower.log.exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            shutil.copy(flower.log, directory / "flower.log")
+
+
+def _reason(directory: Path, status: str, details: str) -> str:
+    """Why a run failed: in its own words if it could still write them, else in Flower's."""
+    told = details.removeprefix("Simulation failed with exception: ")
+    return str(read_results(directory).get("error") or told or status)
+
+
+def _end_of_log(directory: Path) -> str:
+    """Where the log is, and its end unless that is a message for people, which the reason repeats."""
+    log = directory / "flower.log"
+    end = "" if "server_app.app.RunFailed" in last_lines(log, 1000) else last_lines(log) + "\n"
+    return f"{end}the log is {log}"

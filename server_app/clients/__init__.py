@@ -1,0 +1,1 @@
+"""The clients of a run: the hello round, the registry, sampling, class names."""

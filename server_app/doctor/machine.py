@@ -1,0 +1,94 @@
+"""Whether this machine can do a run, one finding after another, each with what to do; imports nothing heavy itself."""
+
+import importlib.util
+import os
+import platform
+import shutil
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from server_app.doctor.finding import GB, Finding, available_memory
+from server_app.errors import LaunchError
+from server_app.run_files.paths import placed, project_folder
+from task.config.schema import Config
+from task.utils.cores import cores
+from task.utils.versions import package_version
+
+SCARCE_DISK = 1 * GB  # a run's models, checkpoints and pictures take far less
+SCARCE_MEMORY = 2 * GB  # a process with torch, the bundled backbone and its images takes about 1
+# runs in one process do without, and what is lost
+OPTIONAL = {
+    "flwr": "fcil run --in-process works without, simulations and nodes do not",
+    "ray": "fcil run --in-process works without, simulations do not",
+    "matplotlib": "runs work without, but draw no pictures",
+}
+
+
+def examine(config: Config) -> Iterator[Finding]:
+    """What a run with these keys needs, cheap things first; a step that cannot work without an earlier one is left out.
+
+    Nothing is written. Weights that a run would fetch are fetched.
+    """
+    usable = True
+    for finding in (*_packages(), _memory(), _disk(config)):
+        usable &= finding.level != "problem"
+        yield finding
+    if usable:
+        try:
+            from server_app.doctor.dry_run import attempt
+        except (ImportError, OSError) as error:  # there, but broken
+            yield Finding("problem", f"the packages cannot be loaded: {error}", "install them again")
+        else:
+            yield from attempt(config)
+
+
+def _packages() -> Iterator[Finding]:
+    machine = f"{platform.system()} {platform.machine()}"
+    yield Finding("ok", f"python {platform.python_version()}, {machine}, {cores()} cores")
+    if importlib.util.find_spec("packaging") is None:  # which several of the others bring along
+        yield Finding("problem", "packages are missing", "install the project: pip install --editable .")
+        return
+    yield from map(_package, [*_requirements(), "ray"])
+
+
+def _requirements() -> list[str]:
+    """What the project asks for, as in pyproject.toml."""
+    try:
+        return tomllib.loads((project_folder() / "pyproject.toml").read_text())["project"]["dependencies"]
+    except LaunchError:  # installed without its folder
+        return [text for text in metadata.requires("fcil") or [] if "extra ==" not in text]
+
+
+def _package(requirement: str) -> Finding:
+    from packaging.requirements import Requirement
+
+    wanted = Requirement(requirement)
+    found = package_version(wanted.name)
+    if found != "absent" and wanted.specifier.contains(found, prereleases=True):
+        return Finding("ok", f"{wanted.name} {found}")
+    text, install = f"{wanted.name} {found}, expected {requirement}", f"pip install '{requirement}'"
+    if wanted.name in OPTIONAL:
+        return Finding("warning", text, f"{OPTIONAL[wanted.name]}: {install}")
+    return Finding("problem", text, install)
+
+
+def _memory() -> Finding:
+    memory = available_memory()
+    text = f"{memory / GB:.1f} GB of memory available"
+    if memory < SCARCE_MEMORY:
+        return Finding("warning", text, "little for one process: end others, or take a small batch-size")
+    return Finding("ok", text)
+
+
+def _disk(config: Config) -> Finding:
+    folder = placed(Path(config.output_dir))
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    text = f"{free / GB:.1f} GB of disk free for {folder}"
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        return Finding("problem", f"{there} cannot be written", "name another folder with output-dir")
+    if free < SCARCE_DISK:
+        return Finding("warning", text, "make room, or name another folder with output-dir")
+    return Finding("ok", text)

@@ -1,0 +1,1 @@
+"""What noise is worth (epsilon), and an attack on class statistics."""

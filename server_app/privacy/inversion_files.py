@@ -1,0 +1,50 @@
+"""What ``fcil privacy`` prints and leaves in the run's folder."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from server_app.privacy.inversion import Inversion
+from server_app.report.write import PicturesUnavailable
+from task.utils.atomic import write_atomically
+
+NOTE = (
+    "SSIM of the reconstruction and the client's own image that is most like it (1 = the same), and of it and the most "
+    "similar image of the class that other clients have; real: of the client's real images and theirs. P = 1 - SSIM. "
+    "Own above others says that the statistics tell of this client's images; others about as high, of the class alone."
+)
+
+
+def lines(found: Sequence[Inversion]) -> list[str]:
+    """A table, a line for each class below a heading, and what its numbers mean."""
+    rows: list[tuple[str, ...]] = [("class", "images", "distance", "SSIM own", "others", "real", "P")]
+    for one in found:
+        numbers = (one.distance, one.ssim, one.ssim_others, one.ssim_real, 1 - one.ssim)
+        rows.append((one.name, str(one.images), *("-" if x is None else f"{x:.3f}" for x in numbers)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows] + [NOTE]
+
+
+def write_inversions(folder: Path, found: Sequence[Inversion], client: int, target: str) -> list[Path]:
+    """privacy.json and privacy.png; their paths.
+
+    Raises:
+        PicturesUnavailable: matplotlib is not installed; nothing is written.
+        OSError: the folder cannot be written.
+    """
+    try:
+        from server_app.privacy.inversion_figure import inversions_figure
+        from server_app.report.figures import png
+    except ImportError as error:
+        raise PicturesUnavailable("the pictures need matplotlib: pip install 'matplotlib>=3.9'") from error
+    mean = float(np.mean([one.ssim for one in found]))
+    about = f"client {client} · target: class {target} · mean SSIM {mean:.2f}"
+    figure = inversions_figure(found, "What class statistics give away", about)
+    content = {"client": client, "target": target, "ssim": mean, "p": 1 - mean, "note": NOTE}
+    content |= {"classes": [one.figures() for one in found]}
+    files = {"privacy.json": (json.dumps(content, indent=1) + "\n").encode(), "privacy.png": png(figure)}
+    for name, data in files.items():
+        write_atomically(folder / name, data)
+    return [folder / name for name in files]

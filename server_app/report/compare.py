@@ -1,0 +1,128 @@
+"""What several runs say together: those that differ in nothing but the seed are averaged."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from server_app.report.runs import Run, is_number
+from task.config.schema import WAITING, known_keys
+
+# Run keys that change where and how fast a run happens, or its seed, and not the protocol that it measures.
+NOT_PROTOCOL = {*WAITING, "seed", "device", "threads", "output-dir", "run-name", "resume"}
+COMPARED = {
+    "final_average_accuracy": "Final average accuracy, %",
+    "average_incremental_accuracy": "Average incremental accuracy, %",
+    "last_accuracy": "Last accuracy, %",
+    "forgetting": "Forgetting, points",
+}
+COSTS = {  # column of the table: where results.json has it, units in one of what is recorded
+    "kB up per client and round": ("communication", "bytes_up_per_client_round", 1e-3),
+    "kB down per client and round": ("communication", "bytes_down_per_client_round", 1e-3),
+    "Seconds": ("seconds", "total", 1.0),
+}
+NOTE = (
+    "Mean ± sample standard deviation over seeds. Only finished runs enter: one that stopped early has had fewer tasks "
+    "to forget. Traffic is that of all clients in both directions over the whole run, 1 MB = 1,000,000 bytes; "
+    "seconds are those of the whole run."
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but the seed.
+
+    Attributes:
+        setting: what is compared with each other: the data set, and the partition where a suite names several.
+        label: the method, with the keys that tell it from others.
+    """
+
+    setting: str
+    label: str
+    runs: list[Run]
+
+    @property
+    def finished(self) -> list[Run]:
+        """The runs that enter the averages: a run that stopped early has had fewer tasks to forget."""
+        return [run for run in self.runs if run.finished]
+
+    def mean_sd(self, metric: str) -> tuple[float, float]:
+        """Mean and sample standard deviation over the finished runs."""
+        return mean_sd(run.metrics.get(metric, math.nan) for run in self.finished)
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """Accuracy after task i on task j, [T, T], averaged over the finished runs, of which there must be one."""
+        return np.mean([run.matrix for run in self.finished], axis=0)
+
+    @property
+    def megabytes(self) -> tuple[float, float]:
+        """Like ``mean_sd``, of the traffic of the whole run in units of 10^6 bytes."""
+        return mean_sd(run.megabytes for run in self.finished)
+
+    def cost(self, column: str) -> tuple[float, float]:
+        """Like ``mean_sd``, of one of ``COSTS``; NaN where it was not recorded."""
+        part, name, unit = COSTS[column]
+        recorded = [run.results[part].get(name) for run in self.finished]
+        return mean_sd(unit * value for value in recorded if is_number(value))
+
+
+def mean_sd(values: Iterable[float]) -> tuple[float, float]:
+    """Of those values that are not NaN; NaN without a value, or without a second one."""
+    known = [value for value in values if not math.isnan(value)]
+    mean = float(np.mean(known)) if known else math.nan
+    return mean, float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Group by data set, method and every run key of the protocol; the best final average accuracy comes first.
+
+    Within one data set and method, the keys that differ (prompt, partition's parameter) become part of the label.
+    """
+    families: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        families.setdefault((run.results["dataset"], run.results["method"]), []).append(run)
+    groups: dict[tuple[str, str], Group] = {}
+    for (dataset, method), family in families.items():
+        values = {name: {str(run.settings.get(name)) for run in family} for name in known_keys()}
+        differing = [name for name, found in values.items() if len(found) > 1 and name not in NOT_PROTOCOL]
+        for run in family:
+            settings = ", ".join(f"{name} {run.settings.get(name, 'unknown')}" for name in differing)
+            label = f"{method} ({settings})" if settings else method
+            groups.setdefault((dataset, label), Group(dataset, label, [])).runs.append(run)
+    average = "final_average_accuracy"
+    return sorted(groups.values(), key=lambda g: (g.setting, -np.nan_to_num(g.mean_sd(average)[0], nan=-1), g.label))
+
+
+def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, the first three columns text: method, setting, seeds, the metrics, traffic and time."""
+    head = ["Method", "Setting", "Seeds", *COMPARED.values(), "Traffic, MB", *COSTS]
+    return head, [[group.label, group.setting, _seeds(group), *_numbers(group)] for group in groups]
+
+
+def _seeds(group: Group) -> str:
+    seeds = ", ".join(str(run.results.get("seed", "?")) for run in group.finished) or "-"
+    unfinished = len(group.runs) - len(group.finished)
+    return f"{seeds} (and {unfinished} unfinished)" if unfinished else seeds
+
+
+def _numbers(group: Group) -> list[str]:
+    percent = [(100 * mean, 100 * sd) for mean, sd in map(group.mean_sd, COMPARED)]
+    hundredths = [_number(*pair, digits=2) for pair in [*percent, group.megabytes]]
+    return hundredths + [_number(*group.cost(column), digits=1) for column in COSTS]
+
+
+def _number(mean: float, sd: float, digits: int) -> str:
+    if math.isnan(mean):
+        return "-"
+    return f"{mean:.{digits}f}" + ("" if math.isnan(sd) else f" ± {sd:.{digits}f}")
+
+
+def comparison_markdown(groups: Sequence[Group]) -> str:
+    """The table of ``comparison_table`` in Markdown, with its note."""
+    head, rows = comparison_table(groups)
+    escaped = [[re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(cell.split())) for cell in row] for row in rows]
+    lines = [head, ["---"] * 3 + ["---:"] * (len(head) - 3), *escaped]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{NOTE}\n"

@@ -1,0 +1,215 @@
+"""What a run has measured so far, in the form of results.json."""
+
+import math
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from server_app.run_files.writers import append_line, keep_lines, write_json
+from task.config.schema import Config
+from task.metrics import per_class_accuracy, summarize
+from task.scenario.partition import consensus_sizes
+from task.scenario.scenario import World
+from task.utils.versions import versions
+
+SCHEMA = 1
+
+
+@dataclass
+class RoundReport:
+    """One finished round; task and round count from 1."""
+
+    task: int
+    round: int
+    participants: list[str]
+    failures: list[dict[str, str]] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+    train_loss: float | None = None
+    train_accuracy: float | None = None
+    server: dict[str, float] = field(default_factory=dict)
+    dropped: bool = False  # the new model was not finite or absurdly large, so the one before was kept
+    bytes_up: int = 0
+    bytes_down: int = 0
+    seconds: float = 0.0
+
+    @property
+    def fruitless(self) -> bool:
+        """Whether nobody's training came through though somebody had data."""
+        return bool(self.failures) and len(self.failures) + len(self.idle) == len(self.participants)
+
+
+class Results:
+    """Collects and writes; ``directory`` gets results.json after every round and rounds.jsonl line by line."""
+
+    def __init__(self, directory: Path, config: Config, world: World) -> None:
+        tasks = [list(classes) for classes in world.schedule.tasks]
+        self.directory, self.config, self.tasks = directory, config, tasks
+        self.class_names, self.sharing = world.dataset.class_names, sharing(config, world)
+        self.matrix: list[list[float | None]] = [[None] * len(tasks) for _ in tasks]
+        self.seen: list[float | None] = [None] * len(tasks)
+        self.per_class: dict[str, float | None] = {}
+        self.confusion: list[list[int]] = []
+        self.clients: list[dict[str, Any]] = []
+        self.entropies: list[list[float]] = [[] for _ in tasks]
+        self.distances: list[float | None] = [None] * len(tasks)
+        self.samples: list[int] = []
+        self.rounds: list[RoundReport] = []
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.started, self.status, self.error = time.perf_counter(), "running", ""
+        self.absent: list[dict[str, str]] = []
+        self.privacy: dict[str, Any] = {}
+        self.environment: dict[str, Any] = {"versions": versions(), "machine": platform.machine()}
+
+    def memory(self) -> dict[str, Any]:
+        """What :meth:`restore` needs: all that was measured."""
+        given = {"directory", "config", "tasks", "class_names", "environment", "clients", "absent"}
+        given |= {"status", "error", "started"}
+        return {name: value for name, value in vars(self).items() if name not in given}
+
+    def restore(self, memory: dict[str, Any]) -> None:
+        """Go on from what was measured before; lines of rounds.jsonl that came after it are dropped."""
+        vars(self).update(memory)
+        self.started = time.perf_counter() - self.seconds["total"]
+        keep_lines(self.directory / "rounds.jsonl", len(self.rounds))
+
+    def extend(self, world: World) -> None:
+        """Make room for a task more, of classes that were not known before."""
+        self.tasks = [list(classes) for classes in world.schedule.tasks]
+        self.class_names = world.dataset.class_names
+        self.matrix = [[*row, None] for row in self.matrix] + [[None] * len(self.tasks)]
+        self.seen, self.distances = [*self.seen, None], [*self.distances, None]
+        self.entropies = [*self.entropies, []]
+
+    def add_round(self, report: RoundReport) -> None:
+        """Note a finished round."""
+        self.rounds.append(report)
+
+    def add_evaluation(self, task: int, confusion: np.ndarray) -> None:
+        """Note the accuracy after ``task`` (from 0); int64 [classes, classes], rows the true class."""
+        correct, total = confusion.diagonal(), confusion.sum(axis=1)
+        self.confusion = confusion.tolist()
+        for j, classes in enumerate(self.tasks[: task + 1]):
+            self.matrix[task][j] = _share(correct[classes].sum(), total[classes].sum())
+        self.samples = [int(total[classes].sum()) for classes in self.tasks[: task + 1]]
+        self.seen[task] = _share(correct.sum(), total.sum())
+        known = per_class_accuracy(correct, total)
+        self.per_class = {
+            n: None if math.isnan(a) else a for n, a in zip(self.class_names, known.tolist(), strict=True)
+        }
+
+    def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:
+        """Note the response entropies, in nats, of the local models of ``task`` (from 0) and how far apart they are.
+
+        No entropy was measured, or no two clients hold the same class, where there is none or NaN.
+        """
+        self.entropies[task] = list(entropies)
+        self.distances[task] = distance if math.isfinite(distance) else None
+
+    def write(self) -> None:
+        """Bring results.json up to date."""
+        self.seconds["total"] = time.perf_counter() - self.started
+        write_json(self.directory / "results.json", self.as_dict())
+
+    def write_round(self) -> dict[str, Any]:
+        """Bring both files up to date after a round (and its evaluation, if it had one); returns the line about it."""
+        last = self.rounds[-1]
+        line = vars(last) | {
+            "num_tasks": len(self.tasks),
+            "rounds_per_task": self.config.rounds_per_task,
+            "seen_accuracy": self.seen[last.task - 1],
+            "elapsed": time.perf_counter() - self.started,
+        }
+        append_line(self.directory / "rounds.jsonl", line)
+        self.write()
+        return line
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contents of results.json."""
+        return {
+            "schema": SCHEMA,
+            "status": self.status,
+            **({"error": self.error} if self.error else {}),
+            "method": self.config.method,
+            "prompt": self.config.prompt,
+            "dataset": self.config.dataset,
+            "seed": self.config.seed,
+            "num_tasks": len(self.tasks),
+            "rounds_per_task": self.config.rounds_per_task,
+            "class_order": [c for classes in self.tasks for c in classes],
+            "class_names": list(self.class_names),
+            "tasks": self.tasks,
+            **({"stream": self.sharing} if self.sharing else {}),
+            "samples_per_task": self.samples,
+            "accuracy_matrix": self.matrix,
+            "per_task_seen_accuracy": self.seen,
+            "per_task_mean_accuracy": self._task_means(),
+            "per_class_accuracy": self.per_class,
+            "confusion": self.confusion,
+            "federated_bias": self._bias(),
+            "clients": self.clients,
+            "metrics": self._metrics(),
+            "communication": self._communication(),
+            "seconds": dict(self.seconds),
+            "absent": self.absent,
+            **({"privacy": self.privacy} if self.privacy else {}),
+            "rounds": [vars(r) for r in self.rounds],
+            "environment": self.environment,
+        }
+
+    def _task_means(self) -> list[float | None]:
+        """Mean over the tasks seen so far, each counting alike, after each task."""
+        known = [[a for a in row if a is not None] for row in self.matrix]
+        return [mean_or_none(row, [1.0] * len(row)) for row in known]
+
+    def _bias(self) -> dict[str, list[Any]]:
+        """Of each task: response entropies of its local models, their mean, that as share of ln(classes), distance."""
+        means = [mean_or_none(found, [1.0] * len(found)) for found in self.entropies]
+        seen = accumulate(len(classes) for classes in self.tasks)
+        return {
+            "response_entropies": self.entropies,
+            "response_entropy": means,
+            "response_entropy_share": [
+                None if mean is None or classes < 2 else mean / math.log(classes)
+                for mean, classes in zip(means, seen, strict=True)
+            ],
+            "prototype_distance": self.distances,
+        }
+
+    def _metrics(self) -> dict[str, float]:
+        done = len(self.samples)
+        return summarize([row[:done] for row in self.matrix[:done]], self.samples) if any(self.samples) else {}
+
+    def _communication(self) -> dict[str, float]:
+        up, down = sum(r.bytes_up for r in self.rounds), sum(r.bytes_down for r in self.rounds)
+        exchanges = max(1, sum(len(r.participants) for r in self.rounds))
+        return {
+            "bytes_up": up,
+            "bytes_down": down,
+            "bytes_up_per_client_round": up / exchanges,
+            "bytes_down_per_client_round": down / exchanges,
+        }
+
+
+def sharing(config: Config, world: World) -> dict[str, int]:
+    """Common and private classes of each client and repeated private ones, where clients have streams of their own."""
+    if not world.streams:
+        return {}
+    return consensus_sizes(len(world.dataset.class_names), config.num_clients, config.consensus_rate)._asdict()
+
+
+def _share(correct: int, total: int) -> float | None:
+    """Accuracy; None without a test image, as of a task that brings no class."""
+    return float(correct / total) if total else None
+
+
+def mean_or_none(values: Sequence[float], weights: Sequence[float]) -> float | None:
+    """Weighted mean; None where there is nothing to average or it is not finite."""
+    total = float(np.average(values, weights=weights)) if values else math.nan
+    return total if math.isfinite(total) else None

@@ -1,0 +1,63 @@
+"""What a run measures, for TensorBoard: optional, in the run's folder under ``tensorboard``."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from task.config.schema import Config
+from task.keys import ConfigError
+
+FOLDER = "tensorboard"
+
+
+def require_tensorboard(config: Config) -> None:
+    """See that what the run key ``tensorboard`` asks for can be written.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("tensorboard = True needs a package that is not installed: pip install tensorboard.")
+
+
+class Board:
+    """Scalars of every round, by its number within the run; writes nothing unless the run key asks for it."""
+
+    def __init__(self, config: Config, directory: Path, done: int) -> None:
+        """Open the run's events; those of an earlier attempt at a round after the first ``done`` are dropped."""
+        self._writer = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(directory / FOLDER), purge_step=done + 1)
+
+    def add(self, line: Mapping[str, Any], accuracies: Sequence[float | None], number: int) -> None:
+        """Note a round.
+
+        Args:
+            line: of rounds.jsonl.
+            accuracies: on each task after the current one; None for what has not been measured.
+            number: of the round within the run, from 1.
+        """
+        if self._writer is None:
+            return
+        scalars = {
+            "train/loss": line["train_loss"],
+            "train/accuracy": line["train_accuracy"],
+            "accuracy/seen classes": line["seen_accuracy"],
+            **{f"accuracy/task {task}": accuracy for task, accuracy in enumerate(accuracies, start=1)},
+            "bytes/up": line["bytes_up"],
+            "bytes/down": line["bytes_down"],
+            "round/seconds": line["seconds"],
+            "round/failures": len(line["failures"]),
+        }
+        for name, value in scalars.items():
+            if value is not None:
+                self._writer.add_scalar(name, value, number)
+        self._writer.flush()  # to be seen at once
+
+    def close(self) -> None:
+        """End the thread that writes."""
+        if self._writer is not None:
+            self._writer.close()

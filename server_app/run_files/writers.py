@@ -1,0 +1,98 @@
+"""Files of a run: written so that a crash at any moment leaves the previous version whole."""
+
+import errno
+import json
+import logging
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.numpy
+import yaml
+
+from server_app.errors import LaunchError
+from server_app.run_files.paths import project_folder
+from task.config.schema import Config
+from task.message import Arrays
+from task.models.metadata import Card
+from task.utils.atomic import write_atomically
+from task.utils.versions import code_sha256, versions
+
+if TYPE_CHECKING:
+    from task.models.model import Model
+
+
+log = logging.getLogger(__name__)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write strict JSON, a list of numbers on one line: NaN is refused, since other programs cannot read it."""
+    text = json.dumps(value, indent=1, allow_nan=False)
+    # within a text JSON writes no line end, so what is matched is a list and nothing that looks like one
+    text = re.sub(r"\[\n[-+.0-9enul,\s]*\]", lambda found: " ".join(found[0].split()), text)
+    write_atomically(path, (text + "\n").encode())
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Add one line of JSON in place of what a power cut has left of one.
+
+    Raises:
+        OSError: the disk is full; the lines before stay whole.
+    """
+    line = (json.dumps(value, allow_nan=False) + "\n").encode()
+    with open(path, "ab", buffering=0) as file:
+        file.truncate(whole := len(b"".join(_whole_lines(path))))
+        if file.write(line) < len(line):
+            file.truncate(whole)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path) -> list[Any]:
+    """What :func:`append_line` has written; nothing if there is no such file."""
+    return [json.loads(line) for line in (_whole_lines(path) if path.exists() else [])]
+
+
+def keep_lines(path: Path, count: int) -> None:
+    """Cut a file after its first ``count`` lines; one that has lost some keeps what it has."""
+    lines = _whole_lines(path) if path.exists() else []
+    if len(lines) < count:
+        log.warning("%s has %d of %d lines", path, len(lines), count)
+    write_atomically(path, b"".join(lines[:count]))
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def write_config(directory: Path, config: Config, model: "Model") -> None:
+    """config.yaml: every run key, what the open ones came to, versions, the backbone's digest, the code's revision."""
+    content = {
+        **config.flat(),
+        "used": {"device": str(model.device), "image-size": model.backbone.image_size},
+        "backbone-sha256": model.backbone.sha256,
+        **origin(),
+    }
+    write_atomically(directory / "config.yaml", yaml.safe_dump(content, sort_keys=False).encode())
+
+
+def origin() -> dict[str, Any]:
+    """What makes a run now, as config.yaml has it: digest of the clients' code, commit, versions."""
+    return {"code-sha256": code_sha256(), "git-revision": _revision(), "versions": versions()}
+
+
+def _revision() -> str:
+    """Commit of the code, empty when it is no git checkout."""
+    try:
+        root = project_folder()
+        git = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    except (LaunchError, OSError):
+        return ""
+    return git.stdout.strip() if git.returncode == 0 and (root / ".git").exists() else ""
+
+
+def write_model(path: Path, arrays: Arrays, card: Card) -> None:
+    """Arrays of a model as a safetensors file; its metadata is the card."""
+    write_atomically(path, safetensors.numpy.save(arrays, card.metadata()))

@@ -1,0 +1,93 @@
+"""Run keys as people type them on the command line; imports nothing heavy."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from server_app.run_files.resume import continued
+from server_app.simulation.superlink import DEFAULT_CLIENTS
+from task.config.parsing import parse, parse_text, typed
+from task.config.schema import OWN, known_keys
+from task.keys import ConfigError
+from task.message import Scalar
+
+_PATHS = ("data-dir", "backbone-weights")
+
+
+def read_words(words: Sequence[str]) -> dict[str, Scalar]:
+    """Typed run keys from words such as ``method=hgp``, which win over those of a .toml file if the first word is one.
+
+    Raises:
+        ConfigError: a word that is no setting, a key given twice, an unknown key, a bad value, an unreadable file.
+    """
+    if words and _is_file(words[0]):
+        return read_file(Path(words[0])) | read_pairs(words[1:])
+    return read_pairs(words)
+
+
+def _is_file(word: str) -> bool:
+    return word.endswith(".toml") and "=" not in word
+
+
+def read_file(path: Path) -> dict[str, Scalar]:
+    """Typed run keys from a file as ``flwr run --run-config`` takes it: TOML, a flat list of keys, no tables.
+
+    Raises:
+        ConfigError: it cannot be read, or a key or value is none; names the file.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        for name, value in values.items():
+            if isinstance(value, dict):
+                raise ConfigError(f"{name!r} is a table, but run keys are flat: one KEY = VALUE a line, no [{name}].")
+        return typed(values)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # also what is no TOML, or no text
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def read_pairs(words: Sequence[str]) -> dict[str, Scalar]:
+    """Typed run keys from KEY=VALUE words.
+
+    Raises:
+        ConfigError: a word that is no setting, a key given twice, an unknown key, a bad value.
+    """
+    pairs: dict[str, str] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if _is_file(word):
+            raise ConfigError(f"{word!r} must come first, once: what follows a file of settings wins over it.")
+        if not equals:
+            near = difflib.get_close_matches(word.lstrip("-"), known_keys(), n=1)
+            raise ConfigError(f"{word!r} is not KEY=VALUE; write {near[0] if near else 'method'}=... instead.")
+        if key in pairs:
+            raise ConfigError(f"{key} is given twice: {pairs[key]!r} and {text!r}.")
+        pairs[key] = text
+    return parse_text(pairs)
+
+
+def completed(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """The same run keys for another working directory, and with the number of clients.
+
+    Raises:
+        ConfigError: values that are no run, or a run that cannot be resumed.
+    """
+    if values.get("resume"):
+        return continued({**values, "resume": str(Path(str(values["resume"])).expanduser().absolute())})
+    found = dict(values)
+    for key in _PATHS:  # the workers' folder is the project's, not the user's
+        if found.get(key) and Path(str(found[key])).exists():
+            found[key] = str(Path(str(found[key])).resolve())
+    if not parse(found).num_clients:
+        # so that the server waits for all of them
+        found["num-clients"] = (_rehearsed(found) if found.get("dataset") == OWN else 0) or DEFAULT_CLIENTS
+    return found
+
+
+def _rehearsed(values: Mapping[str, Scalar]) -> int:
+    """Simulated nodes with data of their own: one for each folder in data-dir."""
+    from task.data.image_folders import class_folders
+
+    return len(class_folders(Path(str(values.get("data-dir") or "nowhere")).expanduser()))

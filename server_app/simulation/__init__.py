@@ -1,0 +1,1 @@
+"""A simulation of our own start: a private SuperLink and the processes below it."""

@@ -1,0 +1,207 @@
+"""One run through Flower's own programs: a SuperLink of its own, one submission, and an end that leaves nothing behind.
+
+Only the standard library is imported, so that a mistyped key is answered at once and a machine without Flower gets a
+message instead of a traceback.
+"""
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from server_app.errors import LaunchError
+from server_app.simulation.processes import end_processes, last_lines
+from task.config.schema import Config
+from task.message import Scalar
+from task.utils.cores import cores
+
+DEFAULT_CLIENTS = 10
+MOST_WORKERS = 8  # a worker holds about 1 GB
+START_TIMEOUT = 60.0  # seconds for the SuperLink to answer
+POLL = 0.2  # seconds
+
+_CONNECTION = """[superlink]
+default = "fcil"
+[superlink.fcil]
+address = "127.0.0.1:{port}"
+insecure = true
+"""
+
+
+def default_workers(config: Config) -> int:
+    """Clients that train at once: as many as have ``threads`` cores each, within reason."""
+    return max(1, min(cores() // config.threads, config.num_clients or DEFAULT_CLIENTS, MOST_WORKERS))
+
+
+class FlowerRun:
+    """A private SuperLink and one run on it; a context manager that ends every process it started."""
+
+    def __init__(self, project: Path, check: Callable[[], None]) -> None:
+        """Start nothing yet.
+
+        Args:
+            project: folder of the Flower app; Ray's workers import the clients' code from there.
+            check: called while waiting; what it raises ends the wait.
+        """
+        self._project = project
+        self._check = check
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> Self:
+        """Start the SuperLink and wait until it answers.
+
+        Raises:
+            LaunchError: Flower is not installed, or its SuperLink does not start.
+        """
+        for package in ("flwr", "ray"):
+            if importlib.util.find_spec(package) is None:
+                raise LaunchError(f"{package} is not installed: pip install 'flwr[simulation]', or add --in-process.")
+        self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=_short_temporary_folder()))
+        try:
+            self._start_superlink()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End all processes and remove all files, whatever happened."""
+        end_processes(self._processes, f"FLWR_HOME={self._home}")
+        shutil.rmtree(self._home, ignore_errors=True)
+
+    def submit(self, values: Mapping[str, Scalar], clients: int, workers: int) -> None:
+        """Hand the run to the SuperLink and follow its log; returns at once.
+
+        Args:
+            values: run keys that differ from those of pyproject.toml.
+            clients: simulated nodes.
+            workers: processes that they share.
+        """
+        config = self._home / "run.toml"
+        # JSON's texts, numbers and true/false are TOML's as well
+        config.write_text("".join(f"{k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in values.items()))
+        federation = f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={workers}"
+        # --stream rather than a second program for the log: its end is the end of the run
+        command = ["flwr", "run", str(self._project), "fcil", "--stream", "--run-config", str(config)]
+        self._submission = self._start([*command, "--federation-config", federation], self.log)
+
+    @property
+    def log(self) -> Path:
+        """What the run has logged so far, Flower's own lines included; gone with the context."""
+        return self._home / "flower.log"
+
+    def going_on(self) -> bool:
+        """Whether the run, once submitted, still has something to do."""
+        self._check()
+        return self._submission.poll() is None
+
+    def status(self) -> tuple[str, str]:
+        """Flower's final word: status, such as ``finished:completed``, and details.
+
+        Raises:
+            LaunchError: Flower did not accept the run, or does not answer any more.
+        """
+        while True:
+            listed = self._start(["flwr", "list", "fcil", "--format", "json"], self._home / "list.json")
+            while listed.poll() is None:
+                self._check()
+                time.sleep(POLL)
+            runs = _json_object(self._home / "list.json").get("runs") or []
+            if not runs:
+                raise LaunchError(f"Flower does not know of the run:\n{last_lines(self.log)}")
+            if str(runs[0]["status"]).startswith("finished"):
+                return str(runs[0]["status"]), str(runs[0]["status-details"])
+            time.sleep(1)  # the log can end a little before the run does
+
+    def _start_superlink(self) -> None:
+        port = _free_port()
+        (self._home / "config.toml").write_text(_CONNECTION.format(port=port))
+        log = self._home / "superlink.log"
+        address = ["--host", "127.0.0.1", "--port", str(port)]
+        superlink = self._start(["flower-superlink", "--insecure", "--simulation", *address], log)
+        deadline = time.monotonic() + START_TIMEOUT
+        while not _healthy(port):
+            self._check()
+            if superlink.poll() is not None or time.monotonic() > deadline:
+                raise LaunchError(f"Flower's SuperLink does not start:\n{last_lines(log)}")
+            time.sleep(POLL / 2)
+
+    def _start(self, command: list[str], output: Path) -> "subprocess.Popen[bytes]":
+        # a session of its own: Ctrl-C is for us alone, who then end everything in order
+        with open(output, "wb") as file:
+            process = subprocess.Popen(
+                command,
+                cwd=self._project,
+                env=_environment(self._home),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append(process)
+        return process
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """Flower's programs by name, everything they write below ``home``, no network but this machine's own."""
+    here = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    quiet = {
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    own = {
+        "FLWR_HOME": str(home),
+        "RAY_TMPDIR": str(home),
+        "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL),
+        "PYTHONUNBUFFERED": "1",
+        "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]),
+    }
+    direct = {name: ",".join(filter(None, [os.environ.get(name), "127.0.0.1"])) for name in ("NO_PROXY", "no_proxy")}
+    return here | quiet | own | direct
+
+
+def _short_temporary_folder() -> str:
+    """Ray makes sockets some 70 characters below, and a socket's path may have about 100."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= 20 or not os.path.isdir("/tmp") else "/tmp"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _healthy(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a program's output, which may have other lines around it; empty when there is none."""
+    text = path.read_text(errors="replace")
+    with contextlib.suppress(ValueError):
+        found = json.loads(text[text.index("{") : text.rindex("}") + 1])
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -1,0 +1,1 @@
+"""How messages reach clients: Flower's Grid, or a call in this process."""

@@ -1,0 +1,45 @@
+"""How the round loop reaches its clients: two small implementations stand behind this one interface."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from task.message import Kind, Packet
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer of one node, or the reason why there is none.
+
+    ``error`` is empty exactly when ``packet`` is set. Bytes are those of the serialised messages of this exchange.
+    """
+
+    node: int
+    packet: Packet | None
+    error: str
+    bytes_down: int
+    bytes_up: int
+
+
+class Transport(Protocol):
+    """Nodes, send and receive."""
+
+    def nodes(self) -> list[int]:
+        """Handles of the connected nodes, in any order; stable while a node stays connected."""
+
+    def busy(self) -> set[int]:
+        """Those that still owe the answer to a message of an earlier exchange."""
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+        """Send one packet to each node; yields one reply per addressed node as they come, in any order.
+
+        Nothing is sent before the first reply is asked for, and all must be. What the caller does not keep is not kept
+        here either. A node that failed, vanished or did not answer within ``timeout`` seconds yields a reply with
+        ``error``.
+        """
+
+
+def in_order(replies: Iterable[Reply], nodes: Iterable[int]) -> list[Reply]:
+    """All replies of an exchange, in the order of the nodes that it addressed."""
+    by_node = {reply.node: reply for reply in replies}
+    return [by_node[node] for node in nodes]

@@ -1,0 +1,1 @@
+"""Run keys: what each may be, how they are read, which combinations make sense."""

@@ -1,0 +1,153 @@
+"""Combinations of run keys that cannot work together, each refused with what to change."""
+
+from typing import Any
+
+from task.config.schema import APPEARING, FROM_PATH, OWN, Config
+from task.keys import AUTO, ConfigError
+from task.methods import FROM_SCRATCH, METHODS, load_half
+from task.prompts.kinds import PROMPTS
+
+
+def check_combination(config: Config) -> None:
+    """Refuse keys that are possible one by one but not together.
+
+    Raises:
+        ConfigError: names the keys, their values and what to change.
+    """
+    _check_method(config)
+    _check_backbone(config)
+    _check_prompt(config)
+    _check_sizes(config)
+    _check_own_data(config)
+    _check_bounds(config)
+    _check_privacy(config)
+    if config.dataset in FROM_PATH and not config.data_dir:
+        raise ConfigError(
+            f"data-dir = '' is not possible with dataset {config.dataset!r}: name the data's path "
+            "(where published data are not there yet, the next error says what belongs there and where to get it)."
+        )
+    if "/" in config.run_name or config.run_name in (".", ".."):
+        raise ConfigError(f"run-name = {config.run_name!r} is not possible: it names a folder, output-dir says where.")
+
+
+def _check_prompt(config: Config) -> None:
+    kind, blocks = PROMPTS[config.prompt], config.blocks()
+    if len(blocks) < kind.fewest_blocks:
+        raise ConfigError(
+            f"prompt-blocks = {config.prompt_blocks!r} is not possible with prompt {config.prompt!r}: it needs at "
+            f"least {kind.fewest_blocks} blocks."
+        )
+    if kind.shared_out and config.prompt_pool < config.num_tasks:
+        raise ConfigError(
+            f"prompt-pool = {config.prompt_pool} is not possible with prompt {config.prompt!r}: "
+            f"each of the {config.num_tasks} tasks needs at least one component."
+        )
+
+
+def _check_method(config: Config) -> None:
+    if config.prompt not in config.row.prompts:
+        raise ConfigError(
+            f"prompt = {config.prompt!r} does not go with method {config.method!r}, "
+            f"which takes {', '.join(config.row.prompts)}."
+        )
+    if config.asynchronous and not config.row.asynchronous:
+        able = ", ".join(row.name for row in METHODS.values() if row.asynchronous)
+        raise ConfigError(
+            f"partition = {config.partition!r} does not go with method = {config.method!r}: "
+            f"of clients that have class sequences of their own only {able} can learn."
+        )
+    if config.federated_bias and not config.row.client:
+        raise ConfigError(f"federated-bias = True is not possible: method {config.method!r} trains no local model.")
+
+
+def _check_backbone(config: Config) -> None:
+    if config.backbone not in FROM_SCRATCH:
+        return
+    if config.row.backbone == "frozen" or config.prompt != "none":
+        fitting = [m.name for m in METHODS.values() if m.backbone != "frozen" and "none" in m.prompts]
+        raise ConfigError(
+            f"backbone = {config.backbone!r} is trained from scratch and has no blocks to prompt, which does not go "
+            f"with method {config.method!r} and prompt {config.prompt!r}: use prompt none and {' or '.join(fitting)}."
+        )
+    if config.backbone_weights == AUTO:
+        raise ConfigError(
+            f"backbone-weights = {AUTO!r} is not possible with backbone {config.backbone!r}, which has no pre-trained "
+            "ones: write random, to train it from scratch, or name a file."
+        )
+    if 0 < config.image_size < FROM_SCRATCH[config.backbone]:
+        raise ConfigError(
+            f"image-size = {config.image_size} is not possible: {config.backbone!r} needs at least "
+            f"{FROM_SCRATCH[config.backbone]}, for the batch normalisation of a batch of one image."
+        )
+
+
+def _check_own_data(config: Config) -> None:
+    if not config.own_data:
+        if config.class_order == APPEARING:
+            raise ConfigError(f"class-order = {APPEARING!r} needs nodes with data of their own: dataset = {OWN!r}.")
+        return
+    if config.evaluate == "server":
+        raise ConfigError(f"evaluate = 'server' is not possible with dataset {OWN!r}: only the clients have images.")
+    if config.row.pooled or config.federated_bias:
+        what = f"method = {config.method!r}" if config.row.pooled else "federated-bias = True"
+        raise ConfigError(f"{what} is not possible with dataset {OWN!r}: the server has none of the nodes' images.")
+
+
+def _check_bounds(config: Config) -> None:
+    if 0 < config.max_update_ratio < 1:
+        raise ConfigError(
+            f"max-update-ratio = {config.max_update_ratio:g} is not possible: below 1 it would refuse most honest "
+            "clients; 0 means no bound."
+        )
+    for name, value in {"norm": config.max_update_norm, "ratio": config.max_update_ratio}.items():
+        if value and not config.row.client:
+            raise ConfigError(f"max-update-{name} = {value:g} would be ignored: {config.method!r} trains no arrays.")
+
+
+def _check_privacy(config: Config) -> None:
+    row, wanted = config.row, {n: getattr(config, n.replace("-", "_")) for n in _PRIVACY}
+    if not any(wanted.values()) and config.privacy_delta == Config.privacy_delta:
+        return
+    kind = load_half(row.statistics)()  # here and not above: it loads torch
+    unread = {
+        "min-class-count": "" if kind.carries else f"method {config.method!r} sends no class statistics",
+        "privacy-clip": "" if row.client else f"method {config.method!r} trains no arrays",
+        "privacy-feature-clip": "" if kind.needs_features else f"method {config.method!r} sends no feature statistics",
+        "privacy-seeded": "" if config.privacy_noise else "privacy-noise is 0",
+    }
+    for name, reason in unread.items():
+        if wanted[name] and reason:
+            raise ConfigError(f"{name} = {wanted[name]!r} would be ignored: {reason}.")
+    if not config.privacy_noise and config.privacy_delta != Config.privacy_delta:
+        raise ConfigError(f"privacy-delta = {config.privacy_delta:g} would be ignored: privacy-noise is 0.")
+    if config.privacy_noise:
+        _check_noise(config, kind)
+
+
+_PRIVACY = ("min-class-count", "privacy-clip", "privacy-feature-clip", "privacy-noise", "privacy-seeded")
+
+
+def _check_noise(config: Config, kind: Any) -> None:
+    """What noise needs, or cannot protect; ``kind`` are the method's statistics."""
+    from task.scenario.partition import REDRAWN
+
+    z = f"privacy-noise = {config.privacy_noise:g}"
+    if config.row.client and not config.privacy_clip:
+        raise ConfigError(f"{z} needs privacy-clip above 0: without it no amount of noise protects anything.")
+    if kind.needs_features and not config.privacy_feature_clip:
+        raise ConfigError(f"{z} needs privacy-feature-clip above 0, as {config.method!r} sends feature statistics.")
+    if what := kind.unprotected(config.options):
+        raise ConfigError(f"{z} is not possible: method {config.method!r} sends {what}, which cannot be noised here.")
+    if config.backbone in FROM_SCRATCH:
+        raise ConfigError(f"{z} is not possible with {config.backbone!r}: noise makes running variances negative.")
+    if config.row.pooled or config.partition in REDRAWN:
+        what = f"method {config.method!r}" if config.row.pooled else f"partition {config.partition!r}"
+        raise ConfigError(f"{z} is not possible with {what}: there an image is many clients', and its epsilon unknown.")
+
+
+def _check_sizes(config: Config) -> None:
+    drawn = config.clients_per_round or config.num_clients
+    if config.num_clients and drawn > config.num_clients:
+        raise ConfigError(f"clients-per-round = {drawn} is more than num-clients = {config.num_clients}.")
+    if drawn and config.quorum > drawn:
+        raise ConfigError(f"quorum = {config.quorum} can never be met: only {drawn} clients take part in a round.")

@@ -1,0 +1,254 @@
+"""Every run key with its type, default, limits and help, and the resolved, frozen Config."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from task.keys import AUTO, ConfigError, Key, key, keys_of
+from task.message import Scalar
+from task.method_options import Options
+from task.methods import FROM_SCRATCH, METHODS, Method
+from task.prompts.kinds import PROMPTS
+
+OWN = "own"  # the data set of nodes that each have images of their own
+EMBEDDED = ("digits", "synthetic")
+FROM_PATH = (
+    "npz",
+    "folder",
+    "cifar10",
+    "cifar100",
+    "tiny-imagenet",
+    "mini-imagenet",
+    "cub200",
+    "imagenet-r",
+    "domainnet",
+)
+REGISTERED = EMBEDDED + FROM_PATH
+APPEARING = "appearing"
+OF_THE_NODE = ("device", "data-dir", "backbone-weights")  # a node's own settings of these names win over the run's
+WAITING = ("start-timeout", "round-timeout")  # keys that change what a run waits for and not what it finds
+PROMPTED = tuple(name for name in PROMPTS if name != "none")
+LOCAL = ("local_epochs", "batch_size", "optimizer", "learning_rate", "gradient_clip", "augmentation")
+PREFIXED = tuple(name for name in PROMPTED if name != "l2p")  # the others are tokens
+ASYNCHRONOUS = ("consensus",)  # partitions whose clients have class sequences of their own
+PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASYNCHRONOUS)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every run key, resolved. Users write the names with hyphens; ``options`` holds the method's own keys."""
+
+    method: str = key("hgp", "method to run, or module:object of one from outside")
+    prompt: str = key(AUTO, "prompt of the backbone", choices=tuple(PROMPTS), auto="")
+    prompt_length: int = key(
+        AUTO,
+        "L_p: prefix vectors per block, for keys and for values",
+        minimum=1,
+        maximum=10_000,
+        auto=1,
+        only=("prompt", *PROMPTED),
+    )
+    prompt_projected: bool = key(
+        False, "project prefixes as the block does its tokens (PIP eq. 3-4)", only=("prompt", *PREFIXED)
+    )
+    prompt_pool: int = key(
+        AUTO, "prompts in the pool", minimum=1, maximum=10_000, auto=1, only=("prompt", "l2p", "coda", "decomposed")
+    )
+    prompt_matching: float = key(
+        0.1,
+        "lambda of the loss that pulls keys of l2p and dualprompt to queries",
+        minimum=0,
+        only=("prompt", "l2p", "dualprompt"),
+    )
+    prompt_orthogonality: float = key(
+        0.1, "weight of the orthogonality penalty of coda", minimum=0, only=("prompt", "coda")
+    )
+    prompt_blocks: str = key(
+        "1-5", "prompted blocks, counted from 1: a range or a list such as 1,3", only=("prompt", *PROMPTED)
+    )
+
+    dataset: str = key("digits", "data set; own: each node's, see its data-dir", choices=(*REGISTERED, OWN))
+    data_dir: str = key(
+        "",
+        "folder (or .npz file) of the data set; a node's own setting goes before it",
+        only=("dataset", *FROM_PATH, OWN),
+    )
+    unreadable_share: float = key(
+        0.05, "of a node's image files that may be unreadable", minimum=0, maximum=1, only=("dataset", OWN)
+    )
+    similar_classes: bool = key(
+        False, "accept class names of different nodes that look like misspellings", only=("dataset", OWN)
+    )
+    augmentation: str = key(
+        AUTO, "of training images; auto is the data set's own choice", choices=(AUTO, "none", "crop", "crop-flip")
+    )
+    class_order: str = key(
+        "shuffled",
+        "order in which classes arrive; appearing: a task of what nodes newly hold",
+        choices=("shuffled", "given", APPEARING),
+    )
+    num_tasks: int = key(5, "T: tasks that the classes are split into, or at most come", minimum=1)
+    class_wait: float = key(
+        0.0, "seconds to wait for new classes before the run ends", minimum=0, only=("class-order", APPEARING)
+    )
+    validation_share: float = key(
+        0.0,
+        "share of training images kept back and evaluated instead of the test set",
+        minimum=0,
+        maximum=0.5,
+        only=("dataset", *REGISTERED),
+    )
+
+    backbone: str = key("vit_glyphs", "bundled vit_glyphs, any plain ViT of timm, or resnet18_cifar")
+    backbone_weights: str = key(AUTO, "auto: bundled, or timm's pre-trained; a file; or random")
+    image_size: int = key(0, "side of the input in pixels; 0 = the backbone's own", minimum=0)
+
+    rounds_per_task: int = key(AUTO, "R: rounds of each task", minimum=1, auto=5)
+    local_epochs: int = key(5, "E: epochs of a local training; ncm and afcl read no key of it", minimum=1)
+    batch_size: int = key(AUTO, "images per local step", minimum=1, auto=64)
+    optimizer: str = key(AUTO, "local optimiser", choices=("adam", "sgd"), auto="adam")
+    learning_rate: float = key(AUTO, "local step size, cosine within each local training", above=0, auto=1e-3)
+    backbone_learning_rate: float = key(AUTO, "local step size of a trained backbone", above=0, auto=1e-4)
+    gradient_clip: float = key(1.0, "largest norm of a local gradient; 0 = no limit", minimum=0)
+
+    num_clients: int = key(0, "clients; 0 = as many nodes as are connected", minimum=0)
+    clients_per_round: int = key(0, "clients drawn each round; 0 = all", minimum=0)
+    partition: str = key(
+        "dirichlet", "how training images are divided", choices=PARTITIONS, only=("dataset", *REGISTERED)
+    )
+    dirichlet_beta: float = key(0.5, "concentration; small is uneven", above=0, only=("partition", "dirichlet"))
+    dirichlet_min_size: int = key(
+        0, "images that each client has at least in each task", minimum=0, only=("partition", "dirichlet")
+    )
+    classes_per_client: int = key(2, "classes per task and client", minimum=1, only=("partition", "quantity"))
+    class_share: float = key(
+        0.6, "share of a task's classes that a client holds", above=0, maximum=1, only=("partition", "class-share")
+    )
+    split_ratio: float = key(
+        0.1, "share of a class's images that a round draws", above=0, maximum=1, only=("partition", "split-ratio")
+    )
+    category_ratio: float = key(
+        0.6, "share of a task's classes that a round draws", above=0, maximum=1, only=("partition", "split-ratio")
+    )
+    imbalance_ratio: float = key(
+        1.0, "smallest over largest class of a client", above=0, maximum=1, only=("partition", "split-ratio")
+    )
+    consensus_rate: float = key(
+        0.5, "share of a client's classes that all clients have", minimum=0, maximum=1, only=("partition", "consensus")
+    )
+
+    seed: int = key(0, "seed of everything random", minimum=0, maximum=2**63 - 1)
+    device: str = key(AUTO, "auto, cpu, cuda or cuda:N")
+    threads: int = key(1, "torch threads of each client and of the server", minimum=1, maximum=1024)
+    precision: str = key("fp32", "arithmetic of the backbone", choices=("fp32", "bf16"))
+    evaluate: str = key("server", "who evaluates: the server, or each client its part", choices=("server", "clients"))
+    federated_bias: bool = key(False, "measure the local models of each task too: an evaluation per client and task")
+    quorum: int = key(1, "clients that must answer in every round", minimum=1)
+    start_timeout: float = key(15.0, "seconds to wait for each further one of num-clients nodes to connect", above=0)
+    round_timeout: float = key(3600.0, "seconds to wait for the answers of a round", above=0)
+
+    min_class_count: int = key(
+        0, "a client sends no statistics of classes of which it has fewer images", minimum=0, maximum=10**9
+    )
+    privacy_clip: float = key(0.0, "C: largest L2 norm of what a client's training changes; 0 = no clipping", minimum=0)
+    privacy_feature_clip: float = key(
+        0.0, "B: largest L2 norm of an image's features in class statistics; 0 = no clipping", minimum=0
+    )
+    privacy_noise: float = key(
+        0.0, "z: Gaussian noise in all that is sent, of deviation z C in arrays; 0 = none", minimum=0
+    )
+    privacy_delta: float = key(1e-5, "delta of the (epsilon, delta) that results.json names", above=0, maximum=0.5)
+    privacy_seeded: bool = key(False, "noise from the run's seed, which the server knows: for tests and simulations")
+
+    max_update_norm: float = key(
+        0.0, "L2 norm, over all arrays, above which what a client changed is refused; 0 = off", minimum=0
+    )
+    max_update_ratio: float = key(
+        0.0, "likewise, in medians of a round's norms, if three or more updates came; 0 = off", minimum=0
+    )
+
+    output_dir: str = key("runs", "folder of all runs")
+    run_name: str = key("", "folder of this run; empty = method, data set, seed and time")
+
+    tensorboard: bool = key(False, "write scalars for TensorBoard into the run's folder too")
+
+    resume: str = key("", "folder of an unfinished run to go on with, by its own settings")
+
+    options: Options = field(default_factory=Options)
+
+    @property
+    def row(self) -> Method:
+        """The method's row in the table."""
+        return METHODS[self.method]
+
+    @property
+    def trains_backbone(self) -> bool:
+        """Whether clients train the backbone too, which then travels."""
+        return self.row.backbone == "trained" or self.backbone in FROM_SCRATCH
+
+    @property
+    def own_data(self) -> bool:
+        """Whether each node has images of its own, and the server none."""
+        return self.dataset == OWN
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether each client has a class sequence of its own."""
+        return self.partition in ASYNCHRONOUS
+
+    @property
+    def partition_parameters(self) -> dict[str, Any]:
+        """What the chosen partition takes beside labels, clients, tasks and seed."""
+        names = {f.name: f.metadata["rule"].only for f in fields(self) if "rule" in f.metadata}
+        return {n: getattr(self, n) for n, only in names.items() if only == ("partition", self.partition)}
+
+    def flat(self) -> dict[str, Scalar]:
+        """The resolved keys as users write them, the method's own included; parsing them gives this object again."""
+        core = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
+        own = {f"{self.row.name}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
+        known, values = known_keys(), core | own
+        unread = {name for name in values if reading_setting(known[name], values, known)}
+        return {name: known[name].default if name in unread else value for name, value in values.items()}
+
+    def for_clients(self) -> dict[str, Scalar]:
+        """What travels to clients: all but what is about the server's own files."""
+        own = {"output-dir", "run-name", "tensorboard", "resume"}
+        return {name: value for name, value in self.flat().items() if name not in own}
+
+    def blocks(self) -> list[int]:
+        """Prompted blocks, counted from 0, ascending.
+
+        Raises:
+            ConfigError: ``prompt-blocks`` is neither a range nor a list of numbers from 1.
+        """
+        found: list[int] = []
+        if re.fullmatch(r"\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*", self.prompt_blocks):
+            spans = [[int(n) for n in part.split("-")] for part in self.prompt_blocks.split(",")]
+            found = sorted({b - 1 for span in spans for b in range(span[0], span[-1] + 1)})
+        if not found or found[0] < 0:
+            raise ConfigError(f"prompt-blocks = {self.prompt_blocks!r} is not possible: write 1-5, or 1,3 and so on.")
+        return found
+
+
+def known_keys() -> dict[str, Key]:
+    """Every run key of the core and of all methods, by name."""
+    found = dict(keys_of(Config))
+    for method in METHODS.values():
+        found |= method.own_keys()
+    return found
+
+
+def defaults() -> dict[str, Scalar]:
+    """Every run key with its default, as in pyproject.toml."""
+    return {name: k.default for name, k in known_keys().items()}
+
+
+def reading_setting(key: Key, values: Mapping[str, Scalar], known: Mapping[str, Key]) -> str:
+    """The settings under which a key is read, in words, unless they are the run's."""
+    if not key.rule.only:
+        return ""
+    owner = str(key.rule.only[0])
+    if values[owner] in key.rule.only[1:]:
+        return reading_setting(known[owner], values, known)
+    return f"{key.rule.only[0]} = {' or '.join(map(repr, key.rule.only[1:]))}"

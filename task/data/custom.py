@@ -1,0 +1,117 @@
+"""A user's own data: arrays in an .npz file or a folder of .npy files, or a folder of images per class."""
+
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from task.data.image_folders import class_folders, images_by_class, require_classes
+from task.data.images import Dataset, ImageFiles
+from task.data.splits import HELD_OUT, chosen_by_digest, held_out, split_by
+from task.keys import ConfigError
+
+
+def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
+    """Arrays: images uint8 [N, H, W, 3] or [N, H, W], labels [N]; class names and split [N] (1 = test) are optional.
+
+    ``path`` is an .npz file, read into memory whole, or a folder of images.npy, labels.npy, split.npy and
+    class_names.txt (one name per line), whose images are memory-mapped: only those that are used are read. Without a
+    split a fifth of each class is held out at random, or with ``by_content`` about a fifth by a digest of each image:
+    what is trained on stays so however the file grows.
+
+    Raises:
+        ConfigError: missing, unreadable, of the wrong shapes or types, or names or split that do not fit the labels.
+    """
+    try:
+        arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
+    except FileNotFoundError as error:
+        raise ConfigError(f"data-dir = {str(path)!r}: there is no such file for dataset 'npz'.") from error
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+        what = "folder of .npy files" if path.is_dir() else ".npz file"
+        raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({error}).") from error
+    images, labels = _checked(arrays, path)
+    names = arrays.get("class_names", np.arange(labels.max() + 1))
+    test = _test_part(arrays, images, labels, by_content)
+    if (
+        names.ndim != 1
+        or len(names) <= labels.max()
+        or test.shape != labels.shape
+        or arrays.get("split", test).dtype.kind not in "biuf"
+        or (test.all() or not test.any()) > by_content
+    ):
+        raise ConfigError(f"data-dir = {str(path)!r}: class_names or split do not fit the {len(labels)} labels.")
+    return split_by(test, images, labels, tuple(map(str, names)))
+
+
+def _test_part(arrays: dict[str, np.ndarray], images: np.ndarray, labels: np.ndarray, by_content: bool) -> np.ndarray:
+    if "split" in arrays:
+        return np.asarray(arrays["split"]) == 1
+    if by_content:
+        return chosen_by_digest([image.tobytes() for image in images])
+    return held_out(labels, HELD_OUT, 0, "npz")
+
+
+def _npz_file(path: Path) -> dict[str, np.ndarray]:
+    file = np.load(path, allow_pickle=False)
+    if isinstance(file, np.ndarray):
+        raise ValueError("it holds one array without a name")
+    with file:
+        arrays = {name: file[name] for name in file.files}
+    names = arrays.get("class_names", np.empty(0))
+    return arrays | ({"class_names": np.char.decode(names, "utf-8")} if names.dtype.kind == "S" else {})
+
+
+def _npy_folder(path: Path) -> dict[str, np.ndarray]:
+    arrays = {p.stem: np.load(p, mmap_mode="r", allow_pickle=False) for p in path.glob("*.npy")}
+    names = path / "class_names.txt"
+    if names.is_file():
+        arrays["class_names"] = np.array(names.read_text(encoding="utf-8").splitlines())
+    return arrays
+
+
+def _checked(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray, np.ndarray]:
+    images, labels = arrays.get("images", np.empty(0)), arrays.get("labels", np.empty(0))
+    images = images[..., None] if images.ndim == 3 else images
+    fits = images.ndim == 4 and images.shape[-1] in (1, 3) and images.dtype == np.uint8
+    if not fits or not images.size or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+        raise ConfigError(
+            f"data-dir = {str(path)!r} needs 'images', uint8 [N, H, W, 3], and 'labels', whole numbers [N]; it holds "
+            + (", ".join(f"{n} {a.dtype} {list(a.shape)}" for n, a in arrays.items()) or "nothing")
+            + "."
+        )
+    # without names a class needs an image to exist
+    if labels.min() < 0 or labels.max() >= arrays.get("class_names", labels).size:
+        found = f"they go from {labels.min()} to {labels.max()}"
+        raise ConfigError(f"data-dir = {str(path)!r}: labels must start at 0 and leave no number out; {found}.")
+    return images, np.array(labels, np.int64)
+
+
+def folder(path: Path, side: int) -> Dataset:
+    """A folder per class of image files; train/ and test/ above them are used when both are there.
+
+    Raises:
+        ConfigError: no such folder, no class in it, a class without images, or different classes in train/ and test/.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"data-dir = {str(path)!r}: there is no such folder for dataset 'folder'.")
+    if not ((path / "train").is_dir() and (path / "test").is_dir()):
+        names, images, labels = _scan(path, side)
+        return split_by(held_out(labels, HELD_OUT, 0, "folder"), images, labels, names)
+    names, train, train_labels = _scan(path / "train", side)
+    test_names, test, test_labels = _scan(path / "test", side)
+    if names != test_names:
+        odd = sorted(set(names) ^ set(test_names))
+        raise ConfigError(f"data-dir = {str(path)!r}: train/ and test/ differ in the classes {odd}.")
+    return Dataset(names, train, train_labels, test, test_labels)
+
+
+def _scan(path: Path, side: int) -> tuple[tuple[str, ...], ImageFiles, np.ndarray]:
+    folders = class_folders(path)
+    require_classes(folders)
+    images, labels = images_by_class(folders, side)
+    empty = [p.name for p, count in zip(folders, np.bincount(labels, minlength=len(folders)), strict=True) if not count]
+    if not folders or empty:
+        what = f"the classes {empty} hold no image file" if empty else "it holds no class folder"
+        raise ConfigError(f"data-dir = {str(path)!r} must hold one folder of images per class, but {what}.")
+    return tuple(p.name for p in folders), images, labels

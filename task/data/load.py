@@ -1,0 +1,98 @@
+"""The data set of a run: found in the table, loaded, counted, checked.
+
+What is found of a published data set is counted, and anything but the published numbers is refused with what was found,
+what belongs there and where to get it.
+"""
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from task.data.images import Dataset
+from task.data.published import IncompleteError
+from task.data.registry import SOURCES, Source
+from task.data.splits import with_validation
+from task.keys import ConfigError
+
+
+@lru_cache(maxsize=2)
+def load_dataset(name: str, data_dir: str, image_size: int, validation_share: float, seed: int) -> Dataset:
+    """The one copy of a data set in this process; arguments are the run keys of the same names.
+
+    Raises:
+        ConfigError: the path is missing, empty, incomplete or not in the expected form.
+    """
+    try:
+        dataset = read(SOURCES[name], Path(data_dir).expanduser(), image_size)
+    except (OSError, RuntimeError) as error:  # a path that is too long, a home that nobody has, no right to read
+        raise ConfigError(f"data-dir = {data_dir!r} cannot be read: {error}.") from error
+    if validation_share:
+        dataset = with_validation(dataset, validation_share, seed)
+    for part in (dataset.train_labels, dataset.test_labels):
+        missing = np.flatnonzero(np.bincount(part, minlength=len(dataset.class_names)) == 0)
+        if len(missing):
+            names = [dataset.class_names[c] for c in missing[:5]]
+            kind = "validation" if validation_share else "test"
+            raise ConfigError(
+                f"data-dir = {data_dir!r}, validation-share = {validation_share:g}: no training or no {kind} image of "
+                f"{names}; give more images."
+            )
+    return dataset
+
+
+def default_augmentation(dataset: Dataset, asked: str) -> str:
+    """The run key ``augmentation``, resolved."""
+    return dataset.augmentation if asked == "auto" else asked
+
+
+def read(source: Source, path: Path, side: int) -> Dataset:
+    """Load and count a data set.
+
+    Args:
+        source: its row in the table.
+        path: data-dir; the published folder's parent or that folder itself.
+        side: of decoded image files, in pixels; arrays keep their own size.
+
+    Raises:
+        ConfigError: missing, incomplete or malformed; says what was found, what is expected and where it comes from.
+    """
+    if not source.classes:
+        return replace(source.load(path, side), augmentation=source.augmentation)
+    root = path if path.name == source.folder else path / source.folder
+    try:
+        dataset = source.load(root, side)
+        _count(dataset, source)
+    except FileNotFoundError as error:
+        raise _refusal(source, path, root, f"{error.filename} is missing") from error
+    except IncompleteError as error:
+        raise _refusal(source, path, root, str(error)) from error
+    except (OSError, LookupError, ValueError) as error:
+        raise _refusal(source, path, root, f"its files are not as published ({error!r})") from error
+    return replace(dataset, augmentation=source.augmentation)
+
+
+def _refusal(source: Source, path: Path, root: Path, problem: str) -> ConfigError:
+    return ConfigError(
+        f"data-dir = {str(path)!r}: {problem}. Expected in {str(root)!r}: {source.holds}; "
+        f"{_counts(source.classes, source.train, source.test)}. "
+        f"Get it from {source.address}; nothing is downloaded during a run."
+    )
+
+
+def _counts(classes: int, train: int, test: int) -> str:
+    images = f"{train:,} training and {test:,} test images" if test else f"{train:,} images"
+    return f"{images} of {classes} classes"
+
+
+def _count(dataset: Dataset, source: Source) -> None:
+    classes, train, test = len(dataset.class_names), len(dataset.train_labels), len(dataset.test_labels)
+    found = (classes, train, test) if source.test else (classes, train + test, 0)
+    if found == (source.classes, source.train, source.test):
+        return
+    problem = f"found {_counts(*found)}"
+    if classes and found[1] < source.train:
+        each = np.bincount(dataset.train_labels, minlength=classes)
+        problem += f"; {dataset.class_names[each.argmin()]!r} has the fewest training images, {each.min()}"
+    raise IncompleteError(problem)

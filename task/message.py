@@ -1,0 +1,94 @@
+"""What travels between server and clients, free of any transport: the same through Flower and in process."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Kind = Literal["hello", "train", "evaluate"]
+Scalar = bool | int | float | str
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass
+class Packet:
+    """One message. Arrays have stable names; ``config`` holds scalars, or lists of scalars of one type."""
+
+    arrays: Arrays = field(default_factory=dict)
+    prototypes: Arrays = field(default_factory=dict)
+    metrics: dict[str, int | float] = field(default_factory=dict)
+    config: dict[str, Scalar | list[int] | list[str]] = field(default_factory=dict)
+
+
+_INTEGERS = range(-(2**63), 2**64)  # what the wire's integers hold
+
+
+def detached(packet: Packet) -> Packet:
+    """A copy that shares nothing with ``packet``, as it would come out at the far end of the wire.
+
+    Raises:
+        TypeError, ValueError: something in it cannot travel; the message names it.
+    """
+    return Packet(
+        arrays={name: np.array(travelling(name, a), copy=True) for name, a in packet.arrays.items()},
+        prototypes={name: np.array(travelling(name, a), copy=True) for name, a in packet.prototypes.items()},
+        metrics=plain_metrics(packet.metrics),
+        config=plain_config(packet.config),
+    )
+
+
+def travelling(name: str, array: np.ndarray) -> np.ndarray:
+    """``array`` in C order, of unchanged dtype and shape (0-d and empty ones too); a view where that is possible.
+
+    Order matters: sums over another memory layout round differently, and both transports must agree to the last bit.
+
+    Raises:
+        TypeError: not an array, or an array of Python objects.
+    """
+    if not isinstance(array, np.ndarray) or array.dtype.hasobject:
+        kind = array.dtype if isinstance(array, np.ndarray) else type(array).__name__
+        raise TypeError(f"array {name!r} is of type {kind}; only NumPy arrays of numbers or text travel")
+    return np.asarray(array, order="C")
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    """Metrics as Python's int and float; NumPy scalars and bool are converted.
+
+    Raises:
+        TypeError, ValueError: a value is no number, or too large an integer; the message names it.
+    """
+    plain = {name: _scalar(name, value) for name, value in metrics.items()}
+    for name, value in plain.items():
+        if isinstance(value, str):
+            raise TypeError(f"metric {name!r} is of type str; only numbers do")
+    return {name: int(v) if isinstance(v, bool) else v for name, v in plain.items() if not isinstance(v, str)}
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as Python's bool, int, float, str, or lists of one of these; NumPy scalars are converted.
+
+    Raises:
+        TypeError, ValueError: a value of another type, a mixed list, too large an integer; the message names it.
+    """
+    return {name: _list(name, v) if isinstance(v, list) else _scalar(name, v) for name, v in config.items()}
+
+
+def _list(name: str, values: list[Any]) -> list[Scalar]:
+    plain = [_scalar(name, value) for value in values]
+    if len({type(value) for value in plain}) > 1:
+        raise TypeError(f"{name!r} is a list of mixed types")
+    return plain
+
+
+def _scalar(name: str, value: Any) -> Scalar:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, str):
+        # a path in an error message may hold bytes that are no text, which the wire's encoding would refuse
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if not isinstance(value, (int, float)):  # bool is an int
+        raise TypeError(f"{name!r} is of type {type(value).__name__}; only bool, int, float and str travel")
+    if isinstance(value, int) and value not in _INTEGERS:
+        raise ValueError(f"{name!r} = {value} does not fit into 64 bits")
+    return value

@@ -1,0 +1,182 @@
+"""What a method is made of: its row in the table, and the run keys of its own."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from task.keys import key
+
+Packing = Literal["diagonal", "full", "low-rank"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """A method's own run keys (none here); subclasses add fields, users see them behind the method's name."""
+
+    @property
+    def packing(self) -> Packing:
+        """How a class covariance travels."""
+        return "diagonal"
+
+    @property
+    def packing_rank(self) -> int:
+        """Rank of the low-rank packing."""
+        return 1
+
+    @property
+    def projection(self) -> int:
+        """Random features under the head; 0 = it stands on the backbone's own."""
+        return 0
+
+
+@dataclass(frozen=True)
+class FedAvgOptions(Options):
+    """Keys of FedAvg (McMahan et al. 2017), which weighs by images; PIP's Fed-L2P and Fed-DualPrompt do not."""
+
+    mean: str = key("images", "what a client weighs by: its images, or nothing", choices=("images", "plain"))
+
+
+@dataclass(frozen=True)
+class HGPOptions(Options):
+    """Keys of HGP (Salami et al. 2024, sections 3.3 and 3.4, appendix B.1)."""
+
+    covariance: str = key("diagonal", "covariance that clients send", choices=("diagonal", "full", "low-rank"))
+    rank: int = key(8, "rank of the low-rank covariance", minimum=1, maximum=10_000, only=("covariance", "low-rank"))
+    rebalance: str = key("all", "classes whose head rows are retrained", choices=("all", "current", "old", "off"))
+    scale: float = key(3.0, "s of eq. 6: covariances are multiplied by it", above=0)
+    samples_per_class: int = key(256, "synthetic features drawn per class, on average", minimum=1, maximum=100_000)
+    class_weights: str = key("uniform", "omega of eq. 6: share of each class", choices=("uniform", "count"))
+    draw: str = key("epoch", "a new synthetic set each epoch, or once per round", choices=("epoch", "once"))
+    epochs: int = key(5, "epochs of rebalancing per round", minimum=1)
+    batch_size: int = key(256, "synthetic features per step", minimum=1)
+    learning_rate: float = key(0.01, "SGD step size of rebalancing", above=0)
+    momentum: float = key(0.9, "SGD momentum of rebalancing", minimum=0, maximum=0.999)
+    logit_temperature: float = key(0.0, "divide L2-normalised logits by this; 0 = plain logits", minimum=0)
+
+    @property
+    def packing(self) -> Packing:
+        """As the run key hgp-covariance says."""
+        return self.covariance  # type: ignore[return-value]  # its choices are checked when the key is read
+
+    @property
+    def packing_rank(self) -> int:
+        """As the run key hgp-rank says."""
+        return self.rank
+
+
+@dataclass(frozen=True)
+class PIPOptions(Options):
+    """Keys of PIP (Ma'sum et al. 2024)."""
+
+    copies: int = key(5, "largest m of eq. 11: noisy copies of an injected prototype; 0 = prototype alone", minimum=0)
+    logits: str = key("current", "classes that the loss chooses among", choices=("current", "seen"))
+
+
+@dataclass(frozen=True)
+class HePCoOptions(Options):
+    """Keys of HePCo (Halbe et al. 2024, section 4)."""
+
+    lambda_kl: float = key(1.0, "weight of the divergence that the generator seeks", minimum=0)
+    lambda_mse: float = key(
+        0.1, "weight of the difference of prompts that the generator seeks", minimum=0, only=("query-gradient", True)
+    )
+    query_gradient: bool = key(False, "let lambda-mse reach the generator (eq. 4); the public code detaches the query")
+    generator_steps: int = key(100, "steps of each generator per round", minimum=1)
+    generator_learning_rate: float = key(1e-4, "Adam step size of the generators", above=0)
+    embedding: int = key(64, "generator: length of the label embedding", minimum=1, maximum=10_000)
+    noise: int = key(64, "generator: length of the noise", minimum=1, maximum=10_000)
+    hidden_first: int = key(256, "generator: width of the first hidden layer", minimum=1, maximum=10_000)
+    hidden_second: int = key(1024, "generator: width of the second hidden layer", minimum=1, maximum=10_000)
+    batch_size: int = key(64, "latent samples per step, of the current task's classes", minimum=2, maximum=10_000)
+    replay_ratio: float = key(
+        0.5, "samples of earlier tasks for each current one in distillation; 0 = none", minimum=0, maximum=10
+    )
+    prompt_steps: int = key(200, "steps that distil keys and prompts", minimum=1)
+    head_steps: int = key(200, "steps that distil the head", minimum=1)
+    distillation_learning_rate: float = key(1e-4, "Adam step size of distillation", above=0)
+
+    @property
+    def replay_size(self) -> int:
+        """Samples of earlier tasks in a composite batch; a small ratio is one, and not none."""
+        return math.ceil(self.batch_size * self.replay_ratio)
+
+
+@dataclass(frozen=True)
+class FedCPromptOptions(Options):
+    """Keys of Fed-CPrompt (Bagwe et al. 2023)."""
+
+    weight: float = key(1.0, "weight of the contrastive loss", minimum=0)
+    margin: float = key(1.0, "margin of the contrastive loss", minimum=0)
+    push: float = key(0.5, "how much the nearest older task's prompt pushes", minimum=0)
+
+
+@dataclass(frozen=True)
+class FPPLOptions(Options):
+    """Keys of FPPL (He et al. 2024)."""
+
+    tau: float = key(0.2, "temperature of the unified representation loss, eq. 6", minimum=1e-3)
+    debias_epochs: int = key(5, "epochs of debiasing the head per round", minimum=1)
+    debias_batch_size: int = key(128, "local prototypes per step of debiasing", minimum=1)
+    debias_learning_rate: float = key(1e-3, "Adam step size of debiasing", above=0)
+
+
+@dataclass(frozen=True)
+class FedProKOptions(Options):
+    """Keys of FedProK (Gao et al. 2024); the default of beta is ours."""
+
+    beta: float = key(0.5, "share of the new mean in the prototype of a known class, eq. 9", minimum=0, maximum=1)
+
+
+@dataclass(frozen=True)
+class FedProxOptions(Options):
+    """Keys of FedProx (Li et al. 2020), whose mu is tuned in 0.001 .. 1; the default is one of those values."""
+
+    mu: float = key(0.01, "weight of the proximal term mu / 2 |theta - theta_global|^2", minimum=0)
+
+
+@dataclass(frozen=True)
+class CCVROptions(Options):
+    """Keys of CCVR (Luo et al. 2021); where it gives no value for this setting, HGP's."""
+
+    covariance: str = key("full", "covariance that clients send", choices=("full", "diagonal"))
+    samples_per_class: int = key(256, "virtual features drawn per class, on average", minimum=1, maximum=100_000)
+    epochs: int = key(5, "epochs of calibration after each task", minimum=1)
+    learning_rate: float = key(0.01, "SGD step size of calibration", above=0)
+    logit_temperature: float = key(0.0, "divide L2-normalised logits by this; 0 = plain logits", minimum=0)
+
+    @property
+    def packing(self) -> Packing:
+        """As the run key ccvr-covariance says."""
+        return self.covariance  # type: ignore[return-value]  # its choices are checked when the key is read
+
+
+@dataclass(frozen=True)
+class FedSLCAOptions(CCVROptions):
+    """Keys of SLCA's classifier alignment (Zhang et al. 2023); its slow learner is backbone-learning-rate."""
+
+    logit_temperature: float = key(0.1, "divide L2-normalised logits by this; 0 = plain logits", minimum=0)
+
+
+@dataclass(frozen=True)
+class FedEWCOptions(Options):
+    """Keys of EWC (Kirkpatrick et al. 2017), federated."""
+
+    strength: float = key(1000.0, "lambda: weight of lambda / 2 sum_i F_i (theta_i - theta*_i)^2", minimum=0)
+
+
+@dataclass(frozen=True)
+class AFCLOptions(Options):
+    """Keys of analytic federated continual learning (Tang et al. 2025), with RanPAC's random features."""
+
+    ridge: float = key(1.0, "lambda of the ridge regression", above=0)
+    random_features: int = key(
+        0,
+        "M random ReLU features under the regression; 0 = none; 8 M^2 bytes a client, 3.2 GB at 20,000",
+        minimum=0,
+        maximum=20_000,
+    )
+
+    @property
+    def projection(self) -> int:
+        """As the run key afcl-random-features says."""
+        return self.random_features

@@ -1,0 +1,44 @@
+"""What a file of a model says about its arrays: all that is needed to use them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from task.message import Scalar
+
+MODEL = "model.safetensors"  # in the folder of a run
+
+
+@dataclass(frozen=True)
+class Card:
+    """Metadata of a model, written into its file as JSON texts.
+
+    Attributes:
+        config: the resolved run keys.
+        class_ids: row by row of the head, class in the data set.
+        class_names: likewise.
+        task_sizes: number of classes of each task that has begun.
+        image_shape: height and width in pixels of the stored images, before they are resized for the backbone.
+        backbone_sha256: digest of the weights that the backbone started from.
+    """
+
+    config: dict[str, Scalar]
+    class_ids: list[int]
+    class_names: list[str]
+    task_sizes: list[int]
+    image_shape: list[int]
+    backbone_sha256: str
+
+    def metadata(self) -> dict[str, str]:
+        """One JSON text for each attribute."""
+        return {name: json.dumps(value) for name, value in asdict(self).items()}
+
+    @classmethod
+    def read(cls, metadata: Mapping[str, str]) -> Self:
+        """The inverse of :meth:`metadata`.
+
+        Raises:
+            KeyError, ValueError: something is missing, or is no JSON.
+        """
+        return cls(**{name: json.loads(metadata[name]) for name in cls.__dataclass_fields__})

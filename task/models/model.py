@@ -1,0 +1,248 @@
+"""The model that clients train: a backbone, a prompt and a linear head with one row per seen class."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from task.config.schema import Config
+from task.keys import ConfigError
+from task.message import Arrays
+from task.methods import load_half
+from task.models.device import resolve_device
+from task.models.load import load_backbone
+from task.models.vit import Backbone
+from task.prompts.base import Prompt
+from task.prompts.kinds import PROMPTS
+from task.utils.seeding import torch_rng
+
+
+class Head(nn.Module):
+    """Linear classifier that grows: weight [seen, D], bias [seen].
+
+    With ``projection`` > 0 it stands on that many random features max(0, x W), W ~ N(0, 1) fixed by the seed, and D is
+    their number (RanPAC, McDonnell et al. 2023).
+    """
+
+    projection: Tensor | None
+
+    def __init__(self, dim: int, seed: int, projection: int = 0) -> None:
+        super().__init__()
+        self.seed = seed
+        drawn = torch.randn(dim, projection, generator=torch_rng(seed, "projection")) if projection else None
+        self.register_buffer("projection", drawn, persistent=False)
+        dim = projection or dim
+        self.weight = nn.Parameter(torch.empty(0, dim))
+        self.bias = nn.Parameter(torch.empty(0))
+
+    def grow(self, classes: int) -> None:
+        """Add rows; each row's start depends on the seed and its place alone."""
+        seen, dim = self.weight.shape
+        fresh = 0.02 * torch.randn(classes, dim, generator=torch_rng(self.seed, "head", seen))
+        self.weight = nn.Parameter(torch.cat([self.weight.data, fresh.to(self.weight.device)]))
+        self.bias = nn.Parameter(torch.cat([self.bias.data, self.bias.new_zeros(classes)]))
+
+    def lift(self, features: Tensor) -> Tensor:
+        """What the linear layer stands on: features [B, backbone's D] themselves, or their random projection [B, D]."""
+        return features if self.projection is None else (features @ self.projection).relu()
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features of the backbone -> logits [B, seen]."""
+        return F.linear(self.lift(features), self.weight, self.bias)
+
+
+class Model(nn.Module):
+    """Class-incremental model. Rows of the head follow the class order of the run, task by task.
+
+    Args:
+        backbone: the process's one; frozen.
+        prompt: turns queries into what the backbone's blocks take.
+        seed: of the head's start and projection.
+        precision: fp32 or bf16, of the backbone's arithmetic.
+        projection: random features under the head; 0 = none.
+        trains_backbone: train, and send, a copy of the backbone.
+        projects: prefixes as the backbone projects tokens.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prompt: Prompt,
+        seed: int,
+        precision: str,
+        projection: int = 0,
+        trains_backbone: bool = False,
+        projects: bool = False,
+    ) -> None:
+        super().__init__()
+        self._shared = [backbone]  # in a list: shared by all models of the process, so no sub-module of this one
+        self.own = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
+        self.prompt, self.head = prompt, Head(backbone.dim, seed, projection)
+        self.task_sizes: list[int] = []
+        self._rows: Tensor
+        self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
+        self.precision, self.projects = precision, projects
+        self.to(backbone.mean.device)
+        self.eval()  # the prompts of a model in training know the task, which nobody says of a test image
+
+    @property
+    def backbone(self) -> Backbone:
+        """The process's one frozen backbone, or the model's own that it trains."""
+        return self._shared[0] if self.own is None else self.own
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.head.weight.device
+
+    def begin_task(self, classes: int) -> None:
+        """Grow head (and prompt) for the next task of ``classes`` new classes."""
+        self.prompt.begin_task(len(self.task_sizes))
+        self.head.grow(classes)
+        self.task_sizes.append(classes)
+        seen = sum(self.task_sizes)
+        self._rows = torch.arange(seen - classes, seen)
+        self.to(self.device)
+
+    def learn(self, rows: np.ndarray) -> None:
+        """Let the local loss choose among other classes than the current task's: their head rows, int64 [C]."""
+        self._rows = torch.from_numpy(np.sort(rows)).to(self.device)
+
+    def current_rows(self) -> Tensor:
+        """int64 [C] ascending: head rows among which the local loss chooses, at first those of the current task."""
+        return self._rows
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Place of each head row among the current ones, int64 like ``rows``, which must be of them."""
+        return torch.searchsorted(self._rows, rows)
+
+    def query(self, images: Tensor) -> Tensor:
+        """q(x): normalised images [B, 3, H, W] -> features without prompt [B, D]; no gradient."""
+        with torch.no_grad(), self._autocast():
+            return self.backbone(images).float()
+
+    @property
+    def prompted(self) -> bool:
+        """Whether f(x) differs from q(x)."""
+        return type(self.prompt) is not Prompt
+
+    @property
+    def reuses_query(self) -> bool:
+        """Whether a known q(x) saves a pass: the prompt reads it, or it is f(x). Never for a backbone that trains."""
+        return self.own is None and (self.prompt.needs_query or not self.prompted)
+
+    def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
+        """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, D], float32.
+
+        ``query`` is their q(x) [B, D] if it is known already; without prompt it is f(x), whatever the images are.
+        """
+        if query is not None and not self.prompted:
+            return query
+        if query is None and self.prompt.needs_query:
+            query = self.query(images)
+        with self._autocast():
+            return self.backbone(images, self.prompt(query), self.projects).float()
+
+    def forward(self, images: Tensor, query: Tensor | None = None) -> Tensor:
+        """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only."""
+        return self.head(self.features(images, query))
+
+    def travelling(self) -> dict[str, Tensor]:
+        """Prompt and head by stable names: everything that travels to clients.
+
+        A trained backbone is one array more, ``backbone`` [P]: hundreds of small ones would travel slowly.
+        """
+        return {name: p.detach() for name, p in self._small_parameters()} | self._packed()
+
+    def trained(self) -> dict[str, Tensor]:
+        """Those of the travelling arrays that the current task trains: what clients send back."""
+        return {name: p.detach() for name, p in self._small_parameters() if p.requires_grad} | self._packed()
+
+    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Overwrite all travelling arrays, or all trained ones, in place.
+
+        Raises:
+            ValueError: names or shapes are neither those of :meth:`travelling` nor of :meth:`trained`.
+        """
+        own = self.travelling() if arrays.keys() != self.trained().keys() else self.trained()
+        if {n: tuple(a.shape) for n, a in arrays.items()} != {n: tuple(a.shape) for n, a in own.items()}:
+            got = {n: a.shape for n, a in arrays.items()}
+            raise ValueError(f"arrays {got} do not fit { ({n: tuple(a.shape) for n, a in own.items()}) }")
+        for name, target in own.items():
+            target.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])))
+        if self.own is not None:
+            places = self._backbone_state()
+            for place, part in zip(places, own["backbone"].split([p.numel() for p in places]), strict=True):
+                place.detach().copy_(part.view_as(place))
+
+    def export(self) -> Arrays:
+        """Copies of the travelling arrays as float32 NumPy arrays."""
+        return to_arrays(self.travelling())
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """A trained backbone in evaluation mode, so that features depend on no batch and change no running mean."""
+        training = self.backbone.training
+        self.backbone.eval()
+        yield
+        self.backbone.train(training)
+
+    def _small_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, p) for name, p in self.named_parameters() if not name.startswith("own.")]
+
+    def packed_backbone(self) -> Tensor:
+        """Weights and running statistics of the trained backbone in a fixed order, [P]; differentiable."""
+        return torch.cat([value.flatten() for value in self._backbone_state()])
+
+    def _packed(self) -> dict[str, Tensor]:
+        return {} if self.own is None else {"backbone": self.packed_backbone().detach()}
+
+    def _backbone_state(self) -> list[Tensor]:
+        """What :meth:`packed_backbone` packs; counters stay behind."""
+        state = self.own.state_dict(keep_vars=True) if self.own is not None else {}
+        return [value for value in state.values() if value.is_floating_point()]
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+
+def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
+    """Copies as NumPy arrays."""
+    return {name: value.cpu().numpy().copy() for name, value in tensors.items()}
+
+
+def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | None = None) -> Model:
+    """The model of a run after ``len(task_sizes)`` tasks have begun; equal on every machine for one seed.
+
+    Args:
+        config: the resolved run keys.
+        task_sizes: number of classes of each task so far.
+        backbone: in place of the process's own.
+
+    Raises:
+        ConfigError: the backbone or its weights cannot be used, or a prompted block does not exist.
+    """
+    backbone = backbone or load_backbone(
+        config.backbone, config.backbone_weights, config.image_size, str(resolve_device(config.device))
+    )
+    if config.prompt != "none" and config.blocks()[-1] >= backbone.depth:
+        raise ConfigError(
+            f"prompt-blocks = {config.prompt_blocks!r} is not possible: {config.backbone} has {backbone.depth} blocks."
+        )
+    prompt = load_half(PROMPTS[config.prompt].path).build(config, backbone.dim)
+    model = Model(
+        backbone,
+        prompt,
+        config.seed,
+        config.precision,
+        config.options.projection,
+        config.trains_backbone,
+        config.prompt_projected,
+    )
+    for classes in task_sizes:
+        model.begin_task(classes)
+    return model

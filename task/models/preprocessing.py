@@ -1,0 +1,62 @@
+"""From stored images to the backbone's input: the same resizing and normalisation everywhere."""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from task.models.vit import Backbone
+
+
+def prepare(
+    images: np.ndarray, backbone: Backbone, augmentation: str = "none", rng: torch.Generator | None = None
+) -> Tensor:
+    """Augment, resize (bicubic) and normalise as the backbone's weights were trained (methods.md section 0).
+
+    Args:
+        images: uint8 [B, H, W, 3 or 1].
+        backbone: gives size, mean, standard deviation and device.
+        augmentation: none, crop or crop-flip; anything but none needs ``rng``.
+        rng: CPU generator of the random crops and flips.
+
+    Returns:
+        float32 [B, 3, image_size, image_size] on the backbone's device.
+    """
+    if augmentation != "none" and rng is None:
+        raise ValueError(f"augmentation {augmentation!r} needs a generator")
+    x = torch.from_numpy(images).permute(0, 3, 1, 2)
+    if augmentation != "none":
+        x = random_crop(x, rng)
+    if augmentation == "crop-flip":
+        x = random_flip(x, rng)
+    return normalise(resize(x.to(backbone.mean.device), backbone.image_size), backbone)
+
+
+def resize(x: Tensor, side: int) -> Tensor:
+    """Pixels uint8 [B, 3 or 1, H, W] -> float32 [B, 3, side, side] in 0 .. 1 (bicubic)."""
+    x = x.float().div_(255)
+    if x.shape[-2:] != (side, side):
+        smaller = x.shape[-1] > side
+        x = F.interpolate(x, (side, side), mode="bicubic", align_corners=False, antialias=smaller).clamp_(0, 1)
+    return x.expand(-1, 3, -1, -1)
+
+
+def normalise(x: Tensor, backbone: Backbone) -> Tensor:
+    """Pixels [B, 3, H, W] in 0 .. 1 as the backbone's weights were trained with, same shape."""
+    return (x - backbone.mean) / backbone.std
+
+
+def random_crop(x: Tensor, rng: torch.Generator | None) -> Tensor:
+    """Shift each image by up to an eighth of its side, zeros moving in; [B, C, H, W] -> [B, C, H, W]."""
+    B, _, H, W = x.shape
+    pad = max(1, H // 8)
+    padded = F.pad(x, (pad, pad, pad, pad))
+    top, left = torch.randint(2 * pad + 1, (2, B, 1), generator=rng)
+    rows, columns = top + torch.arange(H), left + torch.arange(W)
+    return padded[torch.arange(B)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def random_flip(x: Tensor, rng: torch.Generator | None) -> Tensor:
+    """Mirror each image with probability 1/2; [B, C, H, W] -> [B, C, H, W]."""
+    flip = torch.rand(len(x), 1, 1, 1, generator=rng) < 0.5
+    return torch.where(flip, x.flip(-1), x)

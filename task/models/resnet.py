@@ -1,0 +1,39 @@
+"""The backbone that FedProK trains from scratch."""
+
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from task.models.vit import Backbone, Prompted, digest
+from task.models.weights import load_strictly, read_weights
+
+
+class ResNet18(Backbone):
+    """ResNet-18 with the stem that is usual for images of 32 pixels: a 3 x 3 convolution and no pooling."""
+
+    def __init__(self, network: nn.Module, image_size: int) -> None:
+        super().__init__(512, 0, image_size, (0.5,) * 3, (0.5,) * 3, digest(network))
+        self.network = network.requires_grad_(False)
+        self.eval()
+
+    def forward(self, images: Tensor, prompted: Prompted | None = None, projects: bool = False) -> Tensor:
+        """Normalised images [B, 3, H, W] -> features [B, 512]: the pooled last layer."""
+        return self.network(images)
+
+
+def load_resnet18(weights: str, image_size: int) -> ResNet18:
+    """ResNet-18 for images of ``image_size`` (0 = 32), from a file or from chance, with a fixed seed.
+
+    Raises:
+        ConfigError: weights missing, broken or of another architecture; "auto" is no file, as nobody pre-trained this.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        network = torchvision.models.resnet18()
+        network.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
+        network.maxpool, network.fc = nn.Identity(), nn.Identity()
+    if weights != "random":
+        load_strictly(network, read_weights(Path(weights)), weights)
+    return ResNet18(network, image_size or 32)

@@ -1,0 +1,189 @@
+"""The backbone: a frozen plain Vision Transformer of timm with room for prefixes in its attention."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention
+from timm.models import VisionTransformer
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from task.keys import ConfigError
+from task.models.weights import build_vit
+
+# Block, counted from 0 -> prefix [B or 1, 2, L_p, D] (keys, then values), or prompt tokens [B or 1, L_p, D]
+Prompted = Mapping[int, Tensor]
+
+
+class PrefixAttention(nn.Module):
+    """timm's attention with key and value vectors put in front of the projected ones.
+
+    Prefix tuning (HGP section 3.2, PIP eq. 3): keys [P_k; K], values [P_v; V], queries unchanged. The prefix is split
+    over heads as K and V are, and given no position. It is not projected, unless ``projects`` says so: then it stands
+    for tokens in front of the others, as in PIP's equations. Without a prefix this is timm's own forward, unless
+    ``first_only`` asks for the first token's output only.
+    """
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.attention = attention
+        self.prefix: Tensor | None = None
+        self.projects = self.first_only = False
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Tokens [B, N, D] -> [B, N, D], or [B, 1, D] of the first token only."""
+        inner = self.attention
+        if self.prefix is None and not self.first_only:
+            return inner(x, attn_mask=attn_mask, is_causal=is_causal)
+        B, N, _ = x.shape
+        qkv = inner.qkv(x).reshape(B, N, 3, inner.num_heads, inner.head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, heads, N, D / heads]
+        q, k = inner.q_norm(q[:, :, :1] if self.first_only else q), inner.k_norm(k)
+        if self.prefix is not None:
+            front_k, front_v = self._front(self.prefix.to(q.dtype), B)
+            k, v = torch.cat([front_k, k], dim=2), torch.cat([front_v, v], dim=2)
+        x = F.scaled_dot_product_attention(q, k, v)
+        return inner.proj(inner.norm(x.transpose(1, 2).flatten(2)))
+
+    def _front(self, prefix: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a prefix [B or 1, 2, L_p, D], each [B, heads, L_p, D / heads]."""
+        inner = self.attention
+        front = self._projected(prefix) if self.projects else prefix
+        front = front.unflatten(-1, (inner.num_heads, inner.head_dim)).expand(batch, -1, -1, -1, -1)
+        keys, values = front.permute(1, 0, 3, 2, 4).unbind(0)
+        return inner.k_norm(keys) if self.projects else keys, values
+
+    def _projected(self, prefix: Tensor) -> Tensor:
+        """Keys and values of prefix vectors [B or 1, 2, L_p, D], by the frozen weights that project the tokens."""
+        weight = self.attention.qkv.weight.unflatten(0, (3, -1))[1:]
+        front = torch.einsum("bsld,sed->bsle", prefix, weight)
+        bias = self.attention.qkv.bias
+        return front if bias is None else front + bias.unflatten(0, (3, 1, -1))[1:]
+
+
+class PromptedBlock(nn.Module):
+    """timm's block with prompt tokens appended to its input and dropped at its output (prompt tuning, PIP eq. 2).
+
+    With ``first_only`` it gives the first token's output, and spares the rest of its work.
+    """
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+        self.tokens: Tensor | None = None
+        self.first_only = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens [B, N, D] -> [B, N, D], or [B, 1, D] of the first token only."""
+        B, N, _ = x.shape
+        if self.tokens is not None:
+            x = torch.cat([x, self.tokens.to(x.dtype).expand(B, -1, -1)], dim=1)
+        return self._first(x) if self.first_only else self.block(x)[:, :N]
+
+    def _first(self, x: Tensor) -> Tensor:
+        """What a block of timm does, where the attention lets the first token go on alone."""
+        block = self.block
+        first = x[:, :1] + block.drop_path1(block.ls1(block.attn(block.norm1(x))))
+        return first + block.drop_path2(block.ls2(block.mlp(block.norm2(first))))
+
+
+class Backbone(nn.Module):
+    """Images to features; frozen, unless a model holds a copy of its own to train.
+
+    Attributes:
+        dim: D, length of a feature.
+        depth: number of blocks that can be prompted.
+        image_size: side of the square input in pixels.
+        mean, std: per-channel normalisation, [1, 3, 1, 1], that the weights were trained with.
+        sha256: digest of all weights, to compare server and clients.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self, dim: int, depth: int, image_size: int, mean: tuple[float, ...], std: tuple[float, ...], sha256: str
+    ) -> None:
+        super().__init__()
+        self.dim, self.depth, self.image_size, self.sha256 = dim, depth, image_size, sha256
+        self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor, prompted: Prompted | None = None, projects: bool = False) -> Tensor:
+        """Normalised images [B, 3, H, W] -> features [B, D]."""
+        raise NotImplementedError
+
+
+class ViT(Backbone):
+    """A plain Vision Transformer of timm, always in evaluation mode."""
+
+    def __init__(
+        self, vit: VisionTransformer, mean: tuple[float, ...], std: tuple[float, ...], sha256: str = ""
+    ) -> None:
+        size = vit.patch_embed.img_size[0]
+        super().__init__(vit.embed_dim, len(vit.blocks), size, mean, std, sha256 or digest(vit))
+        for i, block in enumerate(vit.blocks):
+            block.attn = PrefixAttention(block.attn)
+            vit.blocks[i] = PromptedBlock(block)
+        self.vit = vit.requires_grad_(False)
+        self.train()
+
+    def train(self, mode: bool = True) -> "ViT":
+        """Stay in evaluation mode: drop-out and drop-path belong to pre-training."""
+        return super().train(False)
+
+    def forward(self, images: Tensor, prompted: Prompted | None = None, projects: bool = False) -> Tensor:
+        """Normalised images [B, 3, H, W] -> features [B, D]: the class token after the final norm.
+
+        (A ViT that timm pools otherwise gives its own pooled feature.) ``projects``: see :class:`PrefixAttention`.
+
+        Without ``prompted`` this is q(x), exactly timm's forward_features and pre-logits head. With it, the last block
+        works out the class token only, the others being of no use then: the same feature but for rounding.
+        """
+        with self._holding(prompted or {}, projects):
+            return self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
+
+    @contextmanager
+    def _holding(self, prompted: Prompted, projects: bool) -> Iterator[None]:
+        blocks, last = [self.vit.blocks[i] for i in prompted], self.vit.blocks[-1]
+        try:
+            alone = bool(prompted) and self.vit.global_pool == "token" and type(last.block) is Block
+            last.first_only = last.block.attn.first_only = alone
+            for block, vectors in zip(blocks, prompted.values(), strict=True):
+                if vectors.ndim == 4:
+                    block.block.attn.prefix, block.block.attn.projects = vectors, projects
+                else:
+                    block.tokens = vectors
+            yield
+        finally:
+            last.first_only = last.block.attn.first_only = False
+            for block in blocks:
+                block.block.attn.prefix = block.tokens = None
+
+
+def digest(module: nn.Module) -> str:
+    """SHA-256 over names, types, shapes and bytes of a module's state, independent of the file it came from."""
+    total = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        total.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        total.update(value.cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def load_vit(name: str, weights: str, image_size: int) -> ViT:
+    """A ViT with its weights, made for ``image_size`` (0 = its own).
+
+    Raises:
+        ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
+    """
+    vit, mean, std = build_vit(name, weights)
+    patch, own = vit.patch_embed.patch_size[0], vit.patch_embed.img_size[0]
+    if image_size % patch:
+        raise ConfigError(f"image-size = {image_size} is not possible: {name!r} needs a multiple of {patch}.")
+    sha256 = digest(vit)  # before resizing, whose rounding differs between processors
+    if image_size and image_size != own:
+        vit.set_input_size(img_size=(image_size, image_size))
+    return ViT(vit, mean, std, sha256)

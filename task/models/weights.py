@@ -1,0 +1,144 @@
+"""Building a plain ViT with exactly the weights that were asked for, or an error: never others in silence."""
+
+import base64
+import hashlib
+import json
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import huggingface_hub.constants
+import safetensors.torch
+import timm
+import torch
+from timm.layers import Attention
+from timm.models import VisionTransformer
+from torch import Tensor, nn
+
+from task.keys import AUTO, ConfigError
+
+ASSETS = Path(__file__).parents[1] / "assets"
+BUNDLED = {path.stem: path for path in ASSETS.glob("vit_*.json")}
+Normalisation = tuple[float, ...]  # per channel
+
+
+def build_vit(name: str, weights: str) -> tuple[Any, Normalisation, Normalisation]:
+    """A timm VisionTransformer without classifier, and the mean and standard deviation of its images.
+
+    Args:
+        name: a bundled model, or any plain ViT of timm.
+        weights: "auto" (bundled, or timm's pre-trained), a file, or "random" (drawn from a fixed seed, so that server
+            and clients draw the same).
+
+    Raises:
+        ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _bundled(name, weights) if name in BUNDLED else _from_timm(name, weights)
+
+
+def _bundled(name: str, weights: str) -> tuple[VisionTransformer, Normalisation, Normalisation]:
+    try:
+        card = json.loads(BUNDLED[name].read_text())
+        raw = base64.b64decode(card["safetensors"])
+        intact = hashlib.sha256(raw).hexdigest() == card["sha256"]
+    except (ValueError, KeyError):
+        intact = False
+    if not intact:
+        raise ConfigError(f"the bundled weights {BUNDLED[name]} are damaged: install the project again.")
+    vit = VisionTransformer(num_classes=0, **card["architecture"])
+    if weights == AUTO:
+        load_strictly(vit, safetensors.torch.load(raw), f"bundled {name}")
+    elif weights != "random":
+        load_strictly(vit, read_weights(Path(weights)), weights)
+    return vit, card["mean"], card["std"]
+
+
+def _from_timm(name: str, weights: str) -> tuple[nn.Module, Normalisation, Normalisation]:
+    if not timm.is_model(name.split(".")[0]):
+        raise ConfigError(f"backbone = {name!r} does not exist: use {_nearest(name)}, or any plain ViT of timm.")
+    vit = _create(name, pretrained=False)
+    _require_plain(vit, name)  # before anything is fetched
+    if weights == AUTO:
+        _go_offline_if_unreachable()
+        vit = _create(name, pretrained=True)
+    elif weights != "random":
+        load_strictly(vit, read_weights(Path(weights)), weights)
+    return vit, vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"]
+
+
+def _nearest(name: str) -> str:
+    plain = "".join(c for c in name[:8] if c.isalnum() or c == "_")
+    return ", ".join([*BUNDLED, *timm.list_models(f"*{plain}*", module="vision_transformer")[:3]])
+
+
+def _create(name: str, pretrained: bool) -> Any:
+    try:
+        return timm.create_model(name, pretrained=pretrained, num_classes=0)
+    except Exception as error:
+        what = (
+            f"backbone-weights = {AUTO!r}: no pre-trained weights of {name!r}" if pretrained else f"backbone = {name!r}"
+        )
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{what} could be had from timm ({type(error).__name__}: {reason}). Name a file.") from error
+
+
+def _require_plain(vit: nn.Module, name: str) -> None:
+    if not isinstance(vit, VisionTransformer) or not all(
+        type(getattr(block, "attn", None)) is Attention and getattr(block.attn, "gate", None) is None
+        for block in vit.blocks
+    ):
+        raise ConfigError(f"backbone = {name!r} is not a plain ViT of timm; vit_base_patch16_224, for example, is one.")
+
+
+def _go_offline_if_unreachable() -> None:
+    """Without a network the hub's client retries for most of a minute; a file in its cache is used all the same."""
+    host = urlsplit(huggingface_hub.constants.ENDPOINT).hostname
+    if getproxies():
+        return
+    try:
+        socket.create_connection((host, 443), timeout=5).close()
+    except OSError:
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """State dict of a .safetensors file or of a PyTorch one that holds tensors by name and nothing else.
+
+    Raises:
+        ConfigError: the file is missing, cannot be read, or holds something else.
+    """
+    if not path.is_file():
+        raise ConfigError(f"backbone-weights = {str(path)!r}: there is no such file; auto, random, or a file's path.")
+    try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigError(f"backbone-weights = {str(path)!r} is damaged or of another format ({error}).") from error
+    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ConfigError(f"backbone-weights = {str(path)!r} must hold tensors by name, a plain state dict.")
+    return dict(state)
+
+
+def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
+    """Everything but a classifier must fit by name and shape: a partly loaded backbone would be silently random.
+
+    Raises:
+        ConfigError: an array is missing, too many, of another shape or not finite; ``source`` is named.
+    """
+    wanted = network.state_dict()
+    state = {name: value.float() for name, value in state.items() if not name.startswith(("head.", "fc."))}
+    misfits = sorted(set(wanted) ^ set(state)) or [n for n in wanted if wanted[n].shape != state[n].shape]
+    if misfits:
+        raise ConfigError(
+            f"backbone-weights = {source!r} are of another architecture: {len(misfits)} of {len(wanted)} arrays do not "
+            f"fit, the first is {misfits[0]!r}."
+        )
+    if not all(bool(value.isfinite().all()) for value in state.values()):
+        raise ConfigError(f"backbone-weights = {source!r} hold NaN or infinite values.")
+    network.load_state_dict(state)

@@ -1,0 +1,1 @@
+"""Prompts of a frozen Vision Transformer, one kind a file."""

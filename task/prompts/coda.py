@@ -1,0 +1,86 @@
+"""CODA-Prompt: attended keys weigh prompt components, of which each task adds some (Smith et al., CVPR 2023)."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from task.config.schema import Config
+from task.models.vit import Prompted
+from task.prompts.base import Prompt
+from task.prompts.decomposed import combine
+from task.utils.seeding import torch_rng
+
+
+class CodaPrompt(Prompt):
+    """prompt = sum_m cos(q(x) * A_m, K_m) P_m over the components of all tasks so far (section 4).
+
+    Each task brings M components per block, M = pool // tasks, and trains these alone; those of earlier tasks are
+    frozen. Parameters, one of each per task: ``keys`` and ``attention`` [blocks, M, D], ``prompts``
+    [blocks, M, 2, L_p, D]. The paper's length of 8 is L_p = 4 here: four key and four value vectors.
+    All components of the pool start orthogonal, as in the public code.
+    """
+
+    needs_query = True
+
+    def __init__(
+        self, blocks: Sequence[int], components: int, tasks: int, length: int, dim: int, penalty: float, seed: int
+    ) -> None:
+        super().__init__()
+        self.blocks, self.weight = tuple(blocks), penalty
+        self.keys, self.attention, self.prompts = nn.ParameterList(), nn.ParameterList(), nn.ParameterList()
+        rng, J, size = torch_rng(seed, "prompt"), len(self.blocks), components * tasks
+        starts = [_orthogonal(J, size, dim, rng), _orthogonal(J, size, dim, rng)]
+        starts.append(_orthogonal(J, size, 2 * length * dim, rng).unflatten(2, (2, length, dim)))
+        self.starts = [start.split(components, dim=1) for start in starts]
+
+    @classmethod
+    def build(cls, config: Config, dim: int) -> Self:
+        """Pool, tasks, L_p, blocks, penalty and seed from the run keys."""
+        components = config.prompt_pool // config.num_tasks
+        penalty, length = config.prompt_orthogonality, config.prompt_length
+        return cls(config.blocks(), components, config.num_tasks, length, dim, penalty, config.seed)
+
+    def begin_task(self, task: int) -> None:
+        """Freeze the components of earlier tasks and add those of this one."""
+        self.requires_grad_(False)
+        for own, start in zip((self.keys, self.attention, self.prompts), self.starts, strict=True):
+            own.append(nn.Parameter(start[task].clone()))
+
+    def forward(self, query: Tensor | None) -> Prompted:
+        """Query [B, D] -> prefixes [B, 2, L_p, D]; in training mode the penalty of this step too."""
+        assert query is not None  # needs_query
+        keys, attention, prompts = (torch.cat(list(p), dim=1) for p in (self.keys, self.attention, self.prompts))
+        if self.training:
+            parts = (keys, attention, prompts.flatten(2))
+            self.penalty = self.weight * torch.stack([orthogonality(part) for part in parts]).sum()
+        prefixes = combine(attended_cosines(query, attention, keys), prompts)
+        return dict(zip(self.blocks, prefixes.unbind(), strict=True))
+
+
+def attended_cosines(query: Tensor, attention: Tensor, keys: Tensor) -> Tensor:
+    """cos(q * A_m, K_m) for queries [B, D], attention and keys [J, M, D] -> [J, B, M].
+
+    As |q * A|^2 = q^2 . A^2 and (q * A) . K = q . (A * K), nothing of size B M D is needed.
+    """
+    lengths = (query.square() @ attention.square().mT).clamp(min=1e-12).sqrt()
+    return query @ (attention * F.normalize(keys, dim=-1)).mT / lengths
+
+
+def orthogonality(rows: Tensor) -> Tensor:
+    """Mean over blocks of the mean square of B B^T - I; [J, M, V] -> scalar.
+
+    The paper has the norm of B B^T - I; the mean square, as in the public code (which scales it down by 1e-6), does not
+    depend on the number of blocks and components.
+    """
+    return (rows @ rows.mT - torch.eye(rows.shape[1], device=rows.device)).square().mean()
+
+
+def _orthogonal(blocks: int, size: int, dim: int, rng: torch.Generator) -> Tensor:
+    """Per block orthonormal rows [size, dim], or columns where there are more rows than dimensions."""
+    start = torch.empty(blocks, size, dim)
+    for block in start:
+        nn.init.orthogonal_(block, generator=rng)
+    return start

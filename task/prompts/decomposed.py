@@ -1,0 +1,54 @@
+"""HePCo's decomposed prompt: a weighted sum over a pool, with no hard choice (Halbe et al. 2024, section 4)."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from task.config.schema import Config
+from task.models.vit import Prompted
+from task.prompts.base import Prompt
+from task.utils.seeding import torch_rng
+
+
+class DecomposedPrompt(Prompt):
+    """prompt = sum_i cos(q(x), k_i) P_i, keys and pool per block, shared by all tasks.
+
+    Parameters: ``keys`` [blocks, N_p, D] and ``pool`` [blocks, N_p, 2, L_p, D], uniform(0, 1) at the start. The paper's
+    length of 20 is L_p = 10 here: ten key and ten value vectors.
+    """
+
+    needs_query = True
+
+    def __init__(self, blocks: Sequence[int], size: int, length: int, dim: int, seed: int) -> None:
+        super().__init__()
+        self.blocks = tuple(blocks)
+        rng = torch_rng(seed, "prompt")
+        self.keys = nn.Parameter(torch.rand(len(self.blocks), size, dim, generator=rng))
+        self.pool = nn.Parameter(torch.rand(len(self.blocks), size, 2, length, dim, generator=rng))
+
+    @classmethod
+    def build(cls, config: Config, dim: int) -> Self:
+        """N_p, L_p, blocks and seed from the run keys."""
+        return cls(config.blocks(), config.prompt_pool, config.prompt_length, dim, config.seed)
+
+    def forward(self, query: Tensor | None) -> Prompted:
+        """Query [B, D] -> prefixes [B, 2, L_p, D]."""
+        assert query is not None  # needs_query
+        prefixes = combine(cosines(query, self.keys), self.pool)
+        return dict(zip(self.blocks, prefixes.unbind(), strict=True))
+
+
+def cosines(query: Tensor, keys: Tensor) -> Tensor:
+    """Queries [B, D] and keys [..., N, D] -> cosine of each pair [..., B, N]."""
+    return F.normalize(query, dim=-1) @ F.normalize(keys, dim=-1).mT
+
+
+def combine(weights: Tensor, pool: Tensor) -> Tensor:
+    """sum_i w_i P_i as a matrix product: weights [J, B, N], pool [J, N, 2, L, D] -> [J, B, 2, L, D].
+
+    Writing it as a product and a sum over the pool would need J B N L D numbers at once.
+    """
+    return (weights @ pool.flatten(2)).unflatten(-1, pool.shape[2:])

@@ -1,0 +1,64 @@
+"""FPPL's prompt: one per task, fused by weights that depend on the image (He et al. 2024, eq. 2)."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from task.config.schema import Config
+from task.models.vit import Prompted
+from task.prompts.base import Prompt
+from task.utils.seeding import torch_rng
+
+
+class FusedPrompt(Prompt):
+    """Tokens p = sum_i softmax(scale * cos(q, psi))_i p_i over the prompts p_i of all tasks so far (eq. 2).
+
+    Parameters: ``prompts.i`` [blocks, L_p, D] of task i, uniform(-1, 1) for the first and a copy of the previous one
+    for the others, frozen when its task has ended; ``psi`` [tasks, D] and ``scale`` [1], 1 at the start. The start of a
+    row of psi is not given: it is uniform(-1, 1), of which only the direction counts.
+    """
+
+    needs_query = True
+
+    def __init__(self, blocks: Sequence[int], length: int, dim: int, seed: int) -> None:
+        super().__init__()
+        self.blocks, self.shape, self.seed = tuple(blocks), (len(blocks), length, dim), seed
+        self.prompts = nn.ParameterList()
+        self.psi = nn.Parameter(torch.empty(0, dim))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    @classmethod
+    def build(cls, config: Config, dim: int) -> Self:
+        """L_p, blocks and seed from the run keys."""
+        return cls(config.blocks(), config.prompt_length, dim, config.seed)
+
+    def begin_task(self, task: int) -> None:
+        """Freeze the earlier prompts and add one, with its row of psi."""
+        start = self.prompts[-1].detach().clone() if task else self._uniform(self.shape, "prompt")
+        self.prompts.requires_grad_(False)
+        self.prompts.append(nn.Parameter(start))
+        row = self._uniform((1, self.psi.shape[1]), "psi", task)
+        self.psi = nn.Parameter(torch.cat([self.psi.detach(), row]))
+        # the softmax over a single prompt is 1 whatever psi and scale are: nothing to learn, nothing to send
+        self.psi.requires_grad_(task > 0)
+        self.scale.requires_grad_(task > 0)
+
+    def forward(self, query: Tensor | None) -> Prompted:
+        """Query [B, D] -> tokens [B, L_p, D] by block.
+
+        Raises:
+            ValueError: no query.
+        """
+        if query is None:
+            raise ValueError("a fused prompt needs the query")
+        cosines = F.normalize(query, dim=1) @ F.normalize(self.psi, dim=1).T  # [B, tasks]
+        weights = (self.scale * cosines).softmax(dim=1)
+        fused = torch.einsum("bt,tjld->jbld", weights, torch.stack(tuple(self.prompts)))
+        return dict(zip(self.blocks, fused.unbind(), strict=True))
+
+    def _uniform(self, shape: tuple[int, ...], purpose: str, *indices: int) -> Tensor:
+        drawn = torch.rand(shape, generator=torch_rng(self.seed, purpose, *indices))
+        return (2 * drawn - 1).to(self.psi.device)

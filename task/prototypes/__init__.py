@@ -1,0 +1,1 @@
+"""Class statistics of features: what clients compute, the noise on it, what the server keeps."""

@@ -1,0 +1,253 @@
+"""What clients send beside trained arrays, one small class per kind; both sides load it by the name in the table.
+
+``collect`` runs on the client, ``shapes`` tells the server what to expect. Every kind but the first carries class_ids
+and counts, int64 [K]; ``shapes`` lists the arrays of numbers beside them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from task.data.images import Images
+from task.message import Arrays
+from task.method_options import Options
+from task.models.evaluation import extract_features
+from task.models.model import Model
+from task.models.preprocessing import prepare
+from task.prototypes.gaussians import gaussian_statistics, mean_statistics, pack_symmetric
+from task.prototypes.noise import Guard, nearest_semi_definite, spread_indices, spread_of
+
+Shapes = dict[str, tuple[int, ...]]
+_MOST_GRADIENTS = 2**25  # numbers of single images' gradients held at once: 128 MiB
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Training images of one client and task: N positions in ``images``, class ids and head rows, int64 [N]."""
+
+    images: Images
+    positions: np.ndarray
+    labels: Tensor
+    rows: Tensor
+
+
+class Nothing:
+    """No statistics: the base of all.
+
+    ``carries`` says whether anything travels, ``at_task_end`` that it does in a task's last round only,
+    ``needs_features`` what it takes. The server refuses numbers that are not of ``dtype`` or above ``largest``, and
+    arrays that are not what ``not_negative`` and ``semi_definite`` (packed symmetric matrices) promise. A message with
+    noise makes so many ``releases`` of the Gaussian mechanism (task/prototypes/noise.py).
+    """
+
+    carries = False
+    at_task_end = False
+    needs_features = False
+    dtype: type = np.float32
+    not_negative = frozenset({"variances", "fisher"})
+    semi_definite = frozenset({"covariances", "gram"})
+    largest = 1e6  # no sane prompt, head row or feature statistic comes near; more would drown every other client
+    releases = 0
+
+    def collect(self, model: Model, sample: Sample, options: Options, guard: Guard) -> Arrays:
+        """The arrays for a client's images, which are seen without augmentation, as they may leave the client."""
+        features = torch.empty(len(sample.labels), 0, device=model.device)
+        if self.needs_features:
+            features = guard.features(model.head.lift(extract_features(model, sample.images, sample.positions)))
+        found = self.compute(features, sample.labels, options)
+        return self.noised(found, guard) if guard.noise else found
+
+    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+        """What :meth:`compute` found, with noise in it; class ids and counts stay as they are."""
+        return found
+
+    def unprotected(self, options: Options) -> str:
+        """Why these statistics cannot be noised, or an empty text."""
+        return ""
+
+    def expected(self, classes: int, arrays: Mapping[str, tuple[int, ...]], options: Options) -> Shapes:
+        """Arrays of numbers by name for K = ``classes`` local classes, given the shapes of the trained ``arrays``."""
+        return self.shapes(classes, arrays["head.weight"][1], options)
+
+    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+        """Features float32 [N, D] of the local images, labels int64 [N] -> arrays."""
+        return {}
+
+    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
+        """As ``expected`` says, with D = ``dim``."""
+        return {}
+
+
+class Means(Nothing):
+    """Class means [K, D]."""
+
+    carries = needs_features = True
+    releases = 1
+
+    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+        """Counts and means of the classes present."""
+        return mean_statistics(features, labels)
+
+    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+        """Noise in the means."""
+        return found | {"means": guard.means(found["means"], found["counts"]).astype(np.float32)}
+
+    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
+        """Means only."""
+        return {"means": (classes, dim)}
+
+
+class Gaussians(Nothing):
+    """Class means and covariances in the method's packing (HGP section 3.3)."""
+
+    carries = needs_features = True
+    releases = 2
+
+    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+        """Counts, means and packed covariances of the classes present."""
+        return gaussian_statistics(features, labels, options.packing, options.packing_rank)
+
+    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
+        """Means and what the packing consists of, see task/prototypes/gaussians.py."""
+        packed: dict[str, Shapes] = {
+            "diagonal": {"variances": (classes, dim)},
+            "full": {"covariances": (classes, dim * (dim + 1) // 2)},
+            "low-rank": {"variances": (classes, dim), "factors": (classes, options.packing_rank, dim)},
+        }
+        return {"means": (classes, dim)} | packed[options.packing]
+
+    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+        """Noise in means and mean squares, from which valid covariances are made."""
+        counts = found["counts"]
+        (name,) = found.keys() - {"class_ids", "counts", "means"}
+        unbiased = np.maximum(counts - 1, 1) / counts
+        means, spread = _noised_moments(found["means"], found[name] * unbiased[:, None], counts, guard)
+        return found | {"means": means.astype(np.float32), name: (spread / unbiased[:, None]).astype(np.float32)}
+
+    def unprotected(self, options: Options) -> str:
+        """Nobody has bounded how far one image turns the directions of the low-rank packing."""
+        return "a low-rank covariance" if options.packing == "low-rank" else ""
+
+
+def _noised_moments(
+    means: np.ndarray, spread: np.ndarray, counts: np.ndarray, guard: Guard
+) -> tuple[np.ndarray, np.ndarray]:
+    """Noised means [K, D] and, made from noised mean squares, valid variances or packed covariances [K, S]."""
+    row, column = spread_indices(spread.shape[1], means.shape[1])
+    wide = means.astype(np.float64)
+    squares = guard.squares(spread + wide[:, row] * wide[:, column], counts)
+    moved = guard.means(wide, counts)
+    return moved, spread_of(squares, moved, counts)
+
+
+class Variances(Means):
+    """Class means and variances, the latter divided by n (PIP eq. 8), so 0 for a single image."""
+
+    releases = 2
+
+    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+        """Counts, means and variances of the classes present."""
+        found = gaussian_statistics(features, labels, "diagonal", rank=1)
+        counts = found["counts"][:, None].astype(np.float32)
+        return found | {"variances": found["variances"] * ((counts - 1) / counts)}
+
+    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+        """Noise in means and mean squares."""
+        means, spread = _noised_moments(found["means"], found["variances"], found["counts"], guard)
+        return found | {"means": means.astype(np.float32), "variances": spread.astype(np.float32)}
+
+    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
+        """Means and variances."""
+        return {"means": (classes, dim), "variances": (classes, dim)}
+
+
+class Counts(Nothing):
+    """How many images of each class there are, nothing else (HePCo section 4)."""
+
+    carries = True
+
+    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+        """Counts of the classes present; features are not looked at."""
+        class_ids, counts = labels.unique(return_counts=True)
+        return {"class_ids": class_ids.cpu().numpy(), "counts": counts.cpu().numpy()}
+
+
+class Gram(Nothing):
+    """What a ridge regression needs: sum of f f^T, [D (D + 1) / 2], and class sums of f, [K, D] (AFCL).
+
+    In float64: the regression magnifies what rounding takes away.
+    """
+
+    carries = needs_features = True
+    dtype = np.float64
+    largest = 1e15
+    releases = 2
+
+    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+        """Counts, sums and the upper triangle of the Gram matrix, row by row."""
+        wide = features.double()
+        class_ids, place, counts = labels.unique(return_inverse=True, return_counts=True)
+        sums = wide.new_zeros(len(class_ids), wide.shape[1]).index_add_(0, place, wide)
+        return {
+            "class_ids": class_ids.cpu().numpy(),
+            "counts": counts.cpu().numpy(),
+            "sums": sums.cpu().numpy(),
+            "gram": pack_symmetric((wide.T @ wide)[None].cpu().numpy()),
+        }
+
+    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
+        """Class sums, and one Gram matrix for all classes."""
+        return {"sums": (classes, dim), "gram": (1, dim * (dim + 1) // 2)}
+
+    def noised(self, found: Arrays, guard: Guard) -> Arrays:
+        """Noise in both; the Gram matrix becomes positive semi-definite again."""
+        sums = found["sums"] + guard.noised(found["sums"].shape, guard.feature_clip)
+        gram = nearest_semi_definite(guard.squares(found["gram"]), sums.shape[1])
+        return found | {"sums": sums, "gram": gram}
+
+
+class Fisher(Nothing):
+    """Diagonal of the empirical Fisher information of a trained backbone, in a task's last round (Kirkpatrick 2017)."""
+
+    carries = at_task_end = True
+
+    def unprotected(self, options: Options) -> str:
+        """A gradient has no bound."""
+        return "Fisher information"
+
+    def collect(self, model: Model, sample: Sample, options: Options, guard: Guard) -> Arrays:
+        """F_i = mean over images of (d log p(y | x) / d theta_i)^2, p over the current task's classes."""
+        class_ids, counts = sample.labels.unique(return_counts=True)
+        fisher = empirical_fisher(model, sample)
+        return {"class_ids": class_ids.cpu().numpy(), "counts": counts.cpu().numpy(), "fisher": fisher.cpu().numpy()}
+
+    def expected(self, classes: int, arrays: Mapping[str, tuple[int, ...]], options: Options) -> Shapes:
+        """One number for every entry of the travelling backbone; 0 for running statistics, which nothing trains."""
+        return {"fisher": arrays["backbone"]}
+
+
+@torch.no_grad()
+def empirical_fisher(model: Model, sample: Sample) -> Tensor:
+    """Mean of squared gradients, image by image, of the cross-entropy over the current task's classes; [P]."""
+    network, current = model.backbone, model.current_rows()
+    weights = {name: p.detach() for name, p in network.named_parameters()}
+    total = {name: torch.zeros_like(value) for name, value in network.state_dict().items() if value.is_floating_point()}
+
+    def loss(weights: dict[str, Tensor], image: Tensor, target: Tensor) -> Tensor:
+        features = functional_call(network, weights, (image[None],))
+        return F.cross_entropy(model.head(features)[:, current], target[None])
+
+    gradients = vmap(grad(loss), in_dims=(None, 0, 0))
+    few = max(1, _MOST_GRADIENTS // sum(value.numel() for value in weights.values()))
+    with sdpa_kernel(SDPBackend.MATH):  # the one kernel that vmap need not call image by image
+        for start in range(0, len(sample.rows), few):
+            images = prepare(sample.images[sample.positions[start : start + few]], network)
+            for name, found in gradients(weights, images, model.places(sample.rows[start : start + few])).items():
+                total[name] += found.square().sum(dim=0)
+    return torch.cat([value.flatten() for value in total.values()]) / len(sample.rows)

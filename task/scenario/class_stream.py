@@ -1,0 +1,138 @@
+"""The class stream: order of the classes, their split into tasks, and which server round belongs to which task."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+from task.utils.seeding import numpy_rng
+
+
+def class_order(num_classes: int, seed: int, kind: str) -> list[int]:
+    """Order in which the classes 0 .. num_classes - 1 arrive.
+
+    Args:
+        num_classes: at least 1.
+        seed: the run's seed; unused when ``kind`` is "given".
+        kind: "shuffled" (a permutation drawn from the seed) or "given" (0, 1, 2, ...: the data set's own order).
+
+    Raises:
+        ValueError: unknown kind, or no class.
+    """
+    if num_classes < 1:
+        raise ValueError(f"num_classes={num_classes}: allowed are integers from 1")
+    if kind == "given":
+        return list(range(num_classes))
+    if kind == "shuffled":
+        return [int(c) for c in numpy_rng(seed, "class-order").permutation(num_classes)]
+    raise ValueError(f"class-order={kind!r}: allowed are 'shuffled', 'given'")
+
+
+def split_tasks(order: Sequence[int], num_tasks: int) -> list[list[int]]:
+    """Cut the class order into consecutive tasks, as evenly as possible; earlier tasks are the larger ones.
+
+    >>> split_tasks([4, 0, 3, 1, 2], 2)
+    [[4, 0, 3], [1, 2]]
+
+    Raises:
+        ValueError: fewer than one task, or more tasks than classes (every task brings at least one class).
+    """
+    if not 1 <= num_tasks <= len(order):
+        raise ValueError(f"num-tasks={num_tasks}: allowed are 1 to {len(order)}, the number of classes")
+    size, larger = divmod(len(order), num_tasks)
+    starts = [t * size + min(t, larger) for t in range(num_tasks + 1)]
+    return [list(order[a:b]) for a, b in pairwise(starts)]
+
+
+def stages(streams: Sequence[Sequence[Sequence[int]]], order: Sequence[int]) -> list[list[int]]:
+    """What is new to the server at each stage of an asynchronous run: classes that no client has had before.
+
+    >>> stages([[[0, 1], [2], [3]], [[1], [3, 0], [2]]], [3, 2, 1, 0])
+    [[1, 0], [3, 2], []]
+
+    Args:
+        streams: by client T lists of class ids, its own tasks.
+        order: of all classes; that of the classes of one stage follows it.
+
+    Returns:
+        T lists, the first not empty; a later one may be.
+    """
+    first: dict[int, int] = {}
+    for stage, together in enumerate(zip(*streams, strict=True)):
+        for c in chain.from_iterable(together):
+            first.setdefault(c, stage)
+    return [[c for c in order if first.get(c) == stage] for stage in range(len(streams[0]))]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which round belongs to which task, and which classes are known when.
+
+    ``server_round`` counts from 1 over the whole run, as Flower does; ``task`` and the round within a task count from
+    0. In an asynchronous run a task is what is new to the server at that stage, see ``stages``.
+
+    Args:
+        tasks: class ids of each task; no class twice, a task may be empty.
+        rounds_per_task: at least 1, the same for every task.
+
+    Raises:
+        ValueError: no task, no round, or a class in two tasks.
+    """
+
+    tasks: Sequence[Sequence[int]]
+    rounds_per_task: int
+
+    def __post_init__(self) -> None:
+        classes = [c for task in self.tasks for c in task]
+        if not self.tasks:
+            raise ValueError("tasks=[]: a schedule needs at least one task")
+        if self.rounds_per_task < 1:
+            raise ValueError(f"rounds-per-task={self.rounds_per_task}: allowed are integers from 1")
+        if len(set(classes)) < len(classes):
+            raise ValueError(f"tasks={self.tasks}: a class belongs to one task only")
+        # A copy, since a frozen object must not change when the caller's lists do.
+        object.__setattr__(self, "tasks", tuple(tuple(task) for task in self.tasks))
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks T."""
+        return len(self.tasks)
+
+    @property
+    def total_rounds(self) -> int:
+        """Number of rounds of the run, T x R; also the last valid ``server_round``."""
+        return self.num_tasks * self.rounds_per_task
+
+    def locate(self, server_round: int) -> tuple[int, int]:
+        """(task, round within the task) of a server round; ValueError outside 1 .. total_rounds."""
+        if not 1 <= server_round <= self.total_rounds:
+            raise ValueError(f"server_round={server_round}: allowed are 1 to {self.total_rounds}")
+        return divmod(server_round - 1, self.rounds_per_task)
+
+    def server_round(self, task: int, round_in_task: int) -> int:
+        """The server round of (task, round within the task): the inverse of ``locate``; ValueError out of range."""
+        self._check_task(task)
+        if not 0 <= round_in_task < self.rounds_per_task:
+            raise ValueError(f"round={round_in_task}: allowed are 0 to {self.rounds_per_task - 1}")
+        return task * self.rounds_per_task + round_in_task + 1
+
+    def is_first_round(self, server_round: int) -> bool:
+        """Whether a task begins with this server round."""
+        return self.locate(server_round)[1] == 0
+
+    def is_last_round(self, server_round: int) -> bool:
+        """Whether a task ends with this server round."""
+        return self.locate(server_round)[1] == self.rounds_per_task - 1
+
+    def current_classes(self, task: int) -> list[int]:
+        """C^t: the class ids that the task brings, in stream order."""
+        self._check_task(task)
+        return list(self.tasks[task])
+
+    def seen_classes(self, task: int) -> list[int]:
+        """C^{1:t}: the class ids of this task and all earlier ones, in stream order; row i of the head is entry i."""
+        self._check_task(task)
+        return [c for classes in self.tasks[: task + 1] for c in classes]
+
+    def _check_task(self, task: int) -> None:
+        if not 0 <= task < self.num_tasks:
+            raise ValueError(f"task={task}: allowed are 0 to {self.num_tasks - 1}")

@@ -1,0 +1,101 @@
+"""Who learns what when: the training images and the classes of every client in every round."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from task.config.schema import Config
+from task.keys import ConfigError
+from task.scenario.class_stream import Schedule
+from task.scenario.partition import REDRAWN, Partition, partition
+from task.scenario.scenario import World, build_world, in_run_keys
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one client learns in one round.
+
+    Attributes:
+        positions: int64 [N], sorted positions of its training images; none is legal.
+        classes: class ids among which its loss chooses.
+    """
+
+    positions: np.ndarray
+    classes: list[int]
+
+
+def lesson_of(config: Config, client: int, task: int, round: int, holds_pool: bool = False) -> Lesson:
+    """What a client learns in a round.
+
+    Args:
+        config: the run keys; ``num_clients`` must be known, not 0.
+        client: its place, 0 to num-clients - 1.
+        task: counted from 0.
+        round: within the task, counted from 0.
+        holds_pool: whether it is the round's one client with data, if the method pools all clients' data.
+
+    Raises:
+        ConfigError: the partition's parameters cannot work with this data.
+    """
+    world = build_world(config)
+    classes = learnable(config, world.schedule, task)
+    if config.row.pooled:
+        pool = np.flatnonzero(np.isin(world.dataset.train_labels, classes))
+        return Lesson(pool if holds_pool else pool[:0], classes)
+    if config.partition in REDRAWN:
+        return Lesson(_redrawn(config, task, round)[client], classes)
+    return Lesson(_dealt(config)[client][task], world.streams[client][task] if world.streams else classes)
+
+
+def own_lesson(world: World, task: int) -> Lesson:
+    """What a node with data of its own learns in every round of a task, counted from 0: all it holds of its classes."""
+    classes = world.schedule.current_classes(task)
+    return Lesson(np.flatnonzero(np.isin(world.dataset.train_labels, classes)), classes)
+
+
+def learnable(config: Config, schedule: Schedule, task: int) -> list[int]:
+    """Classes that some client may learn in a task, in stream order.
+
+    They are the current ones; all seen so far where data are pooled, or where a client may come late to a class.
+    """
+    old_too = config.row.pooled or config.asynchronous
+    return schedule.seen_classes(task) if old_too else schedule.current_classes(task)
+
+
+def keeps_its_images(config: Config) -> bool:
+    """Whether a client learns from images of its own: neither pooled nor dealt anew in every round."""
+    return not config.row.pooled and config.partition not in REDRAWN
+
+
+def ever_held(config: Config, client: int) -> np.ndarray:
+    """Positions of all training images from which a client may learn in any round: no report of it can exceed them.
+
+    Raises:
+        ConfigError: the partition's parameters cannot work with this data.
+    """
+    if not keeps_its_images(config):
+        return np.arange(len(build_world(config).dataset.train_labels))
+    return np.concatenate(_dealt(config)[client])
+
+
+@lru_cache(maxsize=2)
+def _dealt(config: Config) -> Partition:
+    """Positions by client, then task."""
+    return _partition(config, [list(classes) for classes in build_world(config).schedule.tasks])
+
+
+@lru_cache(maxsize=2)
+def _redrawn(config: Config, task: int, round: int) -> list[np.ndarray]:
+    """Positions by client in one round; the other tasks are left empty, so that nothing is drawn for them."""
+    tasks = build_world(config).schedule.tasks
+    only = [list(classes) if t == task else [] for t, classes in enumerate(tasks)]
+    return [own[task] for own in _partition(config, only, round=round)]
+
+
+def _partition(config: Config, tasks: list[list[int]], **more: int) -> Partition:
+    labels, parameters = build_world(config).dataset.train_labels, config.partition_parameters | more
+    try:
+        return partition(config.partition, labels, config.num_clients, tasks, config.seed, **parameters)
+    except ValueError as error:
+        raise ConfigError(f"{in_run_keys(config, error)}.") from error

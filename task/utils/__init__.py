@@ -1,0 +1,1 @@
+"""Small helpers without a topic: files, random streams, versions, cores."""

@@ -1,0 +1,32 @@
+"""Installed versions and the code itself, which results depend on."""
+
+import hashlib
+import platform
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("fcil", "torch", "torchvision", "timm", "numpy", "flwr", "ray")
+
+
+def package_version(name: str) -> str:
+    """Installed version of a package, or "absent"."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def versions() -> dict[str, str]:
+    """Version of Python and of each of PACKAGES."""
+    return {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES}
+
+
+@lru_cache(maxsize=1)
+def code_sha256() -> str:
+    """Digest of the code that clients run: a simulation may import another copy than the one that was meant."""
+    total = hashlib.sha256()
+    root = Path(__file__).parents[2]
+    for path in sorted(p for folder in ("task", "client_app") for p in (root / folder).rglob("*.py")):
+        total.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
+    return total.hexdigest()
