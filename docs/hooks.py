@@ -31,7 +31,8 @@ _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the made pages to the menu."""
     code = [{name: f"{CODE}/{name}.md"} for name in packages()]
-    config.nav += [
+    config.nav = [
+        *(config.nav or []),
         {"Reference": [{"Run keys": KEYS}, {"Code": code}]},
         {"Project": [{"Ledger": "ledger.md"}, {"Contributing": "contributing.md"}, {"Changelog": "changelog.md"}]},
     ]
@@ -136,8 +137,7 @@ def own_keys_table(method: str) -> str:
 
 def _table(keys: Any) -> list[str]:
     rows = [
-        f"| `{key.name}` | {_code(key.default)} | {_allowed(key)} | {_escaped(key.rule.help)} | "
-        f"{_read_with(key)} |"
+        f"| `{key.name}` | {_code(key.default)} | {_allowed(key)} | {_escaped(key.rule.help)} | {_read_with(key)} |"
         for key in keys
     ]
     return ["| key | default | allowed | meaning | read only with |", "|---|---|---|---|---|", *rows]

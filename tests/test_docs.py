@@ -5,6 +5,7 @@ import posixpath
 import re
 import tomllib
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,7 @@ def defined(path: str) -> set[str]:
 def test_functions_are_where_the_tables_say(page: str) -> None:
     rows = 0
     for cells in (line.split("|") for line in prose(page).splitlines() if line.startswith("|")):
-        for names, file in zip(cells, cells[1:], strict=False):
+        for names, file in pairwise(cells):
             if found := re.fullmatch(r" `([\w/]+\.py)` ", file):
                 wanted = set(re.findall(r"`(\w+)`", names))
                 assert wanted <= defined(found[1]), (wanted, found[1])

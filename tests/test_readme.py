@@ -221,7 +221,9 @@ def test_the_table_of_methods_is_the_codes() -> None:
 
 
 def test_the_table_of_data_sets_is_the_codes() -> None:
-    rows = re.findall(r"^\| `([\w-]+)` \| [^|]+ \| (.*?) \| (.*?) \| (.*?) \|$", section("README.md", "Data sets"), re.M)
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| [^|]+ \| (.*?) \| (.*?) \| (.*?) \|$", section("README.md", "Data sets"), re.M
+    )
     assert {name for name, *_ in rows} == set(known_keys()["dataset"].rule.choices)
     for name, *cells in rows:
         classes, *images = (int(n) for cell in cells for n in re.findall(r"\d+", cell.replace(",", "")))
