@@ -17,7 +17,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/mypy
 
 docs: $(INSTALLED)
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@echo site/index.html
 
 $(INSTALLED): pyproject.toml
