@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/fcil run method=hgp num-clients=10 hgp-batch-size=32
@@ -16,6 +16,10 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+	@echo site/index.html
+
 $(INSTALLED): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 >= 3.11 is needed: make PYTHON=python3.11")'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -23,4 +27,4 @@ $(INSTALLED): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) build ./*.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build site ./*.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -1,9 +1,10 @@
-"""The README's commands, run as they are written but on smaller data, and its claims that can be checked."""
+"""The documentation's commands, run as they are written but on smaller data, and its claims that can be checked."""
 
 import os
 import re
-import shlex
 import shutil
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,18 +18,26 @@ from server_app.bench.suite import read_suite
 from server_app.cli import main as cli
 from server_app.run_keys import read_words
 from task.config.parsing import parse
+from task.config.schema import known_keys
+from task.data.load import load_dataset
+from task.data.registry import SOURCES
 from task.methods import METHODS
+from tests.documents import PAGES, ROOT, blocks, commands, prose, section
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```sh\n(.*?)```", README, re.DOTALL)
-COMMANDS = [shlex.split(line, comments=True) for block in BLOCKS for line in block.splitlines() if line.strip()]
-FCIL = [words[1:] for words in COMMANDS if words[0].endswith("fcil")]
+ALL = [(page, words) for page in PAGES for words in commands(page)]
+FCIL = [(page, words[1:]) for page, words in ALL if words[0].endswith("fcil")]
+# what a method's page starts is only checked: every method is run by test_invariants.py
+WALKED = sorted({page for page, _ in FCIL if not page.startswith("docs/methods/")})
 SMALL = ["rounds-per-task=1", "local-epochs=1", "num-clients=2", "image-size=32", "num-tasks=2", "device=cpu"]
+KNOWN = {
+    *("fcil", "flwr", "make", "python", "python3", "pip", "source", "export", "cd", "mkdir", "docker", "caddy"),
+    *("flower-superlink", "flower-superexec", "flower-supernode"),
+    "--node-config",  # the last line of a longer command
+}
 
 
 def make_data(folder: Path) -> dict[str, str]:
-    """What stands behind the README's example paths."""
+    """What stands behind the example paths."""
     rng = np.random.default_rng(0)
     for c in range(4):
         (folder / "pets" / f"breed{c}").mkdir(parents=True)
@@ -44,78 +53,129 @@ def make_data(folder: Path) -> dict[str, str]:
     return {f"/data/{name}": str(folder / name) for name in ("pets", "nodes", "scans.npz", "vit.safetensors")}
 
 
-def test_fcil_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A folder with what the pages take for given: data, pictures and two runs; and where the example paths are."""
+    folder = tmp_path_factory.mktemp("prepared")
+    places = make_data(folder / "data")
+    for name in ("cat.jpg", "dog.jpg"):
+        Image.new("RGB", (50, 40), "red").save(folder / name)
+    for given in (["dataset=synthetic", "run-name=pets"], ["run-name=hgp-digits"]):
+        assert cli.main(["run", "--in-process", f"output-dir={folder / 'runs'}", *given, *SMALL]) == 0
+    return folder, places
+
+
+@pytest.fixture
+def workplace(
+    prepared: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Path, dict[str, str]]:
+    """The same for one test, which works in a folder of its own with the project's files in it."""
+    folder, places = prepared
+    for name in ("cat.jpg", "dog.jpg"):
+        shutil.copy(folder / name, tmp_path)
+    shutil.copytree(folder / "runs", tmp_path / "runs")
+    for name in ("docs", "presets", "suites"):
+        (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.setenv("FCIL_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    places = make_data(tmp_path / "data")
-    runs = [words for words in FCIL if words[0] == "run" and "--help" not in words and not words[1].endswith(".toml")]
-    assert len(runs) >= 4
-    for words in runs:
-        given = [re.sub(r"/data/[\w.]+", lambda m: places[m[0]], w) for w in words[1:] if w != "--in-process"]
+    monkeypatch.chdir(tmp_path)
+    return tmp_path, places
+
+
+@pytest.mark.parametrize("page", WALKED)
+def test_commands_of_a_page_work_as_written(
+    page: str,
+    workplace: tuple[Path, dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    folder, places = workplace
+    modules = dict(re.findall(r"^```python\n# ([\w.]+\.py)\n(.*?)^```$", PAGES[page], re.MULTILINE | re.DOTALL))
+    for name, text in modules.items():
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(str(folder))
+    for name in modules:
+        monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
+    before = dict(METHODS)
+    try:
+        for words in (words for own, words in FCIL if own == page):
+            given = [re.sub(r"/data/[\w.]+", lambda m: places.get(m[0], m[0]), w) for w in words]
+            _walk(given)
+    finally:
+        METHODS.clear()
+        METHODS.update(before)
+    for text in blocks(page, "python"):
+        if not text.startswith("# "):
+            capsys.readouterr()
+            exec(text, {})
+            assert capsys.readouterr().out
+
+
+def _walk(words: list[str]) -> None:
+    """One ``fcil`` command, made small; suites and presets are read and not run."""
+    command = words[0]
+    if "--help" in words:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 0
+    elif command == "bench":
+        settings = [word for word in words[2:] if "=" in word]
+        assert read_suite(ROOT / words[1], read_words(settings)).runs
+    elif command == "run" and words[1].endswith(".toml"):
+        assert parse(read_words(words[1:])).data_dir == "/data/published"
+    elif command == "run":
+        given = [word for word in words[1:] if word != "--in-process"]
         if "backbone=" in " ".join(given) and "backbone-weights=" not in " ".join(given):
             given.append("backbone-weights=random")  # in place of timm's hub
         keys = {word.split("=")[0]: word for word in [*given, *SMALL]}  # a key may be given once only
         assert cli.main(["run", "--in-process", *keys.values()]) == 0, words
+    elif command == "doctor":
+        assert cli.main([*words, "image-size=16", "device=cpu"]) == 0, words
+    else:
+        expanded = [str(p) for w in words for p in (sorted(Path().glob(w)) if "*" in w else [w])]
+        assert len(expanded) == len(words), words
+        assert cli.main([*expanded, *(["--steps", "2"] if command == "privacy" else [])]) == 0, words
 
 
-def test_reports_and_help_work_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fcil report runs/hgp-* runs/fedavg-* --output runs/compared` in the folder that holds runs/."""
-    monkeypatch.setenv("FCIL_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    for method in ("hgp", "fedavg"):
-        assert cli.main(["run", "--in-process", f"method={method}", *SMALL]) == 0
-    report = next(words for words in FCIL if words[0] == "report" and "--output" in words)
-    expanded = [str(p) for w in report for p in (sorted(Path().glob(w)) if "*" in w else [w])]
-    assert len(expanded) == len(report)
-    assert cli.main(expanded) == 0
-    assert (tmp_path / "runs" / "compared" / "accuracy.png").exists()
-    assert ["run", "--help"] in FCIL
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "--help"])
-    assert ended.value.code == 0
-
-
-def test_the_model_is_used_as_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.setenv("FCIL_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["run", "--in-process", "dataset=synthetic", "run-name=pets", *SMALL]) == 0
-    for name in ("cat.jpg", "dog.jpg"):
-        Image.new("RGB", (50, 40), "red").save(name)
-    for words in FCIL:
-        if words[0] in ("predict", "export", "privacy"):
-            assert cli.main([*words, *(["--steps", "2"] if words[0] == "privacy" else [])]) == 0, words
-    assert (tmp_path / "runs" / "pets" / "privacy.png").exists()
-    assert (tmp_path / "pets.onnx").exists()
-    (python,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    capsys.readouterr()
-    exec(python, {})
-    assert capsys.readouterr().out.count("pattern") == 2 + 2 * 3
-
-
-def test_the_doctor_is_asked_as_written(tmp_path: Path) -> None:
-    places = make_data(tmp_path / "data")
-    asked = [words for words in FCIL if words[0] == "doctor"]
-    assert len(asked) == 2
-    for words in asked:
-        given = [re.sub(r"/data/[\w.]+", lambda m: places[m[0]], w) for w in words]
-        assert cli.main([*given, "image-size=16", "device=cpu"]) == 0
-
-
-def test_suites_are_valid() -> None:
-    suites = [words for words in FCIL if words[0] == "bench"]
-    assert suites
-    for _, path, *words in suites:
-        assert read_suite(ROOT / path, read_words([word for word in words if "=" in word])).runs
-
-
-def test_presets_are_valid_and_all_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_methods_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    given = [words[1:] for words in FCIL if words[0] == "run" and words[1].endswith(".toml")]
-    assert [parse(read_words(words)).data_dir for words in given] == ["/data/published"]
-    section = README.split("\n### The papers' protocols\n")[1].split("\n### ")[0]
-    rows = re.findall(r"^\| \w+ \| (.*?) \| (\d+), (\w+) \| (.*?) \|$", section, re.MULTILINE)
+    for page, words in FCIL:
+        if page not in WALKED:
+            assert words[0] == "run", words
+            parse(read_words([word for word in words[1:] if word != "--in-process"]))
+
+
+def test_every_method_has_a_command_or_a_section() -> None:
+    started = {key.partition("=")[2] for page, words in FCIL for key in words if key.startswith("method=")}
+    headed = set(re.findall(r"^## ([\w-]+)$", PAGES["docs/methods/baselines.md"], re.MULTILINE))
+    assert set(METHODS) <= started | headed
+
+
+def test_every_command_is_of_a_kind_that_is_checked() -> None:
+    for page, words in ALL:
+        assert Path(words[0]).name in KNOWN, (page, words)
+        if "-m" in words and Path(words[0]).name.startswith("python"):
+            assert find_spec(words[words.index("-m") + 1]), (page, words)
+        assert not words[0].endswith("/flwr")  # it looks for its other programs on the PATH
+
+
+def test_commands_in_prose_name_run_keys() -> None:
+    known = known_keys()
+    found = 0
+    for page in PAGES:
+        for text in re.findall(r"`fcil (?:run|bench|doctor) ([^`]+)`", prose(page)):
+            for name in re.findall(r"(?<![\w-])([a-z-]+)=", text):
+                assert name in known, (page, text)
+                found += 1
+    assert found > 5
+
+
+def test_presets_are_valid_and_all_listed() -> None:
+    rows = re.findall(
+        r"^\| \w+ \| (.*?) \| (\d+), (\w+) \| (.*?) \|$",
+        section("docs/guides/running.md", "The papers' protocols"),
+        re.MULTILINE,
+    )
     listed = {}
     for names, clients, drawn, lengths in rows:
         for group, length in zip(names.split("; "), lengths.split("; "), strict=True):
@@ -131,39 +191,67 @@ def _protocol(preset: Path) -> tuple[int, str, str]:
 
 def test_flower_commands_give_valid_run_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    flower = [words for words in COMMANDS if words[0] == "flwr"]
-    assert flower
-    assert not any(words[0].endswith("/flwr") for words in COMMANDS)  # it looks for its other programs on the PATH
-    assert README.index("source .venv/bin/activate") < README.index("flwr run")
-    for words in flower:
+    runs = [(page, words) for page, words in ALL if words[:2] == ["flwr", "run"]]
+    assert len(runs) > 5
+    for page, words in runs:
         assert [w for w in words[1:] if w != "fcil"][:3] == ["run", ".", "--stream"]  # fcil: a connection of one's own
         settings = [words[i + 1] for i, w in enumerate(words) if w == "--run-config"]
-        parse(parse_config_args(settings))
+        if not any("resume=" in given for given in settings):  # whose folder does not exist here
+            parse(parse_config_args(settings))
+        if "fcil" not in words:
+            assert PAGES[page].index("source .venv/bin/activate") < PAGES[page].index("flwr run . --stream")
 
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for words in COMMANDS:
+    for _, words in ALL:
         if words[0] == "make":
             assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE)
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert {"make lint", "make docs", "make test"} <= set((ROOT / ".ci" / "run").read_text().splitlines())
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
 def test_the_table_of_methods_is_the_codes() -> None:
-    section = README.split("\n## Methods\n")[1].split("\n## ")[0]
-    rows = {m[0]: m[1] for m in re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", section, re.MULTILINE)}
+    rows = {m[0]: m[1] for m in re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", section("README.md", "Methods"), re.M)}
     assert {name: {p.strip() for p in prompts.split(",")} for name, prompts in rows.items()} == {
         row.name: set(row.prompts) for row in METHODS.values()
     }
+    index = PAGES["docs/methods/index.md"].split("\n## ")[0]
+    assert set(re.findall(r"^\| `([\w-]+)` \|", index, re.M)) == set(METHODS)
+
+
+def test_the_table_of_data_sets_is_the_codes() -> None:
+    rows = re.findall(
+        r"^\| `([\w-]+)` \| [^|]+ \| (.*?) \| (.*?) \| (.*?) \|$", section("README.md", "Data sets"), re.M
+    )
+    assert {name for name, *_ in rows} == set(known_keys()["dataset"].rule.choices)
+    for name, *cells in rows:
+        numbers = [int(n) for cell in cells for n in re.findall(r"\d+", cell.replace(",", ""))]
+        source = SOURCES.get(name)
+        if name in ("digits", "synthetic"):
+            dataset = load_dataset(name, "", 0, 0.0, 0)
+            assert numbers == [len(dataset.class_names), len(dataset.train_labels), len(dataset.test_labels)]
+        elif source and source.classes:
+            assert (numbers[0], sum(numbers[1:])) == (source.classes, source.train + source.test), name
+        else:
+            assert set(cells) == {"any"}, name
 
 
 def test_the_methods_that_run_asynchronously_are_the_codes() -> None:
-    (named,) = re.findall(r"one of the methods ([\w, -]+)\.", README)
+    text = " ".join(PAGES["docs/guides/partitions.md"].split())
+    (named,) = re.findall(r"one of the methods ([\w, -]+)\.", text)
     assert set(named.split(", ")) == {row.name for row in METHODS.values() if row.asynchronous}
 
 
-def test_files_that_the_readme_names_exist() -> None:
-    named = set(re.findall(r"(?:task|client_app|strategies|server_app|benchmarks|tests|docs)/[\w/.]+\.\w+", README))
-    assert len(named) > 10
-    assert not [name for name in named if not (ROOT / name).exists()]
+def test_the_suite_of_the_guide_is_valid(tmp_path: Path) -> None:
+    (text,) = blocks("docs/guides/suites.md", "yaml")
+    (tmp_path / "suite.yaml").write_text(text)
+    assert len(read_suite(tmp_path / "suite.yaml", {}).runs) == 12
+
+
+def test_run_keys_of_the_guides_exist() -> None:
+    """Whatever a page writes as `key=value`."""
+    known = {*known_keys(), "name", "state-dir", "partition-id", "num-partitions"}
+    for page in PAGES:
+        for name in re.findall(r"`([a-z]+(?:-[a-z]+)*)=[^`]*`", prose(page)):
+            assert name in known or name in ("key", "module"), (page, name)
