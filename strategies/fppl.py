@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strategies.base import RoundContext, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update, join_statistics
 from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import FPPLOptions
@@ -19,21 +18,23 @@ from task.utils.seeding import torch_rng
 class FPPL(Strategy):
     """FedAvg, then the head is debiased on the clients' prototypes (eq. 4); their means go out again (eq. 5).
 
-    ``rows`` int64 [P] and ``means`` [P, D] are the pool: for every class the local prototypes of the last round that
-    reported it. With all clients in every round that is the paper's union of the finished tasks' pool with this round;
-    otherwise a class of the current task that nobody reports now keeps its last prototypes.
+    ``rows`` int64 [P] and ``means`` [P, D] are the pool of local prototypes: of every class those of the last round
+    that reported it. If all clients report in every round, this is the paper's union of the finished tasks' pool with
+    this round's prototypes. Otherwise a current class that no client reports keeps its last prototypes.
     """
+
+    options: FPPLOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.options: FPPLOptions = config.options  # type: ignore[assignment]  # the table gives FPPL these options
         self.rows, self.means = torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
 
     def broadcast(self, context: RoundContext) -> Arrays:
-        """Global prototypes of the current task, a plain mean over the clients that hold the class (eq. 5)."""
-        schedule = context.schedule
-        first = len(schedule.seen_classes(context.task)) - len(schedule.current_classes(context.task))
-        current = self.rows >= first
+        """Global prototypes of the current task: head ``rows`` int64 [K] and ``means`` [K, D].
+
+        The mean is plain, over the clients that hold the class (eq. 5).
+        """
+        current = self.rows >= len(context.old_classes)
         if not current.any():
             return {}
         rows, _, means = class_means(self.means[current], self.rows[current])
@@ -41,26 +42,20 @@ class FPPL(Strategy):
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Renew the pool and debias the head on all of it."""
-        order = context.schedule.seen_classes(context.task)
-        for report in _joined(updates):
-            rows = torch.tensor([order.index(c) for c in report["class_ids"]], device=model.device)
-            self._remember(rows, torch.from_numpy(report["means"]).to(model.device))
+        report = join_statistics(u.statistics for u in updates)
+        if report:
+            rows = context.head_rows(torch.from_numpy(report["class_ids"]))
+            self._replace(rows.to(model.device), torch.from_numpy(report["means"]).to(model.device))
         if not len(self.rows):
             return {}
         rng = torch_rng(self.config.seed, "debias", context.server_round)
         loss = debias(model.head, self.means, self.rows, self.options, rng)
         return {"debias-loss": loss, "prototypes": float(len(self.rows))}
 
-    def _remember(self, rows: Tensor, means: Tensor) -> None:
+    def _replace(self, rows: Tensor, means: Tensor) -> None:
         kept = ~torch.isin(self.rows.to(rows.device), rows)
         self.rows = torch.cat([self.rows.to(rows.device)[kept], rows])
         self.means = torch.cat([self.means.to(means)[kept], means]) if kept.any() else means
-
-
-def _joined(updates: Sequence[Update]) -> list[Arrays]:
-    """All clients' statistics as one report, or none."""
-    found = [u.statistics for u in updates if u.statistics]
-    return [{name: np.concatenate([f[name] for f in found]) for name in ("class_ids", "means")}] if found else []
 
 
 def debias(head: Head, prototypes: Tensor, rows: Tensor, options: FPPLOptions, rng: torch.Generator) -> float:
@@ -77,13 +72,13 @@ def debias(head: Head, prototypes: Tensor, rows: Tensor, options: FPPLOptions, r
         mean loss over the last epoch.
     """
     optimiser = torch.optim.Adam(head.parameters(), options.debias_learning_rate)
-    total = torch.zeros((), device=prototypes.device)
+    loss_sum = torch.zeros((), device=prototypes.device)
     for _ in range(options.debias_epochs):
-        total.zero_()
-        for some in torch.randperm(len(rows), generator=rng).to(rows.device).split(options.debias_batch_size):
-            loss = F.cross_entropy(head(prototypes[some]), rows[some])
+        loss_sum.zero_()
+        for batch in torch.randperm(len(rows), generator=rng).to(rows.device).split(options.debias_batch_size):
+            loss = F.cross_entropy(head(prototypes[batch]), rows[batch])
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
             optimiser.step()
-            total += loss.detach() * len(some)
-    return float(total) / len(rows)
+            loss_sum += loss.detach() * len(batch)
+    return float(loss_sum) / len(rows)
