@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILES = [path.relative_to(ROOT) for room in ("task", "client_app", "strategies") for path in (ROOT / room).rglob("*.py")]
-MODULES = [".".join(path.with_suffix("").parts) for path in FILES if ">>> " in (ROOT / path).read_text()]
+PATHS = [path for room in ("task", "client_app", "strategies") for path in (ROOT / room).rglob("*.py")]
+MODULES = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in PATHS if ">>> " in p.read_text()]
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))
