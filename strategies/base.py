@@ -46,6 +46,24 @@ def join_statistics(reports: Iterable[Arrays]) -> Arrays:
     return {name: np.concatenate([report[name] for report in sent]) for name in (sent[0] if sent else ())}
 
 
+def replace_classes(stored: Arrays, reported: Arrays) -> Arrays:
+    """The reported prototypes, and of the stored ones those of all other classes.
+
+    So a class that no client reports in a round keeps its last prototypes.
+
+    >>> replace_classes({"class_ids": np.array([7, 2, 7])}, {"class_ids": np.array([7, 5])})
+    {'class_ids': array([2, 7, 5])}
+
+    Args:
+        stored: class_ids int64 [P] and arrays [P, ...], or nothing.
+        reported: arrays of the same names.
+    """
+    if not stored:
+        return reported
+    kept = ~np.isin(stored["class_ids"], reported["class_ids"])
+    return {name: np.concatenate([stored[name][kept], reported[name]]) for name in reported}
+
+
 @dataclass(frozen=True)
 class RoundContext:
     """Which round of the run this is, and which classes are known in it.

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from strategies.base import RoundContext, Strategy, Update, join_statistics
+from strategies.base import RoundContext, Strategy, Update, join_statistics, replace_classes
 from task.config.schema import Config
 from task.message import Arrays
 from task.models.model import Model
@@ -40,7 +40,7 @@ class PIP(Strategy):
         reporting = [u for u in updates if u.statistics]
         if reporting:
             weights = np.array([self.weight(u) for u in reporting], np.float64)
-            self.prototypes = _replace_classes(self.prototypes, _merge_reports(reporting, weights))
+            self.prototypes = replace_classes(self.prototypes, _merge_reports(reporting, weights))
         self.rounds = self.rounds + Counter(u.client for u in updates)
         return {"prototypes": float(len(self.prototypes.get("class_ids", ())))}
 
@@ -77,11 +77,3 @@ def merge_by_class(
     np.add.at(moments, index, shares[:, None] * np.concatenate([wide, wide**2 + variances], axis=1))
     mean, square = np.split(moments, 2, axis=1)
     return classes, mean, (square - mean**2).clip(0)
-
-
-def _replace_classes(stored: Arrays, reported: Arrays) -> Arrays:
-    """The reported prototypes, and of the stored ones those of all other classes."""
-    if not stored:
-        return reported
-    kept = ~np.isin(stored["class_ids"], reported["class_ids"])
-    return {name: np.concatenate([stored[name][kept], reported[name]]) for name in reported}
