@@ -328,3 +328,11 @@ def test_refining_reads_its_run_keys(monkeypatch):
     strategy = hgp(scale=1.5, samples_per_class=5, class_weights="count", epochs=3)
     strategy.refine(model_after(1), FIRST, RoundContext(SCHEDULE, 1))
     assert seen == [(pytest.approx([4 / 12, 3 / 12, 5 / 12]), 10, 1.5)] * 3
+
+
+def test_the_keys_of_a_method_become_settings_by_their_names():
+    hgp_keys = {"hgp-scale": 2.0, "hgp-draw": "once", "hgp-batch-size": 7, "hgp-momentum": 0.5, "hgp-epochs": 3}
+    settings = RebalanceSettings.from_options(parse({"method": "hgp", **hgp_keys}).options)
+    assert settings == RebalanceSettings(256, 3, 0.01, 0.0, 2.0, "uniform", "once", 7, 0.5)
+    settings = RebalanceSettings.from_options(parse({"method": "fedslca", "fedslca-samples-per-class": 9}).options)
+    assert settings == RebalanceSettings(9, 5, 0.01, 0.1, 1.0, "uniform", "once", 256, 0.9)
