@@ -65,7 +65,7 @@ class Phase:
         """One refinement of a fresh head."""
         tasks = [range(first, first + TASK) for first in range(0, self.classes, TASK)]
         strategy, head = HGP(self.config), Head(DIM, 0)
-        strategy.bank = self.old
+        strategy.prototypes = self.old
         head.grow(self.classes)
         model: Any = SimpleNamespace(head=head, device=head.weight.device)
         with _sampling_by(sampler) as seconds:

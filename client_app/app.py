@@ -1,4 +1,4 @@
-"""The Flower ClientApp: messages to packets and back around :func:`client_app.client.handle`."""
+"""The Flower ClientApp: messages to packets for :func:`client_app.client.handle`, and its packets back to messages."""
 
 import logging
 
@@ -32,9 +32,9 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def _answer(kind: Kind, message: Message, context: Context) -> Message:
-    """A node that gives no answer takes no more work until it is restarted, so there is one whatever happens."""
+    """The answer, or an error as an answer: a node that gives none gets no more work until it is restarted."""
     try:
-        # here and not above: Ray starts its workers while the server is still importing torch
+        # imported here: Ray starts its workers while the server is still importing torch
         from client_app.client import handle
         from client_app.node import Node
 

@@ -1,21 +1,22 @@
-"""What a client does with a message, free of any transport: answers hello, trains, evaluates."""
+"""What a client does with a message, whatever the transport: it answers hello, trains or evaluates."""
 
 import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from client_app.node import Node, client_name, own_data_dir, partition_id, state_dir, stream_of
+from client_app.node import Node, client_name, own_data_dir, partition_id, random_stream, state_dir
 from client_app.objectives.base import LocalData
 from client_app.training import DivergedError, train_locally
 from task.config.parsing import at_node, parse
 from task.config.schema import Config
 from task.data.images import UnreadableImage
 from task.data.load import default_augmentation
-from task.data.node_images import load_inventory, open_inventory, scan_images
+from task.data.node_images import Inventory, load_inventory, open_inventory, scan_images
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
@@ -34,17 +35,39 @@ from task.utils.versions import code_sha256, package_version
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Request:
+    """A message that came to a node, with the run's settings as they are on this node."""
+
+    packet: Packet
+    config: Config
+    node: Node
+
+    def number(self, name: str) -> int:
+        """A whole number in the message's config."""
+        return int(str(self.packet.config[name]))
+
+    @property
+    def task(self) -> int:
+        """The task, counted from 0; in the message it counts from 1."""
+        return self.number("task") - 1
+
+    @property
+    def client(self) -> str:
+        """The client's name."""
+        return client_name(self.config, self.node)
+
+
 def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
     """Answer one message; a failure is an answer too, its reason under ``error`` in the config.
 
-    The server's resolved configuration travels in the message and goes before the node's own, but for what only the
-    node can know: its device, and where its data and weights are.
+    The run's settings come with the message. The node's own device, data-dir and backbone-weights override them.
     """
     try:
-        sent = packet.config.get("run-config")
-        config = parse(at_node(json.loads(str(sent)) if sent else node.values, node.settings))
+        run_config = packet.config.get("run-config")
+        config = parse(at_node(json.loads(str(run_config)) if run_config else node.values, node.settings))
         torch.set_num_threads(config.threads)
-        return _without_lost(_HANDLERS[kind], packet, config, node)
+        return _answer_without_lost_files(_HANDLERS[kind], Request(packet, config, node))
     except (ConfigError, DivergedError) as error:
         log.warning("%s failed: %s", kind, error)
         return Packet(config={"error": str(error)})
@@ -53,31 +76,41 @@ def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
         return Packet(config={"error": f"{type(error).__name__}: {error}"})
 
 
-def _without_lost(
-    answer: Callable[[Packet, Config, Node], Packet], packet: Packet, config: Config, node: Node
-) -> Packet:
-    """Answer once more without the files that can no longer be read, if few enough are lost; the log names them."""
+def _answer_without_lost_files(handler: Callable[[Request], Packet], request: Request) -> Packet:
+    """Answer; if an image of the node's own cannot be read any more, scan the images again and answer once more."""
     try:
-        return answer(packet, config, node)
+        return handler(request)
     except UnreadableImage:
-        if not config.own_data:
+        if not request.config.own_data:
             raise
-    place = own_data_dir(config, node), state_dir(config, node), config.unreadable_share, node.run
-    scan_images(*place, load_inventory(*place[:2], node.run))
+    _scan_images(request, _load_inventory(request))
     try:
-        return answer(packet, config, node)
+        return handler(request)
     except UnreadableImage as error:
         log.warning("%s", error)
         raise ConfigError("image files of this node vanish while it works; its log names one.") from error
 
 
-def _hello(packet: Packet, config: Config, node: Node) -> Packet:
-    # a prompt of every client, built for this alone, would leave its memory in pieces where one process serves them all
+def _scan_images(request: Request, previous: Inventory | None = None) -> Inventory:
+    """List the node's own images; given an earlier list, look for those of it that have been lost."""
+    config, node = request.config, request.node
+    state = state_dir(config, node)
+    return scan_images(own_data_dir(config, node), state, config.unreadable_share, node.run, previous)
+
+
+def _load_inventory(request: Request) -> Inventory | None:
+    config, node = request.config, request.node
+    return load_inventory(own_data_dir(config, node), state_dir(config, node), node.run)
+
+
+def _hello(request: Request) -> Packet:
+    config = request.config
+    # the backbone alone: a model per client would fragment the memory of a process that serves them all
     device = str(resolve_device(config.device))
     backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, device)
-    answer = _own_holdings(config, node) if config.own_data else _registered_share(config, node)
+    answer = _count_own_images(request) if config.own_data else _count_partition(request)
     answer.config |= {
-        "name": client_name(config, node),
+        "name": request.client,
         "backbone-sha256": backbone.sha256,
         "code-sha256": code_sha256(),
         "versions": [f"{name} {package_version(name)}" for name in ("torch", "timm", "flwr")],
@@ -86,127 +119,133 @@ def _hello(packet: Packet, config: Config, node: Node) -> Packet:
     return answer
 
 
-def _registered_share(config: Config, node: Node) -> Packet:
-    place, dataset = partition_id(node), build_scenario(config).dataset
-    if place >= config.num_clients:
-        raise ConfigError(f"partition-id = {place} is not below num-clients = {config.num_clients}.")
-    labels = dataset.train_labels[ever_held(config, place)]
+def _count_partition(request: Request) -> Packet:
+    """Images of each class in this client's part of a registered data set."""
+    config, partition, dataset = request.config, partition_id(request.node), build_scenario(request.config).dataset
+    if partition >= config.num_clients:
+        raise ConfigError(f"partition-id = {partition} is not below num-clients = {config.num_clients}.")
+    labels = dataset.train_labels[ever_held(config, partition)]
     counts = np.bincount(labels, minlength=len(dataset.class_names))
-    return Packet({"class_counts": counts}, config={"partition-id": place, "classes": list(dataset.class_names)})
+    return Packet({"class_counts": counts}, config={"partition-id": partition, "classes": list(dataset.class_names)})
 
 
-def _own_holdings(config: Config, node: Node) -> Packet:
-    stock = scan_images(own_data_dir(config, node), state_dir(config, node), config.unreadable_share, node.run)
-    own = open_inventory(stock, image_size(config))
-    parts = {"class_counts": own.train_labels, "test_counts": own.test_labels}
-    counts = {name: np.bincount(labels, minlength=len(own.class_names)) for name, labels in parts.items()}
-    held = np.flatnonzero(sum(counts.values()))  # an .npz may name classes of which it holds no image
+def _count_own_images(request: Request) -> Packet:
+    """Training and test images of each class that this node holds."""
+    inventory = _scan_images(request)
+    dataset = open_inventory(inventory, image_size(request.config))
+    labels_by_name = {"class_counts": dataset.train_labels, "test_counts": dataset.test_labels}
+    counts = {n: np.bincount(labels, minlength=len(dataset.class_names)) for n, labels in labels_by_name.items()}
+    present = np.flatnonzero(sum(counts.values()))  # an .npz may name classes of which it holds no image
     return Packet(
-        {name: found[held] for name, found in counts.items()},
+        {name: count[present] for name, count in counts.items()},
         config={
-            "classes": [own.class_names[c] for c in held],
-            "unreadable": len(stock.unreadable),
-            "image-shape": list(own.image_shape),
+            "classes": [dataset.class_names[c] for c in present],
+            "unreadable": len(inventory.unreadable),
+            "image-shape": list(dataset.image_shape),
         },
     )
 
 
-def _world(packet: Packet, config: Config, node: Node) -> Scenario:
-    if not config.own_data:
-        return build_scenario(config)
-    data_dir, state = own_data_dir(config, node), state_dir(config, node)
-    stock = load_inventory(data_dir, state, node.run) or scan_images(data_dir, state, config.unreadable_share, node.run)
-    return build_scenario(config, TaskPlan.read(packet.config), stock)
+def _load_scenario(request: Request) -> Scenario:
+    if not request.config.own_data:
+        return build_scenario(request.config)
+    inventory = _load_inventory(request) or _scan_images(request)
+    return build_scenario(request.config, TaskPlan.read(request.packet.config), inventory)
 
 
-def _lesson(packet: Packet, config: Config, node: Node, scenario: Scenario) -> ClientTaskData:
-    task, round = int(packet.config["task"]) - 1, int(packet.config["round"]) - 1  # type: ignore[arg-type]
-    if config.own_data:
-        return node_task_data(scenario, task)
-    pools = packet.config.get("pool") == client_name(config, node)
-    return client_task_data(config, partition_id(node), task, round, holds_pool=pools)
+def _load_task_data(request: Request, scenario: Scenario) -> ClientTaskData:
+    if request.config.own_data:
+        return node_task_data(scenario, request.task)
+    holds_pool = request.packet.config.get("pool") == request.client
+    round = request.number("round") - 1
+    return client_task_data(request.config, partition_id(request.node), request.task, round, holds_pool)
 
 
-def _train(packet: Packet, config: Config, node: Node) -> Packet:
-    scenario, name = _world(packet, config, node), client_name(config, node)
-    task_data = _lesson(packet, config, node, scenario)
-    answer = Packet(metrics={"num-examples": len(task_data.positions)}, config={"name": name})
+def _train(request: Request) -> Packet:
+    packet, config, scenario = request.packet, request.config, _load_scenario(request)
+    task_data = _load_task_data(request, scenario)
+    answer = Packet(metrics={"num-examples": len(task_data.positions)}, config={"name": request.client})
     if not len(task_data.positions):
         return answer
-    model = _model(packet, config, scenario)
+    model = _load_model(request, scenario)
     model.set_active_rows(scenario.rows[task_data.classes])
-    data = _local_data(scenario, task_data.positions, config)
-    place = stream_of(config, node), int(packet.config["server-round"])  # type: ignore[arg-type]
-    mechanism = GaussianMechanism.of(config, *place)
+    data = _local_data(request, scenario, task_data.positions)
+    stream = random_stream(config, request.node), request.number("server-round")
+    mechanism = GaussianMechanism.of(config, *stream)
     if config.row.client:
-        answer.metrics |= _fit(model, packet, config, data, torch_rng(config.seed, "local", *place))
+        answer.metrics |= _fit(request, model, data, torch_rng(config.seed, "local", *stream))
         answer.arrays = mechanism.arrays(to_arrays(model.trained()), packet.arrays)
     if mechanism.noise:
-        model.load(answer.arrays or packet.arrays)  # what the server may know is all that statistics may depend on
+        model.load(answer.arrays or packet.arrays)  # statistics may depend only on what leaves the client
     started = time.perf_counter()
-    answer.statistics = _statistics(
-        model, data, scenario.dataset.train_labels[task_data.positions], packet, config, mechanism
-    )
+    labels = scenario.dataset.train_labels[task_data.positions]
+    answer.statistics = _collect_statistics(request, model, data, labels, mechanism)
     answer.metrics["seconds-statistics"] = time.perf_counter() - started
     return answer
 
 
-def _model(packet: Packet, config: Config, scenario: Scenario) -> Model:
-    """The global model; the node may have been restarted on other weights since it said hello."""
-    model = build_model(config, scenario.task_sizes(int(packet.config["task"]) - 1))  # type: ignore[arg-type]
-    if packet.config["backbone-sha256"] != model.backbone.sha256:
+def _load_model(request: Request, scenario: Scenario) -> Model:
+    """The global model; the node may have been restarted with other backbone weights since it said hello."""
+    model = build_model(request.config, scenario.task_sizes(request.task))
+    if request.packet.config["backbone-sha256"] != model.backbone.sha256:
         raise ConfigError("this node has other backbone weights than the server: give it the same backbone-weights.")
-    model.load(packet.arrays)
+    model.load(request.packet.arrays)
     return model
 
 
-def _local_data(scenario: Scenario, positions: np.ndarray, config: Config) -> LocalData:
-    data = scenario.dataset
-    rows = scenario.rows[data.train_labels[positions]]
-    return LocalData(data.train_images, positions, rows, default_augmentation(data, config.augmentation))
+def _local_data(request: Request, scenario: Scenario, positions: np.ndarray) -> LocalData:
+    dataset = scenario.dataset
+    rows = scenario.rows[dataset.train_labels[positions]]
+    augmentation = default_augmentation(dataset, request.config.augmentation)
+    return LocalData(dataset.train_images, positions, rows, augmentation)
 
 
-def _fit(model: Model, packet: Packet, config: Config, data: LocalData, rng: torch.Generator) -> dict[str, float]:
-    started = time.perf_counter()
-    objective = load_class(config.row.client)(config, packet)
+def _fit(request: Request, model: Model, data: LocalData, rng: torch.Generator) -> dict[str, float]:
+    """Train in place; returns loss, accuracy and seconds, with noise the seconds alone."""
+    config, started = request.config, time.perf_counter()
+    objective = load_class(config.row.client)(config, request.packet)
     loss, accuracy = train_locally(model, objective, data, config, rng)
-    measured = {} if config.privacy_noise else {"loss": loss, "accuracy": accuracy}
-    return measured | {"seconds-train": time.perf_counter() - started}
+    metrics = {} if config.privacy_noise else {"loss": loss, "accuracy": accuracy}
+    return metrics | {"seconds-train": time.perf_counter() - started}
 
 
-def _statistics(
-    model: Model, data: LocalData, labels: np.ndarray, packet: Packet, config: Config, mechanism: GaussianMechanism
+def _collect_statistics(
+    request: Request, model: Model, data: LocalData, labels: np.ndarray, mechanism: GaussianMechanism
 ) -> Arrays:
-    kind = load_class(config.row.statistics)()
-    many = np.bincount(labels)[labels] >= config.min_class_count
-    if not kind.carries or (kind.at_task_end and not packet.config["ends-task"]) or not many.any():
+    """What the method sends beside arrays, of the classes with at least min-class-count images."""
+    config = request.config
+    statistics = load_class(config.row.statistics)()
+    counted = np.bincount(labels)[labels] >= config.min_class_count
+    too_early = statistics.at_task_end and not request.packet.config["ends-task"]
+    if not statistics.carries or too_early or not counted.any():
         return {}
     model.eval()
     model.prompt.train()  # the task is known here: the prompt acts as in training
-    on_device = (torch.from_numpy(values[many]).to(model.device) for values in (labels, data.rows))
-    return kind.collect(model, Sample(data.images, data.positions[many], *on_device), config.options, mechanism)
+    on_device = (torch.from_numpy(values[counted]).to(model.device) for values in (labels, data.rows))
+    sample = Sample(data.images, data.positions[counted], *on_device)
+    return statistics.collect(model, sample, config.options, mechanism)
 
 
-def _evaluate(packet: Packet, config: Config, node: Node) -> Packet:
+def _evaluate(request: Request) -> Packet:
     """Counts over this client's part of the test images: all of its own, or every num-clients-th one."""
-    scenario, task = _world(packet, config, node), int(packet.config["task"]) - 1  # type: ignore[arg-type]
-    model = _model(packet, config, scenario)
-    mine = np.arange(len(scenario.dataset.test_labels))
-    mine = (
-        mine[scenario.dataset.test_labels >= 0] if config.own_data else mine[partition_id(node) :: config.num_clients]
-    )
-    order = np.array(scenario.schedule.seen_classes(task))
-    counts = confusion_counts(model, scenario.dataset, order, mine)
+    scenario, config = _load_scenario(request), request.config
+    labels = scenario.dataset.test_labels
+    if config.own_data:
+        positions = np.flatnonzero(labels >= 0)
+    else:
+        positions = np.arange(partition_id(request.node), len(labels), config.num_clients)
+    order = np.array(scenario.schedule.seen_classes(request.task))
+    counts = confusion_counts(_load_model(request, scenario), scenario.dataset, order, positions)
     cells = np.argwhere(counts)
     arrays = {
         "correct": counts.diagonal(),
         "total": counts.sum(axis=1),
         "confusion": np.column_stack([cells, counts[tuple(cells.T)]]),
     }
-    return Packet(arrays=arrays, config={"name": client_name(config, node)})
+    return Packet(arrays=arrays, config={"name": request.client})
 
 
-_HANDLERS: dict[Kind, Callable[[Packet, Config, Node], Packet]] = {
+_HANDLERS: dict[Kind, Callable[[Request], Packet]] = {
     "hello": _hello,
     "train": _train,
     "evaluate": _evaluate,

@@ -1,4 +1,4 @@
-"""Where a message arrives: a node's own settings, and what follows from them."""
+"""A node's own settings, and what follows from them: its name, its folders, its stream of random numbers."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ from task.message import Scalar
 class Node:
     """The run's flat configuration and the node's own settings (name, partition-id, data-dir, state-dir, device).
 
-    ``run`` tells apart runs that are under way at the same time.
+    ``run`` is the id of the run; several may be under way at the same time.
     """
 
     values: Mapping[str, Scalar]
@@ -29,7 +29,7 @@ def partition_id(node: Node) -> int:
     """Which part of the data is this client's.
 
     Raises:
-        ConfigError: the node was not told.
+        ConfigError: the node has no partition-id.
     """
     if "partition-id" not in node.settings:
         raise ConfigError(
@@ -40,40 +40,40 @@ def partition_id(node: Node) -> int:
 
 
 def client_name(config: Config, node: Node) -> str:
-    """Stable name of a client: the node's own, else in a rehearsal its folder's, else from its partition id.
+    """Stable name of a client: the node's own, else its folder's where such nodes are simulated, else its partition id.
 
     Raises:
         ConfigError: the node has neither a name nor a partition id.
     """
     if "name" in node.settings:
         return str(node.settings["name"])
-    return _rehearsed(config, node).name if config.own_data else f"client-{partition_id(node):04d}"
+    return _simulated_folder(config, node).name if config.own_data else f"client-{partition_id(node):04d}"
 
 
 def own_data_dir(config: Config, node: Node) -> str:
     """Where this node's images are.
 
     Raises:
-        ConfigError: it was not told, or in a rehearsal there is no folder for it.
+        ConfigError: the node has no data-dir, or it is simulated and there is no folder for it.
     """
     if "data-dir" in node.settings or "partition-id" not in node.settings:
         if not config.data_dir:
             raise ConfigError("this node has no data-dir: start it with --node-config 'name=... data-dir=\"/...\"'.")
         return config.data_dir
-    return str(_rehearsed(config, node))
+    return str(_simulated_folder(config, node))
 
 
-def _rehearsed(config: Config, node: Node) -> Path:
-    """Simulated nodes share the run's data-dir: the folders in it, in the order of their names, are theirs."""
+def _simulated_folder(config: Config, node: Node) -> Path:
+    """Simulated nodes share the run's data-dir: node i has the i-th folder in it, in the order of the names."""
     if config.data_dir and not Path(config.data_dir).expanduser().is_dir():
         raise ConfigError(f"data-dir = {config.data_dir!r}: there is no such folder.")
-    folders, place = class_folders(Path(config.data_dir).expanduser()), partition_id(node)
-    if not config.data_dir or place >= len(folders):
+    folders, index = class_folders(Path(config.data_dir).expanduser()), partition_id(node)
+    if not config.data_dir or index >= len(folders):
         raise ConfigError(
-            f"data-dir = {config.data_dir!r} has no folder for node {place}: where nodes with data of their own are "
+            f"data-dir = {config.data_dir!r} has no folder for node {index}: where nodes with data of their own are "
             "simulated, it holds one folder per node, and in that a folder of images per class."
         )
-    return folders[place]
+    return folders[index]
 
 
 def state_dir(config: Config, node: Node) -> Path:
@@ -85,8 +85,8 @@ def state_dir(config: Config, node: Node) -> Path:
     return home / "fcil" / (re.sub(r"[^\w.-]", "_", client_name(config, node)) + "-" + data_dir)
 
 
-def stream_of(config: Config, node: Node) -> int:
-    """Number of this client's stream of random numbers: its partition id, or what follows from its name."""
+def random_stream(config: Config, node: Node) -> int:
+    """Number of this client's stream of random numbers: its partition id, or a number made from its name."""
     if not config.own_data:
         return partition_id(node)
     return int.from_bytes(hashlib.sha256(client_name(config, node).encode()).digest()[:8])

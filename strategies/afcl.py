@@ -16,51 +16,55 @@ from task.prototypes.gaussians import unpack_symmetric
 class AFCL(Strategy):
     """W = (sum_m G_m + lambda I)^-1 (sum_m S_m)^T: the ridge regression on all images that were reported.
 
-    G_m = sum f f^T and S_m = sum onehot(y) f^T of a client's images of a task, f being frozen features or random
-    features of them. Sums know no order, so that neither partition nor the order of clients and tasks matters. A client
-    is counted by its first report in a task; one that is never drawn in it, or draws its images anew, is missed.
+    G_m = sum f f^T [D, D] and S_m = sum onehot(y) f^T [K, D] over a client's images of a task; f [D] are frozen
+    features, or random features of them. A sum has no order, so the partition and the order of clients and tasks do
+    not matter. Only the first report of a client in a task counts. A client that is never drawn in a task is missing
+    from the result, and so are the images that a client gets after its report.
     """
+
+    options: AFCLOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.options: AFCLOptions = config.options  # type: ignore[assignment]  # the table gives AFCL these options
-        self.counted: frozenset[tuple[int, str]] = (
-            frozenset()
-        )  # (task, client): a client counts once, whatever the rounds
-        self.gram, self.sums = torch.empty(0, 0), torch.empty(0, 0)
+        self.reported: frozenset[tuple[int, str]] = frozenset()  # (task, client)
+        self.gram, self.sums = torch.empty(0, 0), torch.empty(0, 0)  # float64 [D, D] and [seen, D]
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
-        """Add what is new and solve again, for all classes."""
-        order = context.schedule.seen_classes(context.task)
-        self.gram, self.sums = _grown(self.gram, self.sums, len(order), model.head.weight.shape[1])
+        """Add the new reports and solve for all seen classes."""
+        self._grow(*model.head.weight.shape)
         for update in updates:
-            if update.statistics and (context.task, update.client) not in self.counted:
-                self._add(update, order)
-                self.counted |= {(context.task, update.client)}
+            if update.statistics and (context.task, update.client) not in self.reported:
+                self._add(update, context)
+                self.reported |= {(context.task, update.client)}
         model.head.weight.data.copy_(solve_ridge(self.gram, self.sums, self.options.ridge))
-        reported = self.sums.any(dim=1).to(model.device)
-        model.head.bias.data.copy_(torch.where(reported, 0.0, NEVER))
+        has_images = self.sums.any(dim=1).to(model.device)
+        model.head.bias.data.copy_(torch.where(has_images, 0.0, NEVER))
         return {}
 
-    def _add(self, update: Update, order: Sequence[int]) -> None:
-        sent = update.statistics
-        rows = torch.tensor([order.index(c) for c in sent["class_ids"].tolist()])
-        self.sums = self.sums.index_add(0, rows, torch.from_numpy(sent["sums"]))
-        self.gram = self.gram + torch.from_numpy(unpack_symmetric(sent["gram"], len(self.gram))[0])
+    def _grow(self, classes: int, dim: int) -> None:
+        """Rows of zeros for the classes that are new."""
+        if not len(self.gram):
+            self.gram, self.sums = torch.zeros(dim, dim).double(), torch.zeros(0, dim).double()
+        self.sums = torch.cat([self.sums, self.sums.new_zeros(classes - len(self.sums), dim)])
 
-
-def _grown(gram: Tensor, sums: Tensor, classes: int, dim: int) -> tuple[Tensor, Tensor]:
-    """The sums so far with a row for each of the ``classes`` seen; float64 [D, D] and [classes, D]."""
-    if not len(gram):
-        return torch.zeros(dim, dim, dtype=torch.float64), torch.zeros(classes, dim, dtype=torch.float64)
-    return gram, torch.cat([sums, sums.new_zeros(classes - len(sums), dim)])
+    def _add(self, update: Update, context: RoundContext) -> None:
+        statistics = update.statistics
+        rows = context.head_rows(torch.from_numpy(statistics["class_ids"]))
+        self.sums = self.sums.index_add(0, rows, torch.from_numpy(statistics["sums"]))
+        self.gram = self.gram + torch.from_numpy(unpack_symmetric(statistics["gram"], len(self.gram))[0])
 
 
 def solve_ridge(gram: Tensor, sums: Tensor, ridge: float) -> Tensor:
-    """Weights [K, D] that minimise sum |onehot(y) - W f|^2 + lambda |W|^2.
+    """Weights [K, D] that minimise sum |onehot(y) - W f|^2 + lambda |W|^2 over all images.
+
+    One feature: value 1 in class 0, value 2 in class 1.
+
+    >>> solve_ridge(gram=torch.tensor([[5.0]]), sums=torch.tensor([[1.0], [2.0]]), ridge=3.0)
+    tensor([[0.1250],
+            [0.2500]])
 
     Args:
-        gram: sum f f^T, float64 [D, D]; directions in which rounding or malice made it negative count as unseen.
+        gram: sum f f^T, float64 [D, D]; eigenvalues that rounding or a client made negative count as zero.
         sums: sum onehot(y) f^T, float64 [K, D].
         ridge: lambda, above 0.
     """

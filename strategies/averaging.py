@@ -1,4 +1,4 @@
-"""The weighted mean of trained arrays, the same in whatever order they come."""
+"""The weighted mean of trained arrays; the order in which they come changes no bit of it."""
 
 import math
 
@@ -6,15 +6,21 @@ import numpy as np
 
 from task.message import Arrays
 
-BLOCK = 2**16  # numbers that are summed at once, so that what is needed meanwhile stays in the processor's cache
+BLOCK = 2**16  # numbers that are summed at once: what they need in between stays in the processor's cache
 
 
 class WeightedMean:
-    """sum_m w_m theta_m / sum_m w_m of dicts of float32 arrays, which come one by one and are not kept.
+    """sum_m w_m theta_m / sum_m w_m of dicts of float32 arrays, which are added one by one and not kept.
 
-    Each sum is a pair of float64 arrays, what rounding takes from the first being added to the second (Knuth's
-    TwoSum). That is exact to some 100 bits of the largest sum on the way, so that in float32 the mean is the same in
-    whatever order they come, and what is equal everywhere stays so bit for bit.
+    Each sum is a pair of float64 arrays: the sum, and what rounding has taken from it (Knuth's TwoSum). The pair is
+    exact to about 100 bits of the largest intermediate sum. So the float32 mean does not depend on the order of the
+    clients, and a number that is equal at all clients stays as it is, bit for bit.
+
+    >>> mean = WeightedMean()
+    >>> mean.add({"w": np.array([1.0, 4.0], np.float32)}, weight=1)
+    >>> mean.add({"w": np.array([4.0, 4.0], np.float32)}, weight=2)
+    >>> mean.arrays()["w"].tolist()
+    [3.0, 4.0]
     """
 
     def __init__(self) -> None:
@@ -24,11 +30,11 @@ class WeightedMean:
 
     @property
     def total(self) -> float:
-        """Sum of the weights so far, in no order either."""
+        """Sum of the weights so far, the same in any order."""
         return math.fsum(self._weights)
 
     def add(self, arrays: Arrays, weight: float) -> None:
-        """Take in one dict, of the same names and shapes as all others; ``weight`` is not negative."""
+        """Add one dict, of the same names and shapes as all others; ``weight`` is not negative."""
         self._weights.append(weight)
         for name, array in arrays.items():
             self._shapes[name], flat = array.shape, array.ravel()
@@ -40,7 +46,7 @@ class WeightedMean:
                 _add_exactly(pair[:, part], weight * flat[part].astype(np.float64))
 
     def arrays(self) -> Arrays:
-        """The mean as float32, if the weights sum to more than 0."""
+        """The mean as float32; the weights must sum to more than 0."""
         total = self.total
         return {
             name: (pair.sum(axis=0) / total).astype(np.float32).reshape(self._shapes[name])
@@ -49,7 +55,7 @@ class WeightedMean:
 
 
 def _add_exactly(pair: np.ndarray, term: np.ndarray) -> None:
-    high = pair[0] + term
-    kept = high - pair[0]
-    pair[1] += (pair[0] - (high - kept)) + (term - kept)
-    pair[0] = high
+    total = pair[0] + term
+    added = total - pair[0]
+    pair[1] += (pair[0] - (total - added)) + (term - added)
+    pair[0] = total

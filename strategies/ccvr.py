@@ -1,81 +1,79 @@
-"""CCVR, server half: calibrate the head on virtual features of one Gaussian per class (Luo et al. 2021)."""
+"""CCVR, server half: calibrate the head on virtual features of one Gaussian per class (Luo et al. 2021).
+
+FedSLCA is served by the same class: SLCA's classifier alignment (Zhang et al. 2023) is this calibration with
+normalised logits.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from strategies.base import RoundContext, Strategy, Update
-from strategies.rebalancing import rebalance, remember
+from strategies.base import RoundContext, Strategy, Update, join_statistics
+from strategies.rebalancing import RebalanceSettings, rebalance, replace_classes
 from task.config.schema import Config
 from task.message import Arrays
-from task.method_options import CCVROptions, HGPOptions
+from task.method_options import CCVROptions
 from task.models.model import Model
 from task.prototypes.gaussians import Gaussians, prepare_gaussians
 from task.utils.seeding import torch_rng
 
 
 class CCVR(Strategy):
-    """FedAvg, and after each task's last round a calibration on all seen classes.
+    """FedAvg, and after each task's last round a calibration of the head on all seen classes.
 
-    Beside HGP: one Gaussian per class instead of a mixture over clients, covariances as they are (s = 1), one virtual
-    set, and once per task. A client that took part in the task counts with its latest statistics. The paper does this
-    once, after a training that knows no tasks.
+    What differs from HGP: one Gaussian per class instead of a mixture over clients, covariances as they are (s = 1),
+    one set of virtual features, and only when a task ends. The statistics of a client are the last ones that it sent
+    in the task. The paper calibrates once, after a training without tasks.
     """
+
+    options: CCVROptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.options: CCVROptions = config.options  # type: ignore[assignment]  # the table gives CCVR these options
-        own = self.options
-        self.sampling = HGPOptions(
-            samples_per_class=own.samples_per_class,
-            epochs=own.epochs,
-            learning_rate=own.learning_rate,
-            scale=1.0,
-            draw="once",
-            logit_temperature=own.logit_temperature,
-        )
-        self.latest: dict[str, Arrays] = {}  # the current task's, by client
-        self.bank: Gaussians | None = None
+        self.reports: dict[str, Arrays] = {}  # the current task's, by client
+        self.prototypes: Gaussians | None = None
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
-        """Collect statistics; when the task ends merge them and calibrate the head."""
-        self.latest = self.latest | {u.client: u.statistics for u in updates if u.statistics}
+        """Collect statistics; when the task ends, merge them and calibrate the head."""
+        self.reports = self.reports | {u.client: u.statistics for u in updates if u.statistics}
         if not context.ends_task:
             return {}
-        if self.latest:
-            merged = merge_by_class(list(self.latest.values()))
-            fresh = prepare_gaussians([merged], self.options.packing).to(model.device)
-            self.bank, self.latest = remember(self.bank, fresh), {}
-        if self.bank is None:
+        if self.reports:
+            merged = merge_by_class(list(self.reports.values()))
+            reported = prepare_gaussians([merged], self.options.packing).to(model.device)
+            self.prototypes, self.reports = replace_classes(self.prototypes, reported), {}
+        if self.prototypes is None:
             return {}
         rng = torch_rng(self.config.seed, "calibrate", context.server_round, device=model.device)
-        order = context.schedule.seen_classes(context.task)
-        return {"calibration-loss": rebalance(model.head, self.bank, order, self.sampling, rng)}
+        rows = context.head_rows(self.prototypes.class_ids.unique())
+        settings = RebalanceSettings.from_options(self.options)
+        return {"calibration-loss": rebalance(model.head, self.prototypes, rows, settings, rng)}
 
 
 def merge_by_class(reports: Sequence[Arrays]) -> Arrays:
-    """Statistics of the union of all clients' samples, per class; exactly ``merge_gaussians`` for all classes at once.
+    """Statistics of the union of all clients' samples, for each of K classes (Luo et al. 2021).
 
     mu = sum_m n_m mu_m / N;  Sigma = sum_m [(n_m - 1) Sigma_m + n_m (mu_m - mu) (mu_m - mu)^T] / (N - 1)
 
-    (Luo et al. 2021). A class with one sample in all keeps a covariance of zero.
+    This is :func:`task.prototypes.gaussians.merge_gaussians` for all classes at once. A class with one sample in all
+    keeps a covariance of zero.
 
     Args:
-        reports: what clients sent, in the full or the diagonal packing.
+        reports: class_ids, counts [K_m], means [K_m, D], and variances [K_m, D] or covariances [K_m, D (D + 1) / 2].
 
     Returns:
         the same arrays with one row per class, class ids ascending.
     """
-    joined = {name: np.concatenate([r[name] for r in reports]) for name in reports[0]}
+    joined = join_statistics(reports)
     spread = "covariances" if "covariances" in joined else "variances"
-    classes, place = np.unique(joined["class_ids"], return_inverse=True)
-    member = (np.arange(len(classes))[:, None] == place).astype(np.float64)  # [classes, P]
+    classes, index = np.unique(joined["class_ids"], return_inverse=True)
+    of_class = (np.arange(len(classes))[:, None] == index).astype(np.float64)  # [K, rows of all reports]
     counts = joined["counts"].astype(np.float64)
-    total = member @ counts
-    means = member * counts @ joined["means"].astype(np.float64) / total[:, None]
-    apart = joined["means"] - means[place]
-    row, column = np.triu_indices(apart.shape[1]) if spread == "covariances" else np.diag_indices(apart.shape[1])
-    scatter = member * (counts - 1) @ joined[spread] + member * counts @ (apart[:, row] * apart[:, column])
+    total = of_class @ counts
+    means = of_class * counts @ joined["means"].astype(np.float64) / total[:, None]
+    centred = joined["means"] - means[index]
+    row, column = np.triu_indices(means.shape[1]) if spread == "covariances" else np.diag_indices(means.shape[1])
+    scatter = of_class * (counts - 1) @ joined[spread] + of_class * counts @ (centred[:, row] * centred[:, column])
     return {
         "class_ids": classes,
         "counts": total.astype(np.int64),

@@ -12,32 +12,31 @@ from task.models.model import Model
 
 
 class FedEWC(Strategy):
-    """FedAvg; when a task ends, the clients' Fisher information is averaged by images and added to that of older tasks.
+    """FedAvg; at the end of each task the Fisher information of all finished tasks goes out (Kirkpatrick eq. 3).
 
-    It goes to the clients with the backbone that the last task ended with, one anchor for all tasks (the online form
-    of Schwarz et al. 2018, without decay).
+    F of a task is the mean over clients, weighted by images; F of several tasks is their sum, with one anchor, the
+    backbone at the end of the last task (the online form of Schwarz et al. 2018, without decay).
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.known: Arrays = {}
-        self.mean: WeightedMean | None = None  # of the Fisher information that has come in this round
+        self.penalty: Arrays = {}  # fisher and anchor
+        self.fisher_mean: WeightedMean | None = None  # over the clients of this round
 
     def broadcast(self, context: RoundContext) -> Arrays:
-        """Fisher and anchor, float32 [P] each; nothing in the first task."""
-        return self.known
+        """``fisher`` and ``anchor``, float32 [P] for P numbers of the backbone; nothing in the first task."""
+        return self.penalty
 
     def receive(self, model: Model, update: Update, context: RoundContext) -> None:
-        """Take the Fisher information out of the answer, since it is as large as the backbone."""
+        """Take the Fisher information out of the update: it is as large as the backbone."""
         if update.statistics:
-            self.mean = self.mean or WeightedMean()
-            self.mean.add({"fisher": update.statistics.pop("fisher")}, update.num_examples)
+            self.fisher_mean = self.fisher_mean or WeightedMean()
+            self.fisher_mean.add({"fisher": update.statistics.pop("fisher")}, update.num_examples)
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
-        """Renew both when a task ends; the model stays as it is."""
-        mean, self.mean = self.mean, None
-        if context.ends_task and mean:
-            fisher = mean.arrays()["fisher"]
-            anchor = model.export()["backbone"]
-            self.known = {"fisher": fisher + self.known.get("fisher", np.float32(0)), "anchor": anchor}
+        """Renew Fisher information and anchor when a task ends; the model stays as it is."""
+        fisher_mean, self.fisher_mean = self.fisher_mean, None
+        if context.ends_task and fisher_mean:
+            fisher = fisher_mean.arrays()["fisher"] + self.penalty.get("fisher", np.float32(0))
+            self.penalty = {"fisher": fisher, "anchor": model.export()["backbone"]}
         return {}

@@ -9,14 +9,14 @@ from task.models.model import Model
 
 
 class FedLwF(Strategy):
-    """FedAvg; clients keep nothing, so the teacher travels to them in every round."""
+    """FedAvg; the teacher goes to the clients in every round, because they remember nothing between rounds."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.teacher: Arrays = {}
 
     def broadcast(self, context: RoundContext) -> Arrays:
-        """The global model as the last task ended; nothing in the first task."""
+        """All arrays of the global model at the end of the last task; nothing in the first task."""
         return self.teacher
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from strategies.base import RoundContext, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update, join_statistics
 from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import FedProKOptions
@@ -15,59 +14,59 @@ from task.prototypes.gaussians import merge_means
 
 
 class FedProK(Strategy):
-    """Plain mean of the weights (algorithm 1, line 13); prototypes of old classes go out to be translated.
+    """Plain mean of the weights (algorithm 1, line 13); fused prototypes (eq. 9) go out to be translated (eq. 7, 8).
 
-    ``class_ids`` int64 [K], ascending, and ``means`` [K, D] are the fused prototypes. A class is known from the round
-    after its first report on, so that eq. 9 mixes the rounds of one task too.
+    ``class_ids`` int64 [K], ascending, and ``means`` [K, D] are the fused prototypes. From the round after its first
+    report a class has an old prototype, so eq. 9 also mixes the rounds of one task.
     """
+
+    options: FedProKOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.options: FedProKOptions = config.options  # type: ignore[assignment]  # the table's options of FedProK
         self.class_ids, self.means = torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
 
     def broadcast(self, context: RoundContext) -> Arrays:
-        """Prototypes of earlier tasks: their head rows and means."""
-        old = context.schedule.seen_classes(context.task - 1) if context.task else []
-        known = torch.isin(self.class_ids, torch.tensor(old, dtype=torch.int64))
-        if not known.any():
-            return {}
-        rows = np.array([old.index(c) for c in self.class_ids[known].tolist()])
-        return {"rows": rows, "means": self.means[known].numpy()}
+        """Prototypes of earlier tasks: head ``rows`` int64 [P] and ``means`` [P, D]; nothing in the first task."""
+        rows = context.head_rows(self.class_ids)
+        old = rows < len(context.old_classes)
+        return {"rows": rows[old].numpy(), "means": self.means[old].numpy()} if old.any() else {}
 
     def weight(self, update: Update) -> float:
-        """Every client counts the same."""
+        """1 for every client."""
         return 1.0
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
-        """Fuse the round's prototypes with the known ones."""
-        found = [u.statistics for u in updates if u.statistics]
-        if found:
-            names = ("class_ids", "counts", "means")
-            joined = (torch.from_numpy(np.concatenate([f[name] for f in found])) for name in names)
-            classes, _, means = merge_means(*joined)
-            self.class_ids, self.means = fuse(self.class_ids, self.means, classes, means, self.options.beta)
+        """Fuse the round's prototypes with those of earlier rounds."""
+        joined = join_statistics(u.statistics for u in updates)
+        if joined:
+            class_ids, _, means = merge_means(*(torch.from_numpy(joined[n]) for n in ("class_ids", "counts", "means")))
+            self.class_ids, self.means = fuse(self.class_ids, self.means, class_ids, means, self.options.beta)
         return {"prototypes": float(len(self.class_ids))}
 
 
-def fuse(known: Tensor, old: Tensor, classes: Tensor, means: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Prototype fusion: a new class takes its mean, a known one beta * mean + (1 - beta) * old (eq. 9).
+def fuse(old_ids: Tensor, old_means: Tensor, new_ids: Tensor, new_means: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Prototype fusion (eq. 9): a new class takes its mean, one that has an old mean beta * new + (1 - beta) * old.
+
+    >>> fuse(torch.tensor([3]), torch.tensor([[1.0]]), torch.tensor([3, 5]), torch.tensor([[2.0], [7.0]]), beta=0.5)
+    (tensor([3, 5]), tensor([[1.5000],
+            [7.0000]]))
 
     Args:
-        known: class ids [K], ascending, of ``old`` [K, D].
-        old: prototypes so far.
-        classes: class ids [N], ascending, of ``means`` [N, D].
-        means: this round's means over clients, weighted by counts.
+        old_ids: class ids [K], ascending.
+        old_means: [K, D], the prototypes so far.
+        new_ids: class ids [N], ascending.
+        new_means: [N, D], this round's means over clients, weighted by counts.
         beta: share of the new mean.
 
     Returns:
-        class ids ascending and prototypes of the union.
+        class ids of the union, ascending, and their prototypes.
     """
-    if not len(known):
-        return classes, means
-    again, kept = torch.isin(classes, known), ~torch.isin(known, classes)
-    before = old[torch.searchsorted(known, classes[again])]
-    means = means.clone()
-    means[again] = beta * means[again] + (1 - beta) * before
-    union, order = torch.cat([known[kept], classes]).sort()
-    return union, torch.cat([old[kept], means])[order]
+    if not len(old_ids):
+        return new_ids, new_means
+    repeated, kept = torch.isin(new_ids, old_ids), ~torch.isin(old_ids, new_ids)
+    previous = old_means[torch.searchsorted(old_ids, new_ids[repeated])]
+    means = new_means.clone()
+    means[repeated] = beta * means[repeated] + (1 - beta) * previous
+    union, order = torch.cat([old_ids[kept], new_ids]).sort()
+    return union, torch.cat([old_means[kept], means])[order]

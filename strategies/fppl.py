@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strategies.base import RoundContext, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update, join_statistics, replace_classes
 from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import FPPLOptions
@@ -19,48 +18,45 @@ from task.utils.seeding import torch_rng
 class FPPL(Strategy):
     """FedAvg, then the head is debiased on the clients' prototypes (eq. 4); their means go out again (eq. 5).
 
-    ``rows`` int64 [P] and ``means`` [P, D] are the pool: for every class the local prototypes of the last round that
-    reported it. With all clients in every round that is the paper's union of the finished tasks' pool with this round;
-    otherwise a class of the current task that nobody reports now keeps its last prototypes.
+    ``pool`` holds class_ids int64 [P] and means [P, D] of local prototypes: of every class those of the last round that
+    reported it. If all clients report in every round, this is the paper's union of the finished tasks' pool with
+    this round's prototypes. Otherwise a current class that no client reports keeps its last prototypes.
     """
+
+    options: FPPLOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.options: FPPLOptions = config.options  # type: ignore[assignment]  # the table gives FPPL these options
-        self.rows, self.means = torch.empty(0, dtype=torch.int64), torch.empty(0, 0)
+        self.pool: Arrays = {}
 
     def broadcast(self, context: RoundContext) -> Arrays:
-        """Global prototypes of the current task, a plain mean over the clients that hold the class (eq. 5)."""
-        schedule = context.schedule
-        first = len(schedule.seen_classes(context.task)) - len(schedule.current_classes(context.task))
-        current = self.rows >= first
-        if not current.any():
+        """Global prototypes of the current task: head ``rows`` int64 [K] and ``means`` [K, D].
+
+        The mean is plain, over the clients that hold the class (eq. 5).
+        """
+        if not self.pool:
             return {}
-        rows, _, means = class_means(self.means[current], self.rows[current])
-        return {"rows": rows.cpu().numpy(), "means": means.cpu().numpy()}
+        rows, means = self._prototypes(context)
+        current = rows >= len(context.old_classes)
+        rows, _, means = class_means(means[current], rows[current])
+        return {"rows": rows.numpy(), "means": means.numpy()} if len(rows) else {}
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Renew the pool and debias the head on all of it."""
-        order = context.schedule.seen_classes(context.task)
-        for report in _joined(updates):
-            rows = torch.tensor([order.index(c) for c in report["class_ids"]], device=model.device)
-            self._remember(rows, torch.from_numpy(report["means"]).to(model.device))
-        if not len(self.rows):
+        report = join_statistics(u.statistics for u in updates)
+        if report:
+            self.pool = replace_classes(self.pool, {name: report[name] for name in ("class_ids", "means")})
+        if not self.pool:
             return {}
-        rng = torch_rng(self.config.seed, "debias", context.server_round)
-        loss = debias(model.head, self.means, self.rows, self.options, rng)
-        return {"debias-loss": loss, "prototypes": float(len(self.rows))}
+        rows, means = (value.to(model.device) for value in self._prototypes(context))
+        loss = debias(
+            model.head, means, rows, self.options, torch_rng(self.config.seed, "debias", context.server_round)
+        )
+        return {"debias-loss": loss, "prototypes": float(len(rows))}
 
-    def _remember(self, rows: Tensor, means: Tensor) -> None:
-        kept = ~torch.isin(self.rows.to(rows.device), rows)
-        self.rows = torch.cat([self.rows.to(rows.device)[kept], rows])
-        self.means = torch.cat([self.means.to(means)[kept], means]) if kept.any() else means
-
-
-def _joined(updates: Sequence[Update]) -> list[Arrays]:
-    """All clients' statistics as one report, or none."""
-    found = [u.statistics for u in updates if u.statistics]
-    return [{name: np.concatenate([f[name] for f in found]) for name in ("class_ids", "means")}] if found else []
+    def _prototypes(self, context: RoundContext) -> tuple[Tensor, Tensor]:
+        """Head rows [P] and means [P, D] of the pool."""
+        return context.head_rows(torch.from_numpy(self.pool["class_ids"])), torch.from_numpy(self.pool["means"])
 
 
 def debias(head: Head, prototypes: Tensor, rows: Tensor, options: FPPLOptions, rng: torch.Generator) -> float:
@@ -77,13 +73,13 @@ def debias(head: Head, prototypes: Tensor, rows: Tensor, options: FPPLOptions, r
         mean loss over the last epoch.
     """
     optimiser = torch.optim.Adam(head.parameters(), options.debias_learning_rate)
-    total = torch.zeros((), device=prototypes.device)
+    loss_sum = torch.zeros((), device=prototypes.device)
     for _ in range(options.debias_epochs):
-        total.zero_()
-        for some in torch.randperm(len(rows), generator=rng).to(rows.device).split(options.debias_batch_size):
-            loss = F.cross_entropy(head(prototypes[some]), rows[some])
+        loss_sum.zero_()
+        for batch in torch.randperm(len(rows), generator=rng).to(rows.device).split(options.debias_batch_size):
+            loss = F.cross_entropy(head(prototypes[batch]), rows[batch])
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
             optimiser.step()
-            total += loss.detach() * len(some)
-    return float(total) / len(rows)
+            loss_sum += loss.detach() * len(batch)
+    return float(loss_sum) / len(rows)

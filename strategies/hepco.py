@@ -29,9 +29,10 @@ MARGIN = 1.2  # memory that a teacher takes, over that of its arrays, their copy
 class HePCo(Strategy):
     """Plain mean, then all clients and the previous task's server are distilled into it without a single image."""
 
+    options: HePCoOptions
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.options: HePCoOptions = config.options  # type: ignore[assignment]  # the table gives HePCo these options
         self.counts = torch.zeros(0)  # how many images of each head row have been reported, over all rounds, [S]
         self.previous: Teachers | None = None  # the last task's final server, and ``counts`` at that time
         self.answers: dict[str, Arrays] = {}  # of a round's clients, until its refinement
@@ -59,7 +60,7 @@ class HePCo(Strategy):
         return metrics
 
     def _consolidate(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
-        counts = class_counts(updates, context.schedule.seen_classes(context.task))
+        counts = class_counts(updates, context.seen_classes)
         self.counts = counts.sum(dim=0) + F.pad(self.counts, (0, counts.shape[1] - len(self.counts)))
         arrays = [self.answers.pop(update.client) for update in updates]
         models = [{name: torch.from_numpy(a).to(model.device) for name, a in each.items()} for each in arrays]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from strategies.base import RoundContext, Strategy, Update
-from strategies.rebalancing import rebalance, remember
+from strategies.rebalancing import RebalanceSettings, rebalance, replace_classes
 from task.config.schema import Config
 from task.method_options import HGPOptions
 from task.models.model import Model
@@ -14,31 +14,39 @@ from task.utils.seeding import torch_rng
 
 
 class HGP(Strategy):
-    """FedAvg, then the head is retrained on features drawn from the class mixtures (eq. 6 and 7)."""
+    """FedAvg (eq. 3), then the head is retrained on features drawn from the class mixtures (eq. 6 and 7).
+
+    ``prototypes`` are the Gaussians of all clients and seen classes, as last reported.
+    """
+
+    options: HGPOptions
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.options: HGPOptions = config.options  # type: ignore[assignment]  # the table gives HGP these options
-        self.bank: Gaussians | None = None
+        self.prototypes: Gaussians | None = None
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Store the round's Gaussians and rebalance the head on samples of them."""
-        statistics = [u.statistics for u in updates if u.statistics]
-        if statistics:
-            fresh = prepare_gaussians(statistics, self.options.packing).to(model.device)
-            self.bank = remember(self.bank, fresh)
-        if self.bank is None or not (wanted := self._classes(context)):
+        reports = [u.statistics for u in updates if u.statistics]
+        if reports:
+            reported = prepare_gaussians(reports, self.options.packing).to(model.device)
+            self.prototypes = replace_classes(self.prototypes, reported)
+        class_ids = torch.tensor(self._classes(context), dtype=torch.int64, device=model.device)
+        if self.prototypes is None:
             return {}
-        chosen = self.bank.pick(torch.isin(self.bank.class_ids, torch.tensor(wanted, device=model.device)))
+        chosen = self.prototypes.pick(torch.isin(self.prototypes.class_ids, class_ids))
         if not len(chosen):
             return {}
         rng = torch_rng(self.config.seed, "rebalance", context.server_round, device=model.device)
-        loss = rebalance(model.head, chosen, context.schedule.seen_classes(context.task), self.options, rng)
-        return {"rebalance-loss": loss, "prototypes": float(len(self.bank))}
+        rows = context.head_rows(chosen.class_ids.unique())
+        loss = rebalance(model.head, chosen, rows, RebalanceSettings.from_options(self.options), rng)
+        return {"rebalance-loss": loss, "prototypes": float(len(self.prototypes))}
 
     def _classes(self, context: RoundContext) -> list[int]:
-        """Classes whose head rows are retrained: the paper's method, or an ablation of its table 3."""
-        current = context.schedule.current_classes(context.task)
-        seen = context.schedule.seen_classes(context.task)
-        old = seen[: len(seen) - len(current)]
-        return {"all": seen, "current": current, "old": old, "off": []}[self.options.rebalance]
+        """Classes whose head rows are retrained: all (the paper's method), or those of an ablation of its table 3."""
+        return {
+            "all": context.seen_classes,
+            "current": context.current_classes,
+            "old": context.old_classes,
+            "off": [],
+        }[self.options.rebalance]

@@ -1,51 +1,39 @@
-"""Nearest class mean of frozen features: the floor that any training must beat."""
+"""Nearest class mean of frozen features, with nothing trained: a lower bound for every method that trains."""
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from strategies.base import RoundContext, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update, join_statistics
 from task.config.schema import Config
 from task.message import Arrays
 from task.models.model import Model
 from task.prototypes.gaussians import merge_means
 
-NEVER = -1e30  # bias of a class that nobody has reported
+NEVER = -1e30  # bias of a class that no client has reported: it is never predicted
 
 
 class NearestMean(Strategy):
-    """Means merged by counts, written into the head: w_c = mu_c, b_c = -|mu_c|^2 / 2.
+    """Class means over all clients, weighted by counts, become the head: w_c = mu_c, b_c = -|mu_c|^2 / 2.
 
-    The largest logit is then the nearest mean, since |x - mu_c|^2 = |x|^2 - 2 (w_c x + b_c).
+    The largest logit then belongs to the nearest mean, because |x - mu_c|^2 = |x|^2 - 2 (w_c x + b_c).
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.reported: dict[tuple[int, str], Arrays] = {}  # (task, client): a client counts once, whatever the rounds
+        self.reports: dict[tuple[int, str], Arrays] = {}  # the last of each (task, client)
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
-        """Merge the means of all classes reported so far and overwrite their rows; old ones may have grown."""
+        """Merge the means of all reports so far and overwrite the head rows of their classes."""
+        weight, bias = model.head.weight.data, model.head.bias.data
         if context.round == 0:
-            _silence(model, model.current_rows())
-        self.reported = self.reported | {(context.task, u.client): u.statistics for u in updates if u.statistics}
-        if self.reported:
-            classes, _, means = merge_means(*_joined(list(self.reported.values())))
-            order = context.schedule.seen_classes(context.task)
-            rows = torch.tensor([order.index(c) for c in classes.tolist()], device=model.device)
-            model.head.weight.data[rows] = means.to(model.device)
-            model.head.bias.data[rows] = -0.5 * means.square().sum(dim=1).to(model.device)
+            weight[model.current_rows()] = 0
+            bias[model.current_rows()] = NEVER
+        self.reports = self.reports | {(context.task, u.client): u.statistics for u in updates if u.statistics}
+        if self.reports:
+            joined = join_statistics(self.reports.values())
+            class_ids, _, means = merge_means(*(torch.from_numpy(joined[n]) for n in ("class_ids", "counts", "means")))
+            rows = context.head_rows(class_ids).to(model.device)
+            weight[rows] = means.to(model.device)
+            bias[rows] = -0.5 * means.square().sum(dim=1).to(model.device)
         return {}
-
-
-def _silence(model: Model, rows: Tensor) -> None:
-    """A class that nobody has reported must never win."""
-    model.head.weight.data[rows] = 0
-    model.head.bias.data[rows] = NEVER
-
-
-def _joined(statistics: Sequence[Arrays]) -> list[Tensor]:
-    return [
-        torch.from_numpy(np.concatenate([s[name] for s in statistics])) for name in ("class_ids", "counts", "means")
-    ]

@@ -1,79 +1,117 @@
-"""Retraining the head on features drawn from class Gaussians, shared by HGP, CCVR and FedSLCA."""
+"""Retraining the head on features drawn from class Gaussians (HGP eq. 6 and 7), shared by HGP, CCVR and FedSLCA."""
 
 import math
-from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from task.method_options import HGPOptions
+from task.method_options import Options
 from task.models.model import Head
 from task.prototypes.gaussians import Gaussians
 
 
-def remember(bank: Gaussians | None, fresh: Gaussians) -> Gaussians:
-    """Replace the prototypes of every class that this round reports; those of other classes stay.
+@dataclass(frozen=True)
+class RebalanceSettings:
+    """How the head is retrained. The defaults are CCVR's: covariances as they are, and one synthetic set.
 
-    A current class that nobody reports this round (partial participation) keeps its last ones; the text would have
-    none.
+    Attributes:
+        samples_per_class: synthetic features per class, on average.
+        epochs: over the synthetic set.
+        learning_rate: of SGD, at the start of the cosine schedule.
+        logit_temperature: see :func:`normalise_logits`.
+        scale: s of HGP eq. 6, multiplies every covariance.
+        class_weights: see :func:`mixture_weights`.
+        draw: a new synthetic set for each "epoch", or "once".
+        batch_size: synthetic features per step.
+        momentum: of SGD.
     """
-    if bank is None:
-        return fresh
-    return bank.pick(~torch.isin(bank.class_ids, fresh.class_ids)).join(fresh)
+
+    samples_per_class: int = 256
+    epochs: int = 5
+    learning_rate: float = 0.01
+    logit_temperature: float = 0.0
+    scale: float = 1.0
+    class_weights: str = "uniform"
+    draw: str = "once"
+    batch_size: int = 256
+    momentum: float = 0.9
+
+    @classmethod
+    def from_options(cls, options: Options) -> Self:
+        """The settings that are also keys of a method, by name; those that are not keep their defaults."""
+        return cls(**{f.name: getattr(options, f.name) for f in fields(cls) if hasattr(options, f.name)})
 
 
-def mixture_weights(bank: Gaussians, kind: str) -> Tensor:
-    """omega_c pi_{m,c} of eq. 6 for every prototype, float64 [P], sum 1.
+def replace_classes(stored: Gaussians | None, reported: Gaussians) -> Gaussians:
+    """The reported prototypes, and of the stored ones those of all other classes.
 
-    pi_{m,c} = n_{m,c} / sum_m n_{m,c}; omega is 1 / classes ("uniform") or sum_m n_{m,c} / n ("count").
+    So a current class that no client reports in a round (partial participation) keeps its last prototypes. The papers
+    do not treat this case.
     """
-    counts = bank.counts.double()
+    if stored is None:
+        return reported
+    return stored.pick(~torch.isin(stored.class_ids, reported.class_ids)).join(reported)
+
+
+def mixture_weights(prototypes: Gaussians, kind: str) -> Tensor:
+    """omega_c pi_{m,c} of HGP eq. 6 for each of P prototypes, float64 [P], sum 1.
+
+    pi_{m,c} = n_{m,c} / sum_m n_{m,c}; omega_c is 1 / classes ("uniform") or sum_m n_{m,c} / n ("count").
+    """
+    counts = prototypes.counts.double()
     if kind == "count":
         return counts / counts.sum()
-    _, place = bank.class_ids.unique(return_inverse=True)
-    per_class = counts.new_zeros(int(place.max()) + 1).index_add_(0, place, counts)
-    return counts / per_class[place] / len(per_class)
+    _, index = prototypes.class_ids.unique(return_inverse=True)
+    per_class = counts.new_zeros(int(index.max()) + 1).index_add_(0, index, counts)
+    return counts / per_class[index] / len(per_class)
 
 
-def rebalance(head: Head, bank: Gaussians, order: Sequence[int], options: HGPOptions, rng: torch.Generator) -> float:
-    """Cross-entropy on synthetic features (eq. 7): SGD with momentum and a cosine schedule, in place.
+def rebalance(
+    head: Head, prototypes: Gaussians, rows: Tensor, settings: RebalanceSettings, rng: torch.Generator
+) -> float:
+    """Cross-entropy of the head on synthetic features (HGP eq. 7), by SGD with a cosine schedule, in place.
 
-    Only the rows of the bank's classes compete and learn.
+    Only the head rows of the prototypes' classes compete and learn.
 
     Args:
         head: one row per seen class.
-        bank: prototypes to draw from, on the head's device.
-        order: class id of each head row.
-        options: sizes and step sizes.
-        rng: generator on the device of the bank.
+        prototypes: to draw from, of K classes, on the head's device.
+        rows: int64 [K], the head row of each class, in the order of ascending class ids.
+        settings: sizes and step sizes.
+        rng: generator on the device of the prototypes.
 
     Returns:
         mean loss over the last epoch.
     """
-    classes = bank.class_ids.unique()
-    rows = torch.tensor([order.index(c) for c in classes.tolist()], device=head.weight.device)
-    weights, total = mixture_weights(bank, options.class_weights), options.samples_per_class * len(classes)
-    optimiser = torch.optim.SGD(head.parameters(), options.learning_rate, options.momentum)
-    steps = options.epochs * math.ceil(total / options.batch_size)
+    classes = prototypes.class_ids.unique()
+    weights, total = mixture_weights(prototypes, settings.class_weights), settings.samples_per_class * len(classes)
+    optimiser = torch.optim.SGD(head.parameters(), settings.learning_rate, settings.momentum)
+    steps = settings.epochs * math.ceil(total / settings.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    losses = torch.zeros((), device=head.weight.device)
-    for epoch in range(options.epochs):
-        if epoch == 0 or options.draw == "epoch":
-            features, drawn = bank.sample(weights, total, options.scale, rng)
-            targets = torch.searchsorted(classes, drawn)
-        losses.zero_()
-        for some in torch.randperm(total, generator=rng, device=rng.device).split(options.batch_size):
-            logits = normalise_logits(head(features[some])[:, rows], options.logit_temperature)
-            loss = F.cross_entropy(logits, targets[some])
+    loss_sum = torch.zeros((), device=head.weight.device)
+    for epoch in range(settings.epochs):
+        if epoch == 0 or settings.draw == "epoch":
+            features, class_ids = prototypes.sample(weights, total, settings.scale, rng)
+            targets = torch.searchsorted(classes, class_ids)
+        loss_sum.zero_()
+        for batch in torch.randperm(total, generator=rng, device=rng.device).split(settings.batch_size):
+            logits = normalise_logits(head(features[batch])[:, rows], settings.logit_temperature)
+            loss = F.cross_entropy(logits, targets[batch])
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
             optimiser.step()
             schedule.step()
-            losses += loss.detach() * len(some)
-    return float(losses) / total
+            loss_sum += loss.detach() * len(batch)
+    return float(loss_sum) / total
 
 
 def normalise_logits(logits: Tensor, temperature: float) -> Tensor:
-    """L2-normalise each row of logits [B, C] and divide by the temperature; 0 leaves them as they are."""
+    """L2-normalise each row of logits [B, K] and divide by the temperature; 0 leaves them as they are.
+
+    >>> normalise_logits(torch.tensor([[3.0, 4.0]]), temperature=0.1)
+    tensor([[6., 8.]])
+    """
     return logits if temperature == 0 else F.normalize(logits, dim=1) / temperature

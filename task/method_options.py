@@ -13,7 +13,7 @@ Packing = Literal["diagonal", "full", "low-rank"]
 
 @dataclass(frozen=True)
 class Options:
-    """A method's own run keys (none here); subclasses add fields, users see them behind the method's name."""
+    """A method's own run keys, none here. A subclass adds fields: field ``scale`` of hgp is the run key hgp-scale."""
 
     @property
     def packing(self) -> Packing:
@@ -27,7 +27,7 @@ class Options:
 
     @property
     def projection(self) -> int:
-        """Random features under the head; 0 = it stands on the backbone's own."""
+        """Number of random features that the head takes; 0 = it takes the backbone's own features."""
         return 0
 
 
@@ -99,7 +99,7 @@ class HePCoOptions(Options):
 
     @property
     def replay_size(self) -> int:
-        """Samples of earlier tasks in a composite batch; a small ratio is one, and not none."""
+        """Samples of earlier tasks in a composite batch; at least one unless the ratio is 0."""
         return math.ceil(self.batch_size * self.replay_ratio)
 
 
@@ -188,11 +188,17 @@ class AFCLOptions(Options):
 class Method:
     """One row of the table.
 
-    ``prompts`` lists what the run key ``prompt`` may be, the default first. ``client`` is empty for a method that
-    trains nothing. ``statistics`` is what clients send beside arrays. ``defaults`` fills keys left at "auto". With
-    ``pooled`` one client of each round, the first of those drawn, has all images of all tasks so far, the others none.
-    ``backbone`` is frozen, trained, or either: trained where it is one of FROM_SCRATCH.
-    ``asynchronous`` says whether clients may have class sequences of their own.
+    Attributes:
+        name: of the method; its own run keys begin with it.
+        prompts: what the run key ``prompt`` may be, the default first.
+        client: ``module:class`` of the local objective; empty for a method that trains nothing.
+        statistics: ``module:class`` of what clients send beside arrays.
+        server: ``module:class`` of the strategy.
+        options: the class of its own run keys.
+        defaults: of shared run keys that are left at "auto".
+        pooled: the first client drawn in a round has all images of all tasks so far, the others have none.
+        backbone: frozen, trained, or either: then trained only where it is one of FROM_SCRATCH.
+        asynchronous: whether each client may have a class sequence of its own.
     """
 
     name: str

@@ -1,14 +1,14 @@
 """The table of methods: each row is a prompt, a local objective, what clients send beside arrays, and a strategy.
 
-Objectives, statistics and strategies are named as ``module:class`` and loaded where they are needed, so that this
-module, which both sides read, depends on none of them. A method from outside the project is a row in any module that
-can be imported: :func:`register`.
+Objectives, statistics and strategies are named as ``module:class`` and loaded where they are needed. So client and
+server both read this module without importing each other's half. A method from outside the project is a row in any
+module that can be imported, see :func:`register`.
 """
 
 from pkgutil import resolve_name
 from typing import Any
 
-from task import method_options as own
+from task import method_options as options
 from task.keys import ConfigError
 from task.message import Scalar
 from task.method_options import Method
@@ -29,36 +29,37 @@ ONE_ROUND: dict[str, Scalar] = {"rounds-per-task": 1}
 # fmt: off
 #      name, prompts, local objective, what clients also send, strategy, keys of its own; then what else is special
 ROWS = (
-Method("hgp", ("shared",), CROSS_ENTROPY, GAUSSIANS, "strategies.hgp:HGP", own.HGPOptions),
+Method("hgp", ("shared",), CROSS_ENTROPY, GAUSSIANS, "strategies.hgp:HGP", options.HGPOptions),
 Method("pip", ("dualprompt", "l2p"), "client_app.objectives.pip:InjectedPrototypes", VARIANCES, "strategies.pip:PIP",
-       own.PIPOptions),
-Method("fppl", ("fused",), "client_app.objectives.fppl:FPPLObjective", MEANS, "strategies.fppl:FPPL", own.FPPLOptions,
-       {"batch-size": 128}),
-Method("hepco", ("decomposed",), CROSS_ENTROPY, COUNTS, "strategies.hepco:HePCo", own.HePCoOptions),
+       options.PIPOptions),
+Method("fppl", ("fused",), "client_app.objectives.fppl:FPPLObjective", MEANS, "strategies.fppl:FPPL",
+       options.FPPLOptions, {"batch-size": 128}),
+Method("hepco", ("decomposed",), CROSS_ENTROPY, COUNTS, "strategies.hepco:HePCo", options.HePCoOptions),
 Method("fedprok", ("none", "shared"), "client_app.objectives.fedprok:FedProKObjective", MEANS,
-       "strategies.fedprok:FedProK", own.FedProKOptions, {"learning-rate": 0.01}, backbone="either", asynchronous=True),
+       "strategies.fedprok:FedProK", options.FedProKOptions, {"learning-rate": 0.01}, backbone="either",
+       asynchronous=True),
 # what they are compared with
-Method("fedavg", ANY_PROMPT, CROSS_ENTROPY, NO_STATISTICS, "strategies.fedavg:FedAvg", own.FedAvgOptions,
+Method("fedavg", ANY_PROMPT, CROSS_ENTROPY, NO_STATISTICS, "strategies.fedavg:FedAvg", options.FedAvgOptions,
        backbone="either", asynchronous=True),
 Method("fedprox", ANY_PROMPT, "client_app.objectives.fedprox:FedProxObjective", NO_STATISTICS, WEIGHTED_MEAN,
-       own.FedProxOptions, backbone="either", asynchronous=True),
+       options.FedProxOptions, backbone="either", asynchronous=True),
 Method("fed-cprompt", ("coda",), "client_app.objectives.fed_cprompt:FedCPrompt", NO_STATISTICS, WEIGHTED_MEAN,
-       own.FedCPromptOptions),
-Method("ccvr", ANY_PROMPT, CROSS_ENTROPY, GAUSSIANS, "strategies.ccvr:CCVR", own.CCVROptions),
-Method("head-only", ("none",), CROSS_ENTROPY, NO_STATISTICS, WEIGHTED_MEAN, own.Options, {"learning-rate": 0.01},
+       options.FedCPromptOptions),
+Method("ccvr", ANY_PROMPT, CROSS_ENTROPY, GAUSSIANS, "strategies.ccvr:CCVR", options.CCVROptions),
+Method("head-only", ("none",), CROSS_ENTROPY, NO_STATISTICS, WEIGHTED_MEAN, options.Options, {"learning-rate": 0.01},
        asynchronous=True),
 Method("joint", ANY_PROMPT, CROSS_ENTROPY, NO_STATISTICS, WEIGHTED_MEAN, pooled=True, backbone="either",
        asynchronous=True),
 # nothing is trained
-Method("ncm", ("none",), "", MEANS, "strategies.ncm:NearestMean", own.Options, ONE_ROUND, asynchronous=True),
-Method("afcl", ("none",), "", GRAM, "strategies.afcl:AFCL", own.AFCLOptions, ONE_ROUND, asynchronous=True),
+Method("ncm", ("none",), "", MEANS, "strategies.ncm:NearestMean", options.Options, ONE_ROUND, asynchronous=True),
+Method("afcl", ("none",), "", GRAM, "strategies.afcl:AFCL", options.AFCLOptions, ONE_ROUND, asynchronous=True),
 # the whole backbone is trained
 Method("fedavg-ft", ("none",), CROSS_ENTROPY, NO_STATISTICS, WEIGHTED_MEAN, backbone="trained", asynchronous=True),
 Method("fedewc", ("none",), "client_app.objectives.fedewc:FedEWCObjective", FISHER, "strategies.fedewc:FedEWC",
-       own.FedEWCOptions, backbone="trained"),
+       options.FedEWCOptions, backbone="trained"),
 Method("fedlwf", ("none",), "client_app.objectives.fedlwf:FedLwFObjective", NO_STATISTICS, "strategies.fedlwf:FedLwF",
-       own.Options, {"learning-rate": 0.01}, backbone="trained"),
-Method("fedslca", ("none",), CROSS_ENTROPY, GAUSSIANS, "strategies.ccvr:CCVR", own.FedSLCAOptions,
+       options.Options, {"learning-rate": 0.01}, backbone="trained"),
+Method("fedslca", ("none",), CROSS_ENTROPY, GAUSSIANS, "strategies.ccvr:CCVR", options.FedSLCAOptions,
        {"optimizer": "sgd", "learning-rate": 0.01}, backbone="trained"),
 )
 # fmt: on

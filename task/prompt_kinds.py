@@ -5,9 +5,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PromptKind:
-    """Where a prompt's class is, and its L_p, pool size and step size when the run keys are left at "auto".
+    """One row of the table.
 
-    ``fewest_blocks`` must be prompted; with ``shared_out`` each task takes its part of the pool.
+    Attributes:
+        path: module:class.
+        length: L_p where the run key prompt-length is "auto"; so are the next two.
+        pool: prompts in the pool.
+        learning_rate: local step size.
+        fewest_blocks: how many blocks must be prompted at least.
+        shared_out: whether each task takes its own part of the pool.
     """
 
     path: str

@@ -10,6 +10,7 @@ from torch import Tensor
 from task.config.schema import Config
 from task.data.images import Images
 from task.message import Packet
+from task.method_options import Options
 from task.models.feature_cache import Inputs
 from task.models.model import Model
 
@@ -25,17 +26,30 @@ class LocalData:
 
 
 class Objective:
-    """Softmax cross-entropy over the logits of the client's current classes only (methods.md section 0).
+    """Softmax cross-entropy over the logits of the client's current classes (FedAvg; HGP, HePCo and others).
 
-    Rows of other classes get no gradient. A method overrides the hooks it needs, and takes from the server's packet
-    in ``__init__`` what it needs.
+    Rows of other classes get no gradient. A method overrides the hooks it needs, and declares the type of its
+    ``options``. ``statistics`` are the arrays that the method's strategy broadcasts; in the first round there may be
+    none.
     """
+
+    options: Options
 
     def __init__(self, config: Config, packet: Packet) -> None:
         self.config = config
+        self.options = config.options
+        self.statistics = {name: torch.from_numpy(array) for name, array in packet.statistics.items()}
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
-        """Called before each local epoch, counted from 0; ``rng`` is the stream that orders the images."""
+        """Called before each local epoch, counted from 0; here it moves the statistics to the model's device.
+
+        Args:
+            model: the local model.
+            data: the client's images.
+            epoch: counted from 0.
+            rng: the stream that orders the images.
+        """
+        self.statistics = {name: value.to(model.device) for name, value in self.statistics.items()}
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of one step.

@@ -4,8 +4,6 @@ import torch
 from torch import Tensor
 
 from client_app.objectives.base import LocalData, Objective
-from task.config.schema import Config
-from task.message import Packet
 from task.method_options import FedCPromptOptions
 from task.models.feature_cache import Inputs
 from task.models.model import Model
@@ -14,30 +12,28 @@ from task.models.model import Model
 class FedCPrompt(Objective):
     """Cross-entropy + weight * contrastive loss on the CODA components of the current task (Bagwe et al. 2023).
 
-    A triplet form; distances are per vector, so that its margin does not depend on the number of components. The public
-    code contrasts features instead, at three forward passes a step. Margin 1 is that code's; weight and push are ours:
-    orthonormal prompts are sqrt(2) apart, so that a push of 1 would leave nothing of the loss at a task's start.
+    The contrastive loss is a triplet loss on prompts; distances are per vector, so that the margin does not depend on
+    the number of components. The public code contrasts features instead, which takes three forward passes a step. Its
+    margin is 1, as here. Weight and push are ours: orthonormal prompts are sqrt(2) apart, so a push of 1 would leave
+    nothing of the loss at a task's start.
     """
 
-    def __init__(self, config: Config, packet: Packet) -> None:
-        super().__init__(config, packet)
-        self.options: FedCPromptOptions = config.options  # type: ignore[assignment]  # the table gives it these
-        self.received = torch.empty(0)
+    options: FedCPromptOptions
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
-        """Before the first step, keep the global task prompt that the round began with."""
+        """Before the first epoch, keep the global prompt of the current task."""
         if epoch == 0:
-            self.received = task_prompts(model)[-1].detach().clone()
+            self.global_prompt = task_prompts(model)[-1].detach().clone()
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """As the base says, and the contrast."""
+        """Cross-entropy over the current classes and the contrastive loss; logits [B, current classes]."""
         loss, logits = super().loss(model, inputs, rows)
         *older, local = task_prompts(model)
-        return loss + self.options.weight * contrast(local, self.received, older, self.options), logits
+        return loss + self.options.weight * contrast(local, self.global_prompt, older, self.options), logits
 
 
 def task_prompts(model: Model) -> list[Tensor]:
-    """Components of every task so far, [blocks, M, 2, L_p, D] each."""
+    """Components of every task so far, [J, M, 2, L_p, D] each: J prompted blocks, M components."""
     return list(model.prompt.prompts)  # type: ignore[arg-type]  # the table gives Fed-CPrompt a CODA prompt
 
 
@@ -47,8 +43,8 @@ def contrast(local: Tensor, received: Tensor, older: list[Tensor], options: FedC
     d is the root mean square, over blocks and components, of the distance of two component vectors.
 
     Args:
-        local: the task prompt in training, [blocks, M, 2, L_p, D].
-        received: the global one at the start of the round.
+        local: the task prompt in training, [J, M, 2, L_p, D].
+        received: the global one at the start of the round, of the same shape.
         older: those of earlier tasks.
         options: margin and push.
     """
@@ -56,5 +52,5 @@ def contrast(local: Tensor, received: Tensor, older: list[Tensor], options: FedC
     pull = per_vector * torch.linalg.vector_norm(local - received)
     if not older:
         return pull
-    nearest = per_vector * torch.stack([torch.linalg.vector_norm(local - other) for other in older]).min()
+    nearest = per_vector * torch.stack([torch.linalg.vector_norm(local - prompt) for prompt in older]).min()
     return (pull - options.push * nearest + options.margin).clamp(min=0)

@@ -1,11 +1,8 @@
-"""Federated EWC, client half: what mattered to earlier tasks moves less (Kirkpatrick et al. 2017)."""
+"""Federated EWC, client half: weights that mattered to earlier tasks move less (Kirkpatrick et al. 2017)."""
 
-import torch
 from torch import Tensor
 
-from client_app.objectives.base import LocalData, Objective
-from task.config.schema import Config
-from task.message import Packet
+from client_app.objectives.base import Objective
 from task.method_options import FedEWCOptions
 from task.models.feature_cache import Inputs
 from task.models.model import Model
@@ -14,23 +11,16 @@ from task.models.model import Model
 class FedEWCObjective(Objective):
     """Cross-entropy + lambda / 2 sum_i F_i (theta_i - theta*_i)^2 over the backbone (Kirkpatrick et al. 2017, eq. 3).
 
-    F and theta* come from the server, none in the first task. Rows of earlier classes do not train, so they need no
-    protection.
+    ``statistics`` are ``fisher`` F and ``anchor`` theta*, float32 [P] for P numbers of the backbone; none in the first
+    task. Head rows of earlier classes do not train, so they need no penalty.
     """
 
-    def __init__(self, config: Config, packet: Packet) -> None:
-        super().__init__(config, packet)
-        self.options: FedEWCOptions = config.options  # type: ignore[assignment]  # the table's options of FedEWC
-        self.sent = {name: torch.from_numpy(array) for name, array in packet.statistics.items()}
-
-    def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
-        """Move what came from the server to the model."""
-        self.sent = {name: value.to(model.device) for name, value in self.sent.items()}
+    options: FedEWCOptions
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy over the current task's classes and the penalty."""
+        """Cross-entropy over the current classes and the penalty; logits [B, current classes]."""
         loss, logits = super().loss(model, inputs, rows)
-        if self.sent:
-            apart = model.packed_backbone() - self.sent["anchor"]
-            loss = loss + 0.5 * self.options.strength * (self.sent["fisher"] * apart.square()).sum()
+        if self.statistics:
+            change = model.packed_backbone() - self.statistics["anchor"]
+            loss = loss + 0.5 * self.options.strength * (self.statistics["fisher"] * change.square()).sum()
         return loss, logits

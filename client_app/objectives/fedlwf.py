@@ -1,4 +1,4 @@
-"""Federated LwF, client half, in the multi-class form of iCaRL's comparison (LwF.MC, Rebuffi et al. 2017)."""
+"""Federated LwF, client half, in the multi-class form LwF.MC (Li and Hoiem 2016; Rebuffi et al. 2017)."""
 
 import torch
 import torch.nn.functional as F
@@ -12,35 +12,39 @@ from task.models.model import Model, build_model
 
 
 class FedLwFObjective(Objective):
-    """Binary cross-entropy of every class's sigmoid: new classes against labels, old ones against the teacher's.
+    """Binary cross-entropy of every class's sigmoid: current classes against labels, old ones against the teacher.
 
-    The packet's prototypes are the teacher, the global model as the last task ended: none in the first task, where
-    the first sum is all there is.
+    The packet's statistics are the teacher: all arrays of the global model at the end of the last task. In the first
+    task there is none, and the loss has its first sum only. (LwF.MC: iCaRL's comparison, the loss of its algorithm 3.)
     """
 
     def __init__(self, config: Config, packet: Packet) -> None:
         super().__init__(config, packet)
-        self.sent = packet.statistics
+        self.teacher_arrays = packet.statistics
         self.teacher: Model | None = None
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
-        """Before the first step, build the teacher."""
-        if self.sent and epoch == 0:
+        """Before the first epoch, build the teacher."""
+        if self.teacher_arrays and epoch == 0:
             self.teacher = build_model(self.config, model.task_sizes[:-1]).eval()
-            self.teacher.load(self.sent)
+            self.teacher.load(self.teacher_arrays)
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum over classes, mean over images; the logits are those of the current task."""
+        """Sum over classes, mean over images; logits [B, current classes]."""
         logits, current = model(*inputs), model.current_rows()
         targets = F.one_hot(rows, logits.shape[1]).to(logits.dtype)
         loss = binary_loss(logits[:, current], targets[:, current])
         if self.teacher:
             with torch.no_grad():
-                old = self.teacher(*inputs).sigmoid()
-            loss = loss + binary_loss(logits[:, : old.shape[1]], old)
+                old_targets = self.teacher(*inputs).sigmoid()
+            loss = loss + binary_loss(logits[:, : old_targets.shape[1]], old_targets)
         return loss, logits[:, current]
 
 
 def binary_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """-sum_c [q_c log s_c + (1 - q_c) log(1 - s_c)], s = sigmoid of the logits; mean over the rows of [B, C]."""
+    """-sum_c [q_c log s_c + (1 - q_c) log(1 - s_c)] with s = sigmoid(logits); logits and q [B, C], mean over B.
+
+    >>> binary_loss(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))  # 2 ln 2
+    tensor(1.3863)
+    """
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="sum") / len(logits)

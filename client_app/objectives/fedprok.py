@@ -5,8 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.objectives.base import LocalData, Objective
-from task.config.schema import Config
-from task.message import Packet
 from task.models.evaluation import extract_features
 from task.models.feature_cache import Inputs
 from task.models.model import Model
@@ -16,52 +14,57 @@ from task.prototypes.gaussians import class_means
 class FedProKObjective(Objective):
     """Cross-entropy over all seen classes on real features and on pseudo features of old classes (eq. 7 and 8).
 
-    The packet's prototypes are those of earlier tasks: head ``rows`` int64 [P] and ``means`` [P, D]. Every image of a
-    batch gives one pseudo feature to each old class whose nearest local class is the image's own: over an epoch an old
-    class gets as many as that class has local images, and no further pass through the backbone is needed. They are
-    constants, which train the head and not the prompt (as in FeTrIL; the paper leaves it open). Without
-    prototypes nothing is replayed, and the objective is that of the base.
+    ``statistics`` are the prototypes of earlier tasks: head ``rows`` int64 [P] and ``means`` [P, D]. Without them the
+    objective is the base's.
 
-    In an asynchronous run a class that is old to the server may be current here, where it has real images and is not
-    translated; one that comes with this task to other clients only has not been seen here, and its row takes no part.
+    An old class is translated from the local class that is nearest to it: each image of that class gives one pseudo
+    feature. So in an epoch an old class gets as many as its nearest class has images, without another pass through the
+    backbone. Pseudo features are constants: they train the head and not the prompt (as in FeTrIL; the paper does not
+    say).
+
+    In an asynchronous run two more cases occur. A class that is old to the server may be current here; it has real
+    images and is not translated. A class of the current task that other clients have and this one has not is unknown
+    here; its head row takes no part.
     """
 
-    def __init__(self, config: Config, packet: Packet) -> None:
-        super().__init__(config, packet)
-        self.sent = {name: torch.from_numpy(array) for name, array in packet.statistics.items()}
-        self.nearest = self.shifts = self.seen = torch.empty(0)
-
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
-        """Once a round: the local class means, the nearest of each old class and the way to it."""
-        if epoch or not self.sent:
+        """Once a round: the local class means, the nearest one of each old class, and the difference of both.
+
+        ``nearest`` int64 [P] is a head row, ``shifts`` are [P, D], and ``known_rows`` are the head rows that compete.
+        """
+        super().begin_epoch(model, data, epoch, rng)
+        if epoch or not self.statistics:
             return
         current, earlier = model.current_rows(), torch.arange(sum(model.task_sizes[:-1]), device=model.device)
-        self.seen = torch.cat([earlier, current]).unique()
-        old = ~torch.isin(self.sent["rows"], current.cpu())
-        self.sent = {name: value[old].to(model.device) for name, value in self.sent.items()} if old.any() else {}
-        if not self.sent:
+        self.known_rows = torch.cat([earlier, current]).unique()
+        old = ~torch.isin(self.statistics["rows"], current)
+        self.statistics = {name: value[old] for name, value in self.statistics.items()} if old.any() else {}
+        if not self.statistics:
             return
         features = extract_features(model, data.images, data.positions)
-        present, _, means = class_means(features, torch.from_numpy(data.rows).to(model.device))
-        place = nearest_class(self.sent["means"], means)
-        self.nearest, self.shifts = present[place], self.sent["means"] - means[place]
+        local_rows, _, means = class_means(features, torch.from_numpy(data.rows).to(model.device))
+        index = nearest_class(self.statistics["means"], means)
+        self.nearest, self.shifts = local_rows[index], self.statistics["means"] - means[index]
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy over the batch's real and pseudo features together."""
-        if not self.sent:
+        """Mean cross-entropy over the batch's real and pseudo features together; logits [B, current classes]."""
+        if not self.statistics:
             return super().loss(model, inputs, rows)
         features = model.features(*inputs)
         image, old = (rows[:, None] == self.nearest).nonzero(as_tuple=True)
         pseudo = features.detach()[image] + self.shifts[old]  # eq. 8
         logits = model.head(torch.cat([features, pseudo]))
-        targets = torch.searchsorted(self.seen, torch.cat([rows, self.sent["rows"][old]]))
-        loss = F.cross_entropy(logits[:, self.seen], targets) + model.prompt.penalty
+        targets = torch.searchsorted(self.known_rows, torch.cat([rows, self.statistics["rows"][old]]))
+        loss = F.cross_entropy(logits[:, self.known_rows], targets) + model.prompt.penalty
         return loss, logits[: len(rows), model.current_rows()]
 
 
 def nearest_class(old: Tensor, new: Tensor) -> Tensor:
-    """Place of the prototype in ``new`` [N, D] that is nearest to each in ``old`` [P, D], int64 [P].
+    """Index of the prototype in ``new`` [N, D] that is nearest to each in ``old`` [P, D] by cosine, int64 [P] (eq. 7).
 
-    Nearest by cosine, so the argmax: eq. 7 prints argmin of the similarity, against the paper's own text.
+    Eq. 7 prints argmin of the similarity; the text of the paper says nearest, which is the argmax.
+
+    >>> nearest_class(old=torch.tensor([[1.0, 0.2]]), new=torch.tensor([[0.6, 0.6], [90.0, 0.9]]))
+    tensor([1])
     """
     return (F.normalize(old, dim=1) @ F.normalize(new, dim=1).T).argmax(dim=1)

@@ -5,53 +5,51 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from client_app.objectives.base import LocalData, Objective
-from task.config.schema import Config
-from task.message import Packet
 from task.method_options import FPPLOptions
 from task.models.feature_cache import Inputs
 from task.models.model import Model
 
-_NONE = -100  # place of a class without global prototype
+_NONE = -100  # target of an image whose class has no global prototype
 
 
 class FPPLObjective(Objective):
-    """L = L_ur + L_ce (eq. 8); L_ur pulls features towards the global prototype of their class.
+    """L = L_ur + L_ce (eq. 8); L_ur (eq. 6) pulls features towards the global prototype of their class.
 
-    The packet's prototypes are those of the current task: head ``rows`` int64 [K] and ``means`` [K, D]. An image whose
-    class has none yet (all, in a task's first round) has L_ur = 0.
+    ``statistics`` are the prototypes of the current task: head ``rows`` int64 [K] and ``means`` [K, D]. An image whose
+    class has no prototype has L_ur = 0. In a task's first round no class has one.
     """
 
-    def __init__(self, config: Config, packet: Packet) -> None:
-        super().__init__(config, packet)
-        self.options: FPPLOptions = config.options  # type: ignore[assignment]  # the table gives FPPL these options
-        self.sent = {name: torch.from_numpy(array) for name, array in packet.statistics.items()}
-        self.places = torch.empty(0)
+    options: FPPLOptions
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
-        """Move the prototypes to the model and note the place of each head row among them, int64 [seen]."""
-        self.sent = {name: value.to(model.device) for name, value in self.sent.items()}
-        if self.sent:
-            self.places = torch.full((len(model.head.bias),), _NONE, device=model.device)
-            self.places[self.sent["rows"]] = torch.arange(len(self.sent["rows"]), device=model.device)
+        """Look up the prototype of each head row: ``prototype_of`` int64 [seen]."""
+        super().begin_epoch(model, data, epoch, rng)
+        if self.statistics:
+            rows = self.statistics["rows"]
+            self.prototype_of = torch.full((len(model.head.bias),), _NONE, device=model.device)
+            self.prototype_of[rows] = torch.arange(len(rows), device=model.device)
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy over the current task's classes, and L_ur where prototypes have come."""
+        """Cross-entropy over the current classes, plus L_ur; logits [B, current classes]."""
         features = model.features(*inputs)
         logits = model.head(features)[:, model.current_rows()]
         loss = F.cross_entropy(logits, model.local_targets(rows)) + model.prompt.penalty
-        if self.sent:
-            loss = loss + unified_loss(features, self.sent["means"], self.places[rows], self.options.tau)
+        if self.statistics:
+            loss = loss + unified_loss(features, self.statistics["means"], self.prototype_of[rows], self.options.tau)
         return loss, logits
 
 
-def unified_loss(features: Tensor, prototypes: Tensor, places: Tensor, tau: float) -> Tensor:
+def unified_loss(features: Tensor, prototypes: Tensor, targets: Tensor, tau: float) -> Tensor:
     """Batch mean of L_ur = -log [exp(cos(f, G^y) / tau) / sum_a exp(cos(f, G^a) / tau)] (eq. 6).
+
+    >>> unified_loss(torch.tensor([[2.0, 0.0]]), torch.eye(2), torch.tensor([0]), tau=1.0)  # -ln [e / (e + 1)]
+    tensor(0.3133)
 
     Args:
         features: f, [B, D].
         prototypes: G, [K, D].
-        places: int64 [B], which prototype is of the image's own class; -100 counts as a loss of zero.
+        targets: int64 [B], the prototype of the image's own class; -100 counts as a loss of zero.
         tau: temperature.
     """
     similarity = F.normalize(features, dim=1) @ F.normalize(prototypes, dim=1).T / tau
-    return F.cross_entropy(similarity, places, ignore_index=_NONE, reduction="sum") / len(features)
+    return F.cross_entropy(similarity, targets, ignore_index=_NONE, reduction="sum") / len(features)

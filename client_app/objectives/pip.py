@@ -18,77 +18,83 @@ from task.models.model import Model
 class InjectedPrototypes(Objective):
     """Cross-entropy over the features of the images united with injected prototypes, plus the matching loss (eq. 9).
 
-    Only prototypes of the current task arrive, so the loss chooses among its classes alone: nothing of older
-    ones is replayed. While none has arrived, the client's own, computed once after its
-    first epoch, take their place (algorithm 1, line 20).
+    ``prototypes`` are class_ids int64 [K], means and variances [K, D]. They are of the current task only, so the loss
+    chooses among its classes alone: no older class is replayed. In a task's first round none arrives; then the client
+    takes its own, computed once after its first epoch (algorithm 1, line 20).
     """
+
+    options: PIPOptions
 
     def __init__(self, config: Config, packet: Packet) -> None:
         super().__init__(config, packet)
-        self.options: PIPOptions = config.options  # type: ignore[assignment]  # the table gives PIP these options
-        self.known: Arrays = packet.statistics
-        if self.known:
-            classes: list[int] = packet.config["classes"]  # type: ignore[assignment]  # current task's, in stream order
-            self.targets = np.array([classes.index(c) for c in self.known["class_ids"]])
-        self.injected: tuple[Tensor, Tensor] | None = None
+        self.prototypes: Arrays = packet.statistics
+        self.targets = np.empty(0, np.int64)  # of each prototype, its place among the current classes
+        self.injected_set: tuple[Tensor, Tensor] | None = None  # features and their targets
+        if self.prototypes:
+            current_classes = np.array(packet.config["classes"])  # in stream order
+            self.targets = (self.prototypes["class_ids"][:, None] == current_classes).argmax(axis=1)
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
         """Draw the epoch's injected set (eq. 11)."""
-        if not self.known and epoch > 0:
-            self.known = self._own(model, data)
-            self.targets = self.known["class_ids"]
-        if self.known:
+        if not self.prototypes and epoch > 0:
+            self.prototypes = self._compute_own(model, data)
+            self.targets = self.prototypes["class_ids"]
+        if self.prototypes:
             copies = choose_copies(data.rows, self.config.batch_size, self.options.copies)
-            means, variances = (torch.from_numpy(self.known[name]) for name in ("means", "variances"))
+            means, variances = (torch.from_numpy(self.prototypes[name]) for name in ("means", "variances"))
             features = inject(means, variances.sqrt(), copies, rng)
             targets = torch.from_numpy(self.targets).repeat(1 + copies)
-            self.injected = features.to(model.device), targets.to(model.device)
+            self.injected_set = features.to(model.device), targets.to(model.device)
 
-    def _own(self, model: Model, data: LocalData) -> Arrays:
-        """Statistics of the local images, with places in the current task for class ids."""
+    def _compute_own(self, model: Model, data: LocalData) -> Arrays:
+        """Statistics of the local images; ``class_ids`` are places among the current classes here."""
         features = extract_features(model, data.images, data.positions)
-        places = model.local_targets(torch.from_numpy(data.rows).to(model.device))
-        return load_class(self.config.row.statistics)().compute(features, places, self.options)
+        targets = model.local_targets(torch.from_numpy(data.rows).to(model.device))
+        return load_class(self.config.row.statistics)().compute(features, targets, self.options)
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean over images and injected prototypes alike; the logits are those of the images."""
+        """Mean over images and injected prototypes alike; logits [B, current classes] are those of the images."""
         features, targets = model.features(*inputs), model.local_targets(rows)
-        if self.injected:
-            features, targets = torch.cat([features, self.injected[0]]), torch.cat([targets, self.injected[1]])
+        if self.injected_set:
+            features, targets = torch.cat([features, self.injected_set[0]]), torch.cat([targets, self.injected_set[1]])
         logits = model.head(features)
-        current = logits[: len(rows), model.current_rows()]
+        image_logits = logits[: len(rows), model.current_rows()]
         if self.options.logits == "current":
             logits = logits[:, model.current_rows()]
         else:
             targets = model.current_rows()[targets]
-        return F.cross_entropy(logits, targets) + model.prompt.penalty, current
+        return F.cross_entropy(logits, targets) + model.prompt.penalty, image_logits
 
 
-def choose_copies(rows: np.ndarray, batch_size: int, most: int) -> int:
-    """The m in 1..``most`` with which the 1 + m vectors of an injected class come nearest to a present one's images.
+def choose_copies(rows: np.ndarray, batch_size: int, largest: int) -> int:
+    """The m in 1..``largest`` that makes an injected class weigh about as much as a present one.
 
-    A present class has (images per batch) / (local classes) of them on average. The paper only says that m is in 1..5.
+    A present class has (images per batch) / (local classes) images in a batch on average; an injected one has 1 + m
+    vectors. The paper only says that m is in 1..5.
+
+    >>> choose_copies(np.array([3, 3, 4, 4, 5, 5]), batch_size=6, largest=5)  # 2 images of each class
+    1
 
     Args:
-        rows: class of each local image, [N], N at least 1.
+        rows: head row of each local image, [N], N at least 1.
         batch_size: images per step.
-        most: the largest m; 0 leaves the prototypes alone.
+        largest: 0 injects the prototypes alone.
     """
     per_class = min(batch_size, len(rows)) / len(np.unique(rows))
-    return min(max(round(per_class) - 1, 1), most)
+    return min(max(round(per_class) - 1, 1), largest)
 
 
 def inject(means: Tensor, deviations: Tensor, copies: int, rng: torch.Generator) -> Tensor:
-    """mu_c, then mu_c + b_i sigma_c for i = 1..m, each b_i ~ U(0, 1) of its own (eq. 11).
+    """mu_c, then mu_c + b_i sigma_c for i = 1..m, with b_i ~ U(0, 1) drawn for each class and i (eq. 11).
 
     Args:
-        means: [K, D].
+        means: mu [K, D].
         deviations: sigma [K, D].
         copies: m.
         rng: generator on the device of the means.
 
     Returns:
-        [(1 + m) K, D], all classes of one i after another.
+        [(1 + m) K, D]: the K means, then K vectors for each i.
     """
     steps = torch.rand(1 + copies, len(means), 1, generator=rng)
     steps[0] = 0

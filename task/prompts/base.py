@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 
 from task.config.schema import Config
@@ -14,9 +15,11 @@ Prompted = Mapping[int, Tensor]
 class Prompt(nn.Module):
     """No prompt: the base of all.
 
-    ``needs_query`` says whether the backbone must first compute q(x). ``penalty`` is what the last forward pass in
-    training mode adds to the local loss. A parameter of a task that has ended is frozen (requires_grad False) and stays
-    with the server.
+    A parameter of a task that has ended is frozen (requires_grad False) and stays with the server.
+
+    Attributes:
+        needs_query: whether the backbone must first compute q(x), the features without prompt.
+        penalty: what the last forward pass in training mode adds to the local loss.
     """
 
     needs_query = False
@@ -31,5 +34,25 @@ class Prompt(nn.Module):
         """Make room for task ``task`` (counted from 0); called once per task, in order."""
 
     def forward(self, query: Tensor | None) -> Prompted:
-        """Query [B, D], or None where it is not needed -> vectors by block, counted from 0."""
+        """Query [B, D], or None where it is not needed -> vectors by block, counted from 0.
+
+        Raises:
+            ValueError: the prompt needs a query and there is none.
+        """
         return {}
+
+
+def require_query(query: Tensor | None) -> Tensor:
+    """The query, [B, D].
+
+    Raises:
+        ValueError: there is none.
+    """
+    if query is None:
+        raise ValueError("this prompt depends on the image: it needs the image's query")
+    return query
+
+
+def draw_uniform(*shape: int, rng: torch.Generator) -> Tensor:
+    """Numbers from uniform(-1, 1), the start of L2P's, DualPrompt's and FPPL's parameters."""
+    return 2 * torch.rand(shape, generator=rng) - 1

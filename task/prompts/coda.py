@@ -1,4 +1,4 @@
-"""CODA-Prompt: attended keys weigh prompt components, of which each task adds some (Smith et al., CVPR 2023)."""
+"""CODA-Prompt: attended keys weigh prompt components, and each task adds some (Smith et al. 2023)."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted
+from task.prompts.base import Prompt, Prompted, require_query
 from task.prompts.decomposed import combine
 from task.utils.seeding import torch_rng
 
@@ -16,10 +16,15 @@ from task.utils.seeding import torch_rng
 class CodaPrompt(Prompt):
     """prompt = sum_m cos(q(x) * A_m, K_m) P_m over the components of all tasks so far (section 4).
 
-    Each task brings M components per block, M = pool // tasks, and trains these alone; those of earlier tasks are
-    frozen. Parameters, one of each per task: ``keys`` and ``attention`` [blocks, M, D], ``prompts``
-    [blocks, M, 2, L_p, D]. The paper's length of 8 is L_p = 4 here: four key and four value vectors.
-    All components of the pool start orthogonal, as in the public code.
+    Parameters, one of each per task: ``keys`` K and ``attention`` A [J, M, D], ``prompts`` P [J, M, 2, L_p, D]. Each
+    task adds M = pool // tasks components per block and trains them; those of earlier tasks are frozen. All
+    components of the pool start orthogonal, as in the public code. The paper's length of 8 is L_p = 4 here: four key
+    and four value vectors.
+
+    >>> prompt = CodaPrompt(blocks=[0, 1], components=10, tasks=5, length=4, dim=16, penalty=0.1, seed=0)
+    >>> prompt.begin_task(0)
+    >>> prompt(torch.ones(7, 16))[1].shape
+    torch.Size([7, 2, 4, 16])
     """
 
     needs_query = True
@@ -45,34 +50,40 @@ class CodaPrompt(Prompt):
     def begin_task(self, task: int) -> None:
         """Freeze the components of earlier tasks and add those of this one."""
         self.requires_grad_(False)
-        for own, start in zip((self.keys, self.attention, self.prompts), self.starts, strict=True):
-            own.append(nn.Parameter(start[task].clone()))
+        for parameters, start in zip((self.keys, self.attention, self.prompts), self.starts, strict=True):
+            parameters.append(nn.Parameter(start[task].clone()))
 
     def forward(self, query: Tensor | None) -> Prompted:
-        """Query [B, D] -> prefixes [B, 2, L_p, D]; in training mode the penalty of this step too."""
-        assert query is not None  # needs_query
+        """Query [B, D] -> prefixes [B, 2, L_p, D]; in training it sets the penalty, see :func:`orthogonality`.
+
+        Raises:
+            ValueError: no query.
+        """
         keys, attention, prompts = (torch.cat(list(p), dim=1) for p in (self.keys, self.attention, self.prompts))
         if self.training:
             parts = (keys, attention, prompts.flatten(2))
             self.penalty = self.weight * torch.stack([orthogonality(part) for part in parts]).sum()
-        prefixes = combine(attended_cosines(query, attention, keys), prompts)
+        prefixes = combine(attended_cosines(require_query(query), attention, keys), prompts)
         return dict(zip(self.blocks, prefixes.unbind(), strict=True))
 
 
 def attended_cosines(query: Tensor, attention: Tensor, keys: Tensor) -> Tensor:
     """cos(q * A_m, K_m) for queries [B, D], attention and keys [J, M, D] -> [J, B, M].
 
-    As |q * A|^2 = q^2 . A^2 and (q * A) . K = q . (A * K), nothing of size B M D is needed.
+    Because |q * A|^2 = q^2 . A^2 and (q * A) . K = q . (A * K), no tensor of B M D numbers is needed.
     """
     lengths = (query.square() @ attention.square().mT).clamp(min=1e-12).sqrt()
     return query @ (attention * F.normalize(keys, dim=-1)).mT / lengths
 
 
 def orthogonality(rows: Tensor) -> Tensor:
-    """Mean over blocks of the mean square of B B^T - I; [J, M, V] -> scalar.
+    """Mean over blocks of the mean square of B B^T - I; B [J, M, V] -> scalar.
 
-    The paper has the norm of B B^T - I; the mean square, as in the public code (which scales it down by 1e-6), does not
-    depend on the number of blocks and components.
+    The paper has the norm of B B^T - I. The mean square does not depend on the number of blocks and components; it is
+    what the public code takes, times 1e-6.
+
+    >>> orthogonality(torch.tensor([[[1.0, 0.0], [1.0, 2.0]]]))  # B B^T - I = [[0, 1], [1, 4]]
+    tensor(4.5000)
     """
     return (rows @ rows.mT - torch.eye(rows.shape[1], device=rows.device)).square().mean()
 

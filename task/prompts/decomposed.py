@@ -8,15 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted
+from task.prompts.base import Prompt, Prompted, require_query
 from task.utils.seeding import torch_rng
 
 
 class DecomposedPrompt(Prompt):
-    """prompt = sum_i cos(q(x), k_i) P_i, keys and pool per block, shared by all tasks.
+    """prompt = sum_i cos(q(x), k_i) P_i (section 4), keys and pool per block, shared by all tasks.
 
-    Parameters: ``keys`` [blocks, N_p, D] and ``pool`` [blocks, N_p, 2, L_p, D], uniform(0, 1) at the start. The paper's
-    length of 20 is L_p = 10 here: ten key and ten value vectors.
+    Parameters: ``keys`` [J, N, D] and ``pool`` [J, N, 2, L_p, D], uniform(0, 1) at the start. The paper's length of 20
+    is L_p = 10 here: ten key and ten value vectors.
+
+    >>> prompt = DecomposedPrompt(blocks=[0, 1], size=100, length=10, dim=16, seed=0)
+    >>> prompt(torch.ones(7, 16))[1].shape
+    torch.Size([7, 2, 10, 16])
     """
 
     needs_query = True
@@ -30,24 +34,31 @@ class DecomposedPrompt(Prompt):
 
     @classmethod
     def build(cls, config: Config, dim: int) -> Self:
-        """N_p, L_p, blocks and seed from the run keys."""
+        """N, L_p, blocks and seed from the run keys."""
         return cls(config.blocks(), config.prompt_pool, config.prompt_length, dim, config.seed)
 
     def forward(self, query: Tensor | None) -> Prompted:
-        """Query [B, D] -> prefixes [B, 2, L_p, D]."""
-        assert query is not None  # needs_query
-        prefixes = combine(cosines(query, self.keys), self.pool)
+        """Query [B, D] -> prefixes [B, 2, L_p, D].
+
+        Raises:
+            ValueError: no query.
+        """
+        prefixes = combine(cosines(require_query(query), self.keys), self.pool)
         return dict(zip(self.blocks, prefixes.unbind(), strict=True))
 
 
 def cosines(query: Tensor, keys: Tensor) -> Tensor:
-    """Queries [B, D] and keys [..., N, D] -> cosine of each pair [..., B, N]."""
+    """Queries [B, D] and keys [..., N, D] -> cosine of each pair [..., B, N].
+
+    >>> cosines(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+    tensor([[0.6000, 0.8000]])
+    """
     return F.normalize(query, dim=-1) @ F.normalize(keys, dim=-1).mT
 
 
 def combine(weights: Tensor, pool: Tensor) -> Tensor:
-    """sum_i w_i P_i as a matrix product: weights [J, B, N], pool [J, N, 2, L, D] -> [J, B, 2, L, D].
+    """sum_i w_i P_i as a matrix product: weights [J, B, N], pool [J, N, 2, L_p, D] -> [J, B, 2, L_p, D].
 
-    Writing it as a product and a sum over the pool would need J B N L D numbers at once.
+    An elementwise product with a sum over the pool would need J B N L_p D numbers at once.
     """
     return (weights @ pool.flatten(2)).unflatten(-1, pool.shape[2:])

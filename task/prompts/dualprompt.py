@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from task.config.schema import Config
 from task.prompt_kinds import PROMPTS
-from task.prompts.base import Prompt, Prompted
+from task.prompts.base import Prompt, Prompted, draw_uniform, require_query
 from task.utils.seeding import torch_rng
 
-# of the prompted blocks, the first ones; the others, at least one, take the expert
+# the first of the prompted blocks take the general prefix, the others, at least one, the expert
 GENERAL = PROMPTS["dualprompt"].fewest_blocks - 1
 
 
@@ -20,9 +20,10 @@ class DualPrompt(Prompt):
     """Prefix tuning (PIP eq. 3): one general prefix for all tasks, one expert prefix with a key for each task.
 
     Parameters, uniform(-1, 1) at the start: ``general`` [2, 2, L_p, D]; for each task t ``experts.t``
-    [other blocks, 2, L_p, D] and ``keys.t`` [D]. The dimension of size 2 after the blocks is keys, then values.
-    Expert and key of a task that has ended are frozen. In training every image takes the current task's expert, else
-    the expert whose key is nearest to its query.
+    [J - 2, 2, L_p, D] and ``keys.t`` [D]. The second dimension is keys, then values.
+
+    Expert and key of a task that has ended are frozen. In training every image takes the current task's expert. At
+    test an image takes the expert whose key is nearest to its query.
     """
 
     needs_query = True
@@ -30,7 +31,7 @@ class DualPrompt(Prompt):
     def __init__(self, blocks: Sequence[int], length: int, dim: int, seed: int, matching: float) -> None:
         super().__init__()
         self.blocks, self.seed, self.matching = tuple(blocks), seed, matching
-        self.general = _uniform(GENERAL, 2, length, dim, rng=torch_rng(seed, "prompt"))
+        self.general = nn.Parameter(draw_uniform(GENERAL, 2, length, dim, rng=torch_rng(seed, "prompt")))
         self.experts, self.keys = nn.ParameterList(), nn.ParameterList()
 
     @classmethod
@@ -43,31 +44,27 @@ class DualPrompt(Prompt):
         self.experts.requires_grad_(False)
         self.keys.requires_grad_(False)
         rng, (_, _, length, dim) = torch_rng(self.seed, "prompt", task), self.general.shape
-        self.experts.append(_uniform(len(self.blocks) - GENERAL, 2, length, dim, rng=rng))
-        self.keys.append(_uniform(dim, rng=rng))
+        self.experts.append(nn.Parameter(draw_uniform(len(self.blocks) - GENERAL, 2, length, dim, rng=rng)))
+        self.keys.append(nn.Parameter(draw_uniform(dim, rng=rng)))
 
     def forward(self, query: Tensor | None) -> Prompted:
         """Query [B, D] -> prefixes [1, 2, L_p, D] of general blocks, [1 or B, 2, L_p, D] of expert blocks.
 
-        In training the penalty is -lambda times the mean cosine of queries and the current key.
+        In training the penalty is the matching loss of PIP eq. 9: -lambda times the mean cosine of queries and the
+        current key.
 
         Raises:
             ValueError: no query.
         """
-        if query is None:
-            raise ValueError("DualPrompt chooses experts by the query, and there is none")
-        expert = self._current(query) if self.training else self._nearest(query)  # [1 or B, blocks, 2, L_p, D]
+        query = require_query(query)
+        expert = self._train_expert(query) if self.training else self._nearest_expert(query)  # [1 or B, J - 2, ...]
         prefixes = [*self.general[:, None], *expert.unbind(1)]
         return dict(zip(self.blocks, prefixes, strict=True))
 
-    def _current(self, query: Tensor) -> Tensor:
+    def _train_expert(self, query: Tensor) -> Tensor:
         self.penalty = -self.matching * F.cosine_similarity(query, self.keys[-1], dim=-1).mean()
         return self.experts[-1][None]
 
-    def _nearest(self, query: Tensor) -> Tensor:
+    def _nearest_expert(self, query: Tensor) -> Tensor:
         similarity = F.cosine_similarity(query[:, None], torch.stack(list(self.keys)), dim=-1)  # [B, tasks]
         return torch.stack(list(self.experts))[similarity.argmax(dim=1)]
-
-
-def _uniform(*shape: int, rng: torch.Generator) -> nn.Parameter:
-    return nn.Parameter(2 * torch.rand(shape, generator=rng) - 1)

@@ -8,16 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted
+from task.prompts.base import Prompt, Prompted, draw_uniform, require_query
 from task.utils.seeding import torch_rng
 
 
 class FusedPrompt(Prompt):
     """Tokens p = sum_i softmax(scale * cos(q, psi))_i p_i over the prompts p_i of all tasks so far (eq. 2).
 
-    Parameters: ``prompts.i`` [blocks, L_p, D] of task i, uniform(-1, 1) for the first and a copy of the previous one
-    for the others, frozen when its task has ended; ``psi`` [tasks, D] and ``scale`` [1], 1 at the start. The start of a
-    row of psi is not given: it is uniform(-1, 1), of which only the direction counts.
+    Parameters: ``prompts.i`` [J, L_p, D] of task i, ``psi`` [tasks, D] and ``scale`` [1]. The first prompt starts
+    uniform(-1, 1), each other one as a copy of the previous one; a prompt is frozen when its task has ended. The scale
+    starts at 1. The paper does not give the start of a row of psi: here it is uniform(-1, 1), and only its direction
+    counts.
     """
 
     needs_query = True
@@ -36,10 +37,13 @@ class FusedPrompt(Prompt):
 
     def begin_task(self, task: int) -> None:
         """Freeze the earlier prompts and add one, with its row of psi."""
-        start = self.prompts[-1].detach().clone() if task else self._uniform(self.shape, "prompt")
+        if task:
+            start = self.prompts[-1].detach().clone()
+        else:
+            start = draw_uniform(*self.shape, rng=torch_rng(self.seed, "prompt")).to(self.psi.device)
         self.prompts.requires_grad_(False)
         self.prompts.append(nn.Parameter(start))
-        row = self._uniform((1, self.psi.shape[1]), "psi", task)
+        row = draw_uniform(1, self.psi.shape[1], rng=torch_rng(self.seed, "psi", task)).to(self.psi.device)
         self.psi = nn.Parameter(torch.cat([self.psi.detach(), row]))
         # the softmax over a single prompt is 1 whatever psi and scale are: nothing to learn, nothing to send
         self.psi.requires_grad_(task > 0)
@@ -51,13 +55,7 @@ class FusedPrompt(Prompt):
         Raises:
             ValueError: no query.
         """
-        if query is None:
-            raise ValueError("a fused prompt needs the query")
-        cosines = F.normalize(query, dim=1) @ F.normalize(self.psi, dim=1).T  # [B, tasks]
+        cosines = F.normalize(require_query(query), dim=1) @ F.normalize(self.psi, dim=1).T  # [B, tasks]
         weights = (self.scale * cosines).softmax(dim=1)
         fused = torch.einsum("bt,tjld->jbld", weights, torch.stack(tuple(self.prompts)))
         return dict(zip(self.blocks, fused.unbind(), strict=True))
-
-    def _uniform(self, shape: tuple[int, ...], purpose: str, *indices: int) -> Tensor:
-        drawn = torch.rand(shape, generator=torch_rng(self.seed, purpose, *indices))
-        return (2 * drawn - 1).to(self.psi.device)

@@ -2,22 +2,25 @@
 
 from typing import Self
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted
+from task.prompts.base import Prompt, Prompted, draw_uniform, require_query
 from task.utils.seeding import torch_rng
 
 NEAREST = 5  # prompts per image
 
 
 class L2P(Prompt):
-    """Prompt tuning at the input (PIP eq. 2): tokens for the first prompted block, the other blocks stay as they are.
+    """Prompt tuning (PIP eq. 2) at the first prompted block; the other blocks stay as they are.
 
-    Parameters ``pool`` [P, L_p, D] and ``keys`` [P, D], uniform(-1, 1) at the start, shared by all tasks. The public
-    code lets a batch vote on its prompts; here each image has its own. A pool smaller than 5 is used whole.
+    Parameters, shared by all tasks: ``pool`` [N, L_p, D] and ``keys`` [N, D], uniform(-1, 1) at the start. The public
+    code lets a batch vote on its prompts; here each image has its own. A pool of fewer than 5 is used whole.
+
+    >>> prompt = L2P(block=0, pool=10, length=3, dim=16, seed=0, matching=0.1)
+    >>> prompt(draw_uniform(7, 16, rng=torch_rng(0, "prompt")))[0].shape
+    torch.Size([7, 15, 16])
     """
 
     needs_query = True
@@ -25,7 +28,7 @@ class L2P(Prompt):
     def __init__(self, block: int, pool: int, length: int, dim: int, seed: int, matching: float) -> None:
         super().__init__()
         self.block, self.matching = block, matching
-        start = 2 * torch.rand(pool, length + 1, dim, generator=torch_rng(seed, "prompt")) - 1
+        start = draw_uniform(pool, length + 1, dim, rng=torch_rng(seed, "prompt"))
         self.pool, self.keys = nn.Parameter(start[:, 1:].clone()), nn.Parameter(start[:, 0].clone())
 
     @classmethod
@@ -35,15 +38,16 @@ class L2P(Prompt):
         return cls(block, config.prompt_pool, config.prompt_length, dim, config.seed, config.prompt_matching)
 
     def forward(self, query: Tensor | None) -> Prompted:
-        """Query [B, D] -> tokens [B, 5 L_p, D]; the penalty is -lambda times the mean cosine to the chosen keys.
+        """Query [B, D] -> tokens [B, 5 L_p, D].
+
+        In training the penalty is the matching loss of PIP eq. 9: -lambda times the mean cosine of queries and chosen
+        keys.
 
         Raises:
             ValueError: no query.
         """
-        if query is None:
-            raise ValueError("L2P chooses prompts by the query, and there is none")
-        similarity = F.cosine_similarity(query[:, None], self.keys, dim=-1)  # [B, P]
-        nearest, chosen = similarity.topk(min(NEAREST, len(self.keys)), dim=1)
+        similarity = F.cosine_similarity(require_query(query)[:, None], self.keys, dim=-1)  # [B, N]
+        nearest, indices = similarity.topk(min(NEAREST, len(self.keys)), dim=1)
         if self.training:
             self.penalty = -self.matching * nearest.mean()
-        return {self.block: self.pool[chosen].flatten(1, 2)}
+        return {self.block: self.pool[indices].flatten(1, 2)}

@@ -1,4 +1,4 @@
-"""One prompt for all tasks and images (HGP)."""
+"""One prompt for all tasks and images (Salami et al. 2024, HGP)."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -14,7 +14,11 @@ from task.utils.seeding import torch_rng
 class SharedPrompt(Prompt):
     """One prefix pair per block, shared by all tasks and images (HGP section 3.2, appendix B.1).
 
-    Parameter ``prefix``: [blocks, 2, L_p, D], keys then values, small random at the start.
+    Parameter ``prefix``: [J, 2, L_p, D], keys then values, normal with deviation 0.02 at the start.
+
+    >>> prompt = SharedPrompt(blocks=[0, 1], length=8, dim=16, seed=0)
+    >>> {block: tuple(prefixes.shape) for block, prefixes in prompt(None).items()}
+    {0: (1, 2, 8, 16), 1: (1, 2, 8, 16)}
     """
 
     def __init__(self, blocks: Sequence[int], length: int, dim: int, seed: int) -> None:

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, pairwise
+
+import numpy as np
 
 from task.utils.seeding import numpy_rng
 
@@ -132,6 +135,18 @@ class Schedule:
         """C^{1:t}: the class ids of this task and all earlier ones, in stream order; row i of the head is entry i."""
         self._check_task(task)
         return [c for classes in self.tasks[: task + 1] for c in classes]
+
+    @cached_property
+    def head_rows(self) -> np.ndarray:
+        """Head row of each class id, int64 [largest id + 1]; -1 for an id that no task brings.
+
+        >>> Schedule([[4, 0], [2]], rounds_per_task=1).head_rows.tolist()
+        [1, -1, 2, -1, 0]
+        """
+        classes = np.array(self.seen_classes(self.num_tasks - 1), np.int64)
+        rows = np.full(classes.max(initial=-1) + 1, -1)
+        rows[classes] = np.arange(len(classes))
+        return rows
 
     def _check_task(self, task: int) -> None:
         if not 0 <= task < self.num_tasks:

@@ -72,8 +72,7 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
 
 
 def _laid_out(dataset: Dataset, schedule: Schedule, streams: Streams | None = None) -> Scenario:
-    coming = [c for classes in schedule.tasks for c in classes]
-    return Scenario(dataset, schedule, np.argsort(np.array(coming)), streams or [])
+    return Scenario(dataset, schedule, schedule.head_rows, streams or [])
 
 
 def _own(plan: TaskPlan, holdings: Dataset) -> Dataset:

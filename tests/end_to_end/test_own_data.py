@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 import server_app.rounds.run
-from client_app.client import _HANDLERS, handle
+from client_app.client import _HANDLERS, Request, handle
 from client_app.node import Node, own_data_dir, state_dir
 from server_app.cli.main import main
 from server_app.errors import RunError
@@ -20,7 +20,6 @@ from server_app.run_files.resume import load_resumed_keys
 from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
-from task.config.schema import Config
 from task.data.images import UnreadableImage
 from task.data.load import load_dataset
 from task.inference import load_predictor
@@ -152,8 +151,8 @@ def test_files_that_go_on_vanishing_are_a_failure_that_names_none(
 ) -> None:
     tries = []
 
-    def vanish(packet: Packet, config: Config, node: Node) -> Packet:
-        tries.append(node)
+    def vanish(request: Request) -> Packet:
+        tries.append(request.node)
         raise UnreadableImage("'/data/ant/0.png' cannot be read")
 
     values = parse(own).flat()

@@ -265,7 +265,7 @@ def test_a_dropped_round_leaves_no_trace(tiny: dict, monkeypatch: pytest.MonkeyP
     banks, refine = [], HGP.refine
 
     def spoil(self: HGP, model: Model, updates: list, context: RoundContext) -> dict[str, float]:
-        banks.append(self.bank)
+        banks.append(self.prototypes)
         found = refine(self, model, updates, context)
         if context.server_round == 2:
             model.head.weight.data.fill_(np.nan)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from client_app.objectives.base import Objective
-from strategies.base import Strategy
+from strategies.base import Strategy, join_statistics
 from task.keys import key
 from task.method_options import Method, Options
 from task.prototypes.gaussians import merge_means
@@ -21,37 +21,34 @@ class PulledOptions(Options):
 
 
 class Pulled(Objective):
-    def __init__(self, config, packet):
-        super().__init__(config, packet)
-        self.means = {name: torch.from_numpy(a) for name, a in packet.statistics.items()}
+    options: PulledOptions
 
     def loss(self, model, inputs, rows):
         loss, logits = super().loss(model, inputs, rows)
-        if self.means:
-            image, place = (rows[:, None] == self.means["rows"].to(model.device)).nonzero(as_tuple=True)
-            apart = model.features(*inputs)[image] - self.means["means"].to(model.device)[place]
-            loss = loss + self.config.options.pull * apart.square().sum() / apart.shape[1] / len(rows)
+        if self.statistics:
+            means = {name: value.to(model.device) for name, value in self.statistics.items()}
+            image, index = (rows[:, None] == means["rows"]).nonzero(as_tuple=True)
+            difference = model.features(*inputs)[image] - means["means"][index]
+            loss = loss + self.options.pull * difference.square().sum() / difference.shape[1] / len(rows)
         return loss, logits
 
 
 class MeansAsHead(Strategy):
     def __init__(self, config):
         super().__init__(config)
-        self.known = {}
+        self.means = {}  # by head row
 
     def broadcast(self, context):
-        order = context.schedule.seen_classes(context.task)
-        rows = torch.tensor([order.index(c) for c in self.known])
-        return {"rows": rows.numpy(), "means": torch.stack(list(self.known.values())).numpy()} if self.known else {}
+        rows = torch.tensor(list(self.means))
+        return {"rows": rows.numpy(), "means": torch.stack(list(self.means.values())).numpy()} if self.means else {}
 
     def refine(self, model, updates, context):
-        for sent in (u.statistics for u in updates):
-            classes, _, means = merge_means(*(torch.from_numpy(sent[n]) for n in ("class_ids", "counts", "means")))
-            self.known = {**self.known, **dict(zip(classes.tolist(), means, strict=True))}
-        order = context.schedule.seen_classes(context.task)
-        for c, mean in self.known.items():
-            model.head.weight.data[order.index(c)] = F.normalize(mean, dim=0)
-        return {"means": float(len(self.known))}
+        sent = join_statistics(u.statistics for u in updates)
+        classes, _, means = merge_means(*(torch.from_numpy(sent[n]) for n in ("class_ids", "counts", "means")))
+        self.means = self.means | dict(zip(context.head_rows(classes).tolist(), means, strict=True))
+        for row, mean in self.means.items():
+            model.head.weight.data[row] = F.normalize(mean, dim=0)
+        return {"means": float(len(self.means))}
 
 
 here = __name__

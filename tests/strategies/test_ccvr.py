@@ -92,8 +92,8 @@ def test_it_calibrates_after_a_task_on_one_gaussian_per_seen_class(monkeypatch):
     assert set(strategy.refine(head, [Update("b", 14, {}, report(b))], RoundContext(SCHEDULE, 2))) == {
         "calibration-loss"
     }
-    bank, order, options, _ = seen[0]
-    assert (bank.class_ids.tolist(), bank.counts.tolist(), order) == ([2, 7], [11, 13], [7, 2])
+    bank, rows, options, _ = seen[0]
+    assert (bank.class_ids.tolist(), bank.counts.tolist(), rows.tolist()) == ([2, 7], [11, 13], [1, 0])
     pooled = np.concatenate([a[7], b[7]])
     assert np.allclose(bank.means[1], pooled.mean(axis=0), atol=1e-5)
     factor = bank.factors[1].double().numpy()

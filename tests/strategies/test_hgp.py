@@ -13,10 +13,15 @@ from strategies.averaging import WeightedMean
 from strategies.base import RoundContext, Strategy, Update
 from strategies.fedavg import FedAvg
 from strategies.hgp import HGP
-from strategies.rebalancing import mixture_weights, normalise_logits, rebalance, remember
+from strategies.rebalancing import (
+    RebalanceSettings,
+    mixture_weights,
+    normalise_logits,
+    rebalance,
+    replace_classes,
+)
 from task.config.parsing import parse
 from task.message import Arrays
-from task.method_options import HGPOptions
 from task.models.model import Head, Model
 from task.models.vit import ViT
 from task.prompts.base import Prompt
@@ -131,11 +136,11 @@ def test_mixture_weights_by_hand(kind, expected):
     assert weights.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_remember_replaces_whole_classes():
+def test_whole_classes_are_replaced():
     """Class 2 came from two clients and now comes from one; class 7 is not reported and stays, class 5 is new."""
     bank, fresh = gaussians([7, 2, 2], [1, 2, 3], seed=1), gaussians([5, 2], [4, 5], seed=2)
-    assert remember(None, fresh) is fresh
-    merged = remember(bank, fresh)
+    assert replace_classes(None, fresh) is fresh
+    merged = replace_classes(bank, fresh)
     assert (merged.class_ids.tolist(), merged.counts.tolist()) == ([7, 5, 2], [1, 4, 5])
     assert torch.equal(merged.means, torch.cat([bank.means[:1], fresh.means]))
     assert torch.equal(merged.deviations, torch.cat([bank.deviations[:1], fresh.deviations]))
@@ -185,8 +190,8 @@ def numpy_rebalance(w, b, sets, orders, options):
 @pytest.mark.parametrize("draw", ["epoch", "once"])
 def test_rebalancing_equals_float64_numpy(monkeypatch, draw, tau):
     """Two epochs of 4 steps, the last of them smaller; classes 2, 5, 7 of 4 rows, class 0 not in the bank."""
-    options = HGPOptions(
-        samples_per_class=10, epochs=2, batch_size=8, learning_rate=0.5, draw=draw, logit_temperature=tau
+    options = RebalanceSettings(
+        samples_per_class=10, epochs=2, batch_size=8, learning_rate=0.5, draw=draw, scale=3.0, logit_temperature=tau
     )
     noise = np.random.default_rng(4)
     sets = [(noise.normal(size=(30, D)), noise.choice([2, 5, 7], 30)) for _ in range(2)]
@@ -202,7 +207,7 @@ def test_rebalancing_equals_float64_numpy(monkeypatch, draw, tau):
     head.grow(4)
     before = head.weight.detach().clone(), head.bias.detach().clone()
     w, b = before[0].double().numpy()[:3].copy(), before[1].double().numpy()[:3].copy()
-    loss = rebalance(head, bank, order, options, torch.Generator().manual_seed(11))
+    loss = rebalance(head, bank, torch.tensor([1, 2, 0]), options, torch.Generator().manual_seed(11))
 
     shuffling = torch.Generator().manual_seed(11)
     orders = [torch.randperm(30, generator=shuffling).numpy() for _ in range(2)]
@@ -227,8 +232,8 @@ def test_rebalancing_learns_what_the_bank_says():
     head = Head(D, 0)
     head.grow(2)
     head.weight.data = -torch.eye(2, D)
-    options = HGPOptions(epochs=5, batch_size=16, learning_rate=0.1)
-    rebalance(head, bank, [5, 9], options, torch.Generator().manual_seed(0))
+    options = RebalanceSettings(epochs=5, batch_size=16, learning_rate=0.1, scale=3.0, draw="epoch")
+    rebalance(head, bank, torch.tensor([0, 1]), options, torch.Generator().manual_seed(0))
     assert head(bank.means).argmax(dim=1).tolist() == [0, 1]
 
 
@@ -260,7 +265,12 @@ def test_ablations_change_exactly_their_rows(kind, in_first_task, in_second_task
     assert rows == in_second_task
     assert torch.equal(before[kept], after[kept])
     assert bool(metrics) == bool(rows)
-    assert sorted(set(strategy.bank.class_ids.tolist())) == [0, 2, 5, 7]  # remembered even where nothing is retrained
+    assert sorted(set(strategy.prototypes.class_ids.tolist())) == [
+        0,
+        2,
+        5,
+        7,
+    ]  # remembered even where nothing is retrained
 
 
 @pytest.mark.parametrize(("kind", "retrained"), [("all", True), ("current", False), ("old", True)])
@@ -274,16 +284,16 @@ def test_refining_keeps_the_gaussians_of_earlier_tasks():
     strategy = hgp()
     refined(strategy, model_after(1), [update("a", [7, 2], [9, 9], 8)], 1)
     refined(strategy, model_after(1), FIRST, 2)
-    left = strategy.bank
+    left = strategy.prototypes
     assert (left.class_ids.tolist(), left.counts.tolist()) == ([7, 2, 7], [4, 3, 5])
     means = np.concatenate([u.statistics["means"] for u in FIRST])
     assert np.array_equal(left.means, means)
     kept = {name: value.clone() for name, value in vars(left).items()}
     refined(strategy, model_after(2), [update("a", [5, 0], [1, 1], 9), update("c", [5], [6], 10)], 3)
     refined(strategy, model_after(2), SECOND, 4)
-    old = strategy.bank.pick(torch.isin(strategy.bank.class_ids, torch.tensor([7, 2])))
+    old = strategy.prototypes.pick(torch.isin(strategy.prototypes.class_ids, torch.tensor([7, 2])))
     assert all(torch.equal(value, kept[name]) for name, value in vars(old).items())
-    new = strategy.bank.pick(torch.isin(strategy.bank.class_ids, torch.tensor([5, 0])))
+    new = strategy.prototypes.pick(torch.isin(strategy.prototypes.class_ids, torch.tensor([5, 0])))
     assert (new.class_ids.tolist(), new.counts.tolist()) == ([5, 0, 0], [4, 3, 5])
     assert np.array_equal(new.means, np.concatenate([u.statistics["means"] for u in SECOND]))
 
@@ -318,3 +328,11 @@ def test_refining_reads_its_run_keys(monkeypatch):
     strategy = hgp(scale=1.5, samples_per_class=5, class_weights="count", epochs=3)
     strategy.refine(model_after(1), FIRST, RoundContext(SCHEDULE, 1))
     assert seen == [(pytest.approx([4 / 12, 3 / 12, 5 / 12]), 10, 1.5)] * 3
+
+
+def test_the_keys_of_a_method_become_settings_by_their_names():
+    hgp_keys = {"hgp-scale": 2.0, "hgp-draw": "once", "hgp-batch-size": 7, "hgp-momentum": 0.5, "hgp-epochs": 3}
+    settings = RebalanceSettings.from_options(parse({"method": "hgp", **hgp_keys}).options)
+    assert settings == RebalanceSettings(256, 3, 0.01, 0.0, 2.0, "uniform", "once", 7, 0.5)
+    settings = RebalanceSettings.from_options(parse({"method": "fedslca", "fedslca-samples-per-class": 9}).options)
+    assert settings == RebalanceSettings(9, 5, 0.01, 0.1, 1.0, "uniform", "once", 256, 0.9)

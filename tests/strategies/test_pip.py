@@ -196,7 +196,7 @@ def test_a_single_image_borrows_its_classs_variance():
         update("b", 1, [7], [1], [[2.0]], [[0.0]], model.export()),
     ]
     strategy.refine(model, both, RoundContext(SCHEDULE, 1))
-    assert float(strategy.known["variances"][0, 0]) == pytest.approx(4 + 40 / 121)
+    assert float(strategy.prototypes["variances"][0, 0]) == pytest.approx(4 + 40 / 121)
 
 
 # client half
@@ -276,7 +276,7 @@ def test_the_injected_set_is_new_every_epoch():
     data, stream, sets = LocalData(np.empty(0), np.empty(0), np.array([3] * 6), "none"), rng(), []
     for epoch in range(2):
         method.begin_epoch(model, data, epoch, stream)
-        sets.append(method.injected[0])
+        sets.append(method.injected_set[0])
     assert torch.equal(sets[0][:2], sets[1][:2])
     assert (sets[0][2:] != sets[1][2:]).all()
 
@@ -289,7 +289,7 @@ def test_without_global_prototypes_its_own_after_the_first_epoch(monkeypatch):
     data = LocalData(np.empty(0), np.arange(6), np.array([4, 3, 4, 4, 3, 4]), "none")
     images, rows = torch.randn(2, 3, 8, 8, generator=rng(8)), torch.tensor([3, 4])
     method.begin_epoch(model, data, 0, rng())
-    assert (method.injected, calls) == (None, [])
+    assert (method.injected_set, calls) == (None, [])
     real = model.features(images).detach().double().numpy()
     assert float(method.loss(model, Inputs(images), rows)[0].detach()) == pytest.approx(
         numpy_loss(model, real, np.array([0, 1]), slice(3, 5)), rel=1e-5
@@ -297,7 +297,7 @@ def test_without_global_prototypes_its_own_after_the_first_epoch(monkeypatch):
     for epoch in (1, 2):
         method.begin_epoch(model, data, epoch, rng())
     assert len(calls) == 1
-    injected, targets = method.injected
+    injected, targets = method.injected_set
     own = features.double().numpy()
     first, second = own[[1, 4]], own[[0, 2, 3, 5]]
     assert np.allclose(injected[:2], [first.mean(axis=0), second.mean(axis=0)], atol=1e-6)
