@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from server_app.privacy.inversion import Inversion
-from server_app.report.write import PicturesUnavailable
+from server_app.report.write import required_packages
 from task.utils.atomic import write_atomically
 
 NOTE = (
@@ -31,14 +31,12 @@ def write_inversions(folder: Path, found: Sequence[Inversion], client: int, targ
     """privacy.json and privacy.png; their paths.
 
     Raises:
-        PicturesUnavailable: matplotlib is not installed; nothing is written.
+        PicturesUnavailable: matplotlib is missing; nothing is written.
         OSError: the folder cannot be written.
     """
-    try:
+    with required_packages():
         from server_app.privacy.inversion_figure import inversions_figure
         from server_app.report.figures import png
-    except ImportError as error:
-        raise PicturesUnavailable("the pictures need matplotlib: pip install 'matplotlib>=3.9'") from error
     mean = float(np.mean([one.ssim for one in found]))
     about = f"client {client} · target: class {target} · mean SSIM {mean:.2f}"
     figure = inversions_figure(found, "What class statistics give away", about)

@@ -16,7 +16,7 @@ NAMED = 30  # rows or columns that still have room for their names
 WRITTEN = 20  # rows and columns whose cells still have room for a number
 
 
-def drawn_maps(run: Run) -> dict[str, Figure]:
+def recorded_figures(run: Run) -> dict[str, Figure]:
     """Those of the pictures below that the run has recorded something for, by file name."""
     figures: dict[str, Figure] = {}
     if run.confusion.size and any(run.tasks[: len(run.matrix)]):

@@ -14,8 +14,8 @@ from task.metrics import completed, summarize
 
 SCHEMA = 1
 REQUIRED = ("status", "method", "dataset", "num_tasks")
-LISTS = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "confusion", "tasks", "class_names")
-LISTS += ("clients", "rounds")
+MATRICES = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "confusion")
+LISTS = (*MATRICES, "tasks", "class_names", "clients", "rounds")
 OBJECTS = ("metrics", "per_class_accuracy", "federated_bias", "communication", "seconds", "environment")
 
 

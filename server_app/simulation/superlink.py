@@ -64,9 +64,9 @@ class FlowerRun:
         Raises:
             LaunchError: Flower is not installed, or its SuperLink does not start.
         """
-        for package in ("flwr", "ray"):
+        for package, source in (("flwr", "flwr[simulation]"), ("ray", "flwr[simulation]"), ("psutil", "psutil")):
             if importlib.util.find_spec(package) is None:
-                raise LaunchError(f"{package} is not installed: pip install 'flwr[simulation]', or add --in-process.")
+                raise LaunchError(f"{package} is not installed: pip install '{source}', or add --in-process.")
         self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=_short_temporary_folder()))
         try:
             self._start_superlink()

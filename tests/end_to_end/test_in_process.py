@@ -7,7 +7,8 @@ import textwrap
 from pathlib import Path
 
 # timm itself needs torchvision, huggingface_hub, safetensors, pyyaml; numpy comes with them
-ABSENT = ["flwr", "ray", "matplotlib", "sklearn", "scipy", "rich", "typer", "pandas", "fontTools", "hypothesis"]
+ABSENT = ["flwr", "ray", "matplotlib", "jinja2", "psutil", "sklearn", "scipy", "rich", "typer", "pandas", "fontTools"]
+ABSENT += ["hypothesis"]
 
 BLOCK = textwrap.dedent(f"""
     import importlib.machinery, sys
@@ -35,7 +36,7 @@ def test_a_whole_run_without_flower(tmp_path: Path) -> None:
     assert results["status"] == "finished"
     assert "absent" not in results["environment"]["versions"]["torch"]
     assert (tmp_path / "run" / "model.safetensors").exists()
-    assert "need matplotlib: pip install" in done.stderr
+    assert "need matplotlib and jinja2: pip install" in done.stderr
 
 
 def test_without_flower_the_simulation_says_what_to_do(tmp_path: Path) -> None:
