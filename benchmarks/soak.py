@@ -93,7 +93,7 @@ def soak(values: dict[str, Scalar], folder: Path) -> tuple[list[Sample], str]:
     config = parse(values)
     with app_with_failures() as app, interruptible() as check, FlowerRun(app, check) as flower:
         flower.submit(values, config.num_clients, default_workers(config))
-        while flower.going_on():
+        while flower.is_running():
             with suppress(OSError):
                 if len((folder / "rounds.jsonl").read_text().splitlines()) > len(samples):
                     samples.append(memory(flower.log.parent))

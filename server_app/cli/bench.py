@@ -1,4 +1,4 @@
-"""fcil bench: a suite of runs, those left to do, and their table."""
+"""fcil bench: run what is left of a suite, and write its table."""
 
 import argparse
 from functools import partial
@@ -12,11 +12,11 @@ from task.keys import ConfigError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Define the command's arguments."""
     parser.description = (
         "Run the variants, partitions and seeds of a suite, each without Flower in a process of its own, and write "
         "table.md, report.html and pictures after each. Finished runs are skipped, so that a suite that was ended is "
-        "load_resumed_keys by the same command; others begin anew. Exit code 0 if all finished, 1 if one failed, 2 if "
+        "continued by the same command; others begin anew. Exit code 0 if all finished, 1 if one failed, 2 if "
         "something in the suite cannot be."
     )
     parser.add_argument("suite", type=Path, metavar="SUITE.yaml", help="such as suites/digits.yaml")
@@ -26,7 +26,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Run the command; returns the exit code."""
     from server_app.bench.runner import Bench
     from server_app.bench.suite import read_suite
     from server_app.report.write import PicturesUnavailable

@@ -9,7 +9,7 @@ from task.keys import ConfigError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Define the command's arguments."""
     parser.description = (
         "Check versions, device, memory, disk, weights and data, and time a training step of a run with these keys. "
         "Nothing is written. Exit code 1 if something is a problem, 2 if a key was mistyped."
@@ -18,7 +18,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Run the command; returns the exit code."""
     from server_app.doctor.machine import examine
 
     try:

@@ -9,7 +9,7 @@ from task.keys import ConfigError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Define the command's arguments."""
     parser.description = (
         "Write a model with its frozen backbone, run keys and class names into one file, which fcil predict and "
         "task.inference.load_predictor read without the run's folder and without a network."
@@ -20,7 +20,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Run the command; returns the exit code."""
     from server_app.export import require_onnx, write_onnx, write_self_contained
     from task.inference import ModelError, load_predictor
 

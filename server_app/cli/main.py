@@ -1,4 +1,4 @@
-"""The fcil command: its commands, and where each one is."""
+"""The fcil command line and its subcommands."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ COMMANDS: dict[str, tuple[ModuleType, str]] = {
     "privacy": (privacy, "attack the class statistics of a run; pictures"),
     "doctor": (doctor, "whether this machine can do a run, and how fast"),
 }
-LISTS = ("run", "bench", "predict", "doctor")  # commands that end in a list of words
+LISTS = ("run", "bench", "predict", "doctor")  # commands whose last argument is a list
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,11 +25,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         the exit code.
 
     Raises:
-        SystemExit: help was asked for, or the command line has no meaning.
+        SystemExit: for --help, or if the command line is wrong.
     """
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
-    # argparse takes no second group of settings once an option has come between
+    # argparse leaves the words of a list that come after an option in rest
     if any(word.startswith("-") for word in rest) or (rest and args.name not in LISTS):
         parser.error(f"unrecognised: {' '.join(rest)}")
     args.rest = rest

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Define the command's arguments."""
     parser.description = (
         "Run an experiment through Flower's simulation (or without Flower, see --in-process), show its progress, and "
         "end with exit code 0 if the run finished, 1 if it failed, 2 if a key was mistyped."
@@ -49,13 +49,13 @@ def _describe_key(key: Key) -> str:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Run the command; returns the exit code."""
     try:
         values = complete_run_keys(read_words([*args.settings, *args.rest]))
         config = parse(values)
-        require_tensorboard(config)  # rather than when Flower has started
+        require_tensorboard(config)  # before Flower is started
         directory = run_directory(config)
-        if directory.exists():  # before what a second process does shows in the run's folder
+        if directory.exists():  # another process may be at work in it
             claim(directory).close()
     except ConfigError as error:
         return complain(str(error), MISTAKE)
@@ -91,10 +91,14 @@ def _run_here(values: dict[str, Scalar], progress: "Progress") -> int:
 def _run_with_flower(values: dict[str, Scalar], config: Config, progress: "Progress", workers: int) -> int:
     print(f"starting Flower: {config.num_clients} clients, up to {workers} at a time", flush=True)
     try:
-        with interruptible() as check, FlowerRun(project_folder(), check) as flower, _kept(flower, progress.directory):
+        with (
+            interruptible() as check,
+            FlowerRun(project_folder(), check) as flower,
+            _copied_log(flower, progress.directory),
+        ):
             progress.log = flower.log
             flower.submit(values, config.num_clients, workers)
-            while flower.going_on():
+            while flower.is_running():
                 progress.show()
                 time.sleep(POLL)
             progress.show()
@@ -113,8 +117,8 @@ def _run_with_flower(values: dict[str, Scalar], config: Config, progress: "Progr
 
 
 @contextlib.contextmanager
-def _kept(flower: FlowerRun, directory: Path) -> Iterator[None]:
-    """Save the log into the run's folder, however the run ends."""
+def _copied_log(flower: FlowerRun, directory: Path) -> Iterator[None]:
+    """Copy the log to the run's folder in the end, also after an error."""
     try:
         yield
     finally:
@@ -124,13 +128,14 @@ def _kept(flower: FlowerRun, directory: Path) -> Iterator[None]:
 
 
 def _reason(directory: Path, status: str, details: str) -> str:
-    """Why a run failed: in its own words if it could still write them, else in Flower's."""
-    told = details.removeprefix("Simulation failed with exception: ")
-    return str(read_results(directory).get("error") or told or status)
+    """Why a run failed: the error in results.json if there is one, else Flower's details."""
+    return str(
+        read_results(directory).get("error") or details.removeprefix("Simulation failed with exception: ") or status
+    )
 
 
 def _end_of_log(directory: Path) -> str:
-    """Where the log is, and its end unless that is a message for people, which the reason repeats."""
+    """The path of the log, and its last lines unless they are the reason that is printed anyway."""
     log = directory / "flower.log"
     end = "" if "server_app.app.RunFailed" in last_lines(log, 1000) else last_lines(log) + "\n"
     return f"{end}the log is {log}"
