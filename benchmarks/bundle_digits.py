@@ -12,7 +12,7 @@ import zlib
 import numpy as np
 from sklearn.datasets import load_digits
 
-from task.models.weights import ASSETS
+from task.utils.assets import ASSETS
 
 
 def _main() -> None:

@@ -1,6 +1,6 @@
 """Peak memory of a whole run with 10 and with 100 virtual clients, each in a process of its own.
 
-python -m benchmarks.memory                     four methods on digits; some minutes
+python -m benchmarks.memory                     three methods on digits; some minutes
 python -m benchmarks.memory hgp KEY=VALUE...    one method, and run keys of every run
 
 The clients share the same images, and what they have trained is averaged as it comes and let go. So 100 clients need
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 CLIENTS = ((10, 10), (100, 10), (100, 100))  # clients, and how many of them take part in each round
-METHODS = ("hgp", "fppl", "hepco", "pip")
+METHODS = ("hgp", "fppl", "pip")  # without hepco, which keeps the prompts of all clients of a round
 KEYS = {"num-tasks": "2", "rounds-per-task": "2", "local-epochs": "1", "partition": "iid", "device": "cpu"}
 REQUIRED = 1.10
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks.probe import probe
 from task.config.parsing import parse
-from task.models.weights import ASSETS
+from task.utils.assets import ASSETS
 
 log = logging.getLogger(__name__)
 

@@ -1,21 +1,102 @@
-"""HePCo's latent generator and how it is trained (Halbe et al. 2024, section 4).
+"""HePCo in latent space: the models that teach, the generator of the samples that they teach on (Halbe et al. 2024).
 
-Shapes: B samples of D numbers, S head rows.
+Shapes: J prompted blocks, C models, B samples of D numbers, N prompts of V = 2 L_p D numbers in a pool, S head rows.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from functools import cached_property
+from itertools import pairwise, product, takewhile
 from threading import Event
-from typing import TypeVar
+from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strategies.teachers import Gap, Latent, Teachers
 from task.method_options import HePCoOptions
+from task.prompts.decomposed import cosines
 
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class Latent:
+    """C models of equal shape without their backbone: a query goes in, prompts and logits come out."""
+
+    weight: Tensor  # of the heads, [C, S, D]
+    bias: Tensor  # [C, S]
+    keys: Tensor  # of the prompted blocks, [J, C, N, D]
+    pools: Tensor  # [J, C, N, V]
+
+    @classmethod
+    def stack(cls, models: Sequence[Mapping[str, Tensor]]) -> Self:
+        """Copies of the travelling arrays of C models."""
+        weight, bias = (torch.stack([model[name] for model in models]) for name in ("head.weight", "head.bias"))
+        keys, pools = (torch.stack([model[name] for model in models], 1) for name in ("prompt.keys", "prompt.pool"))
+        return cls(weight, bias, keys, pools.flatten(3))
+
+    def log_softmax(self, z: Tensor, rows: int) -> Tensor:
+        """Logarithm of softmax phi(z; w_c) over the first ``rows`` head rows: samples [B, D] -> [C, B, rows]."""
+        return (z @ self.weight[:, :rows].mT + self.bias[:, None, :rows]).log_softmax(dim=-1)
+
+
+class PromptGap:
+    """|rho(z; server) - rho(z; teacher)|^2 of eq. 4 as a quadratic form in the cosine weights.
+
+    With a, b the weights and P, Q the pools of server and teacher, a P - b Q = [a - b, b] [P; P - Q], so the square is
+    u G u^T with the Gram matrix G of [P; P - Q], which is computed once. The difference of the pools, rather than Q
+    itself, keeps float32 exact enough: both models are close to each other and far from zero.
+    """
+
+    def __init__(self, server: Latent, teachers: Latent) -> None:
+        self.server, self.teachers = server.keys, teachers.keys
+        blocks, models, prompts, _ = teachers.pools.shape
+        self.gram = server.pools.new_empty(blocks, models, 2 * prompts, 2 * prompts)
+        for j, c in product(range(blocks), range(models)):  # one basis at a time: bounds the memory
+            pool = server.pools[j, 0]
+            basis = torch.cat([pool, pool - teachers.pools[j, c]])  # [2 N, V]
+            torch.mm(basis, basis.mT, out=self.gram[j, c])
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """Samples [B, D] -> the gap to each teacher, summed over blocks and the numbers of a prompt, [C, B]."""
+        server, teachers = cosines(z, self.server), cosines(z, self.teachers)
+        u = torch.cat([server - teachers, teachers], dim=-1)  # [J, C, B, 2 N]
+        return ((u @ self.gram) * u).sum(dim=(0, 3))
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """C models and how many images of each head row they stand for: counts n_{c,y} [C, S]."""
+
+    models: Latent
+    counts: Tensor
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """How much each counts for a head row: w_{c,y} = n_{c,y} / sum_c n_{c,y} [C, S], 0 in rows without images."""
+        return self.counts / self.counts.sum(dim=0).clamp(min=1)
+
+    def targets(self, block: int) -> Callable[[Tensor, Tensor], Tensor]:
+        """Function of samples [B, D] and head rows y [B] that gives sum_c w_{c,y} rho(z; c) in a block, [B, V].
+
+        rho(z; c) = sum_i (z / |z|) . (k_i / |k_i|) P_i is linear in z / |z|. With many teachers and few classes the
+        matrices [D, V] of this map, one for each head row with images, are smaller than the pools and replace them.
+        """
+        keys, pools = F.normalize(self.models.keys[block], dim=2), self.models.pools[block].flatten(0, 1)
+
+        def from_pools(z: Tensor, labels: Tensor) -> Tensor:
+            weights = self.shares[:, labels, None] * (F.normalize(z, dim=1) @ keys.mT)  # [C, B, N]
+            return weights.transpose(0, 1).flatten(1) @ pools
+
+        def from_matrices(z: Tensor, labels: Tensor) -> Tensor:
+            z_at_row = (labels[:, None] == rows)[:, :, None] * F.normalize(z, dim=1)[:, None]  # [B, rows, D]
+            return z_at_row.flatten(1) @ matrices
+
+        rows, (models, prompts, dim) = self.counts.any(dim=0).nonzero()[:, 0], keys.shape
+        if len(rows) * dim >= min(models, 10) * prompts:  # nor may they take more memory than ten pools
+            return from_pools
+        unit_vectors = torch.eye(dim).to(keys).repeat(len(rows), 1)
+        matrices = from_pools(unit_vectors, rows.repeat_interleave(dim))  # [rows D, V]
+        return from_matrices
 
 
 class Generator(nn.Module):
@@ -39,68 +120,56 @@ class Generator(nn.Module):
 
 
 def generator_loss(
-    z: Tensor, labels: Tensor, server: Latent, teachers: Teachers, gap: Gap | None, options: HePCoOptions
+    z: Tensor, labels: Tensor, server: Latent, teachers: Teachers, gap: PromptGap | None, options: HePCoOptions
 ) -> Tensor:
-    """Eq. 2 to 5: right for every teacher, and where server and teachers disagree; a sum over samples and teachers.
+    """Eq. 2 to 5: w_{c,y} (CE(phi(z; c), y) - lambda_KL KL(server || c) - lambda_MSE |rho(z; server) - rho(z; c)|^2).
 
-    CE(teacher, y) - lambda_KL KL(server || teacher) - lambda_MSE |rho(server) - rho(teacher)|^2. Logits are those of
-    the teachers' head rows (the previous server has fewer than the current one). By default the query of rho is not
-    differentiated, as in the public code, so that the last term is reported but trains nothing; with its gradient, a
-    sum over thousands of numbers, the generator seeks disagreement instead of the right classes (measured).
-
-    Args:
-        z: samples [B, D].
-        labels: their head rows, int64 [B].
-        server: the provisional server, C = 1.
-        teachers: C models and their shares.
-        gap: of these two; None leaves out the last term, which costs most and by default changes no gradient.
-        options: the lambdas and whether the query has a gradient.
+    Summed over samples z [B, D] of head rows y [B] and teachers c, over whose head rows the softmax goes. By default
+    the query of rho is not differentiated, as in the public code: the last term trains nothing, and ``gap`` may be
+    None, which leaves it out. With its gradient the generator seeks disagreement, not the right classes (measured).
     """
-    rows = teachers.heads.bias.shape[1]
-    q, p = teachers.heads.log_softmax(z, rows), server.log_softmax(z, rows)
-    cross_entropy = -q.gather(2, labels.expand(len(q), -1)[:, :, None])[:, :, 0]  # [C, B], as are the other two
-    divergence = (p.exp() * (p - q)).sum(dim=2)
-    total = (teachers.shares[:, labels] * (cross_entropy - options.lambda_kl * divergence)).sum()
+    rows, shares = teachers.models.bias.shape[1], teachers.shares[:, labels]  # shares [C, B]
+    q, p = teachers.models.log_softmax(z, rows), server.log_softmax(z, rows)
+    cross_entropy = -q.gather(2, labels.expand(len(q), -1)[:, :, None])[:, :, 0]  # [C, B]
+    divergence = (p.exp() * (p - q)).sum(dim=2)  # [C, B]
+    total = (shares * (cross_entropy - options.lambda_kl * divergence)).sum()
     if gap:
-        total = total - options.lambda_mse * gap(z if options.query_gradient else z.detach(), labels).sum()
+        total = total - options.lambda_mse * (shares * gap(z if options.query_gradient else z.detach())).sum()
     return total
 
 
 @dataclass(frozen=True)
 class Source:
-    """Teachers, how often each head row is drawn, and where the samples come from.
-
-    histogram [S], not negative, sum above 0. The generator's chance is its own, so that sources can be drawn from side
-    by side.
-    """
+    """Teachers and the generator of the samples that they teach on."""
 
     teachers: Teachers
-    histogram: Tensor
     generator: Generator
-    rng: torch.Generator
+    rng: torch.Generator  # the source's own, so that it does not matter which source is drawn from first
+    size: int  # samples in a batch of the distillation
 
     def draw(self, number: int) -> tuple[Tensor, Tensor]:
-        """Samples [number, D], with the gradient of the generator, and their head rows [number]."""
-        labels = torch.multinomial(self.histogram, number, replacement=True, generator=self.rng)
+        """Samples [number, D], with the generator's gradient, and head rows [number], drawn by the images of each."""
+        labels = torch.multinomial(self.teachers.counts.sum(dim=0), number, replacement=True, generator=self.rng)
         return self.generator(labels, self.rng), labels
 
 
-def until(stop: Event, items: Iterable[T]) -> Iterator[T]:
-    """The items, as long as nobody says stop."""
-    return takewhile(lambda item: not stop.is_set(), items)
+def minimise(parameters: Iterable[Tensor], losses: Iterable[Tensor], learning_rate: float, stop: Event) -> float:
+    """A step of Adam on each loss until the stop event is set; returns the last loss, 0 if there is none."""
+    optimiser = torch.optim.Adam(parameters, learning_rate, fused=True)
+    loss = torch.zeros(())
+    for loss in takewhile(lambda _: not stop.is_set(), losses):
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    optimiser.zero_grad()
+    return float(loss.detach())
 
 
 def train_generator(source: Source, server: Latent, options: HePCoOptions, stop: Event) -> float:
-    """Train the source's generator against its teachers (step 2); returns the last batch's loss per sample."""
-    gap = source.teachers.gap(server)
-    optimiser = torch.optim.Adam(source.generator.parameters(), options.generator_learning_rate, fused=True)
-    loss = torch.zeros(())
-    for left in until(stop, reversed(range(options.generator_steps))):
-        z, labels = source.draw(options.batch_size)
-        needed = gap if options.query_gradient or not left else None
-        loss = generator_loss(z, labels, server, source.teachers, needed, options)
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        optimiser.step()
+    """Train the source's generator on eq. 2 to 5 (step 2); returns the last batch's loss per sample."""
+    gap, last = PromptGap(server, source.teachers.models), options.generator_steps - 1
+    gaps = (gap if options.query_gradient or step == last else None for step in range(last + 1))
+    losses = (generator_loss(*source.draw(options.batch_size), server, source.teachers, each, options) for each in gaps)
+    loss = minimise(source.generator.parameters(), losses, options.generator_learning_rate, stop)
     source.generator.eval()  # distillation uses the running statistics, as in the public code
-    return float(loss.detach()) / options.batch_size
+    return loss / options.batch_size

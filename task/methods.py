@@ -12,7 +12,7 @@ from task import method_options as own
 from task.keys import ConfigError
 from task.message import Scalar
 from task.method_options import Method
-from task.prompts.kinds import PROMPTS
+from task.prompt_kinds import PROMPTS
 
 ANY_PROMPT = ("shared", *(name for name in PROMPTS if name != "shared"))
 CROSS_ENTROPY = "client_app.objectives.base:Objective"

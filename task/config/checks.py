@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from task.config.schema import APPEARING, FROM_PATH, FROM_SCRATCH, OWN, Config
+from task.config.schema import APPEARING, FROM_PATH, FROM_SCRATCH, OWN, REDRAWN, Config
 from task.keys import AUTO, ConfigError
 from task.methods import METHODS, load_class
-from task.prompts.kinds import PROMPTS
+from task.prompt_kinds import PROMPTS
 
 
 def check_combination(config: Config) -> None:
@@ -129,8 +129,6 @@ _PRIVACY = ("min-class-count", "privacy-clip", "privacy-feature-clip", "privacy-
 
 def _check_noise(config: Config, kind: Any) -> None:
     """What noise needs, or cannot protect; ``kind`` are the method's statistics."""
-    from task.scenario.partition import REDRAWN
-
     z = f"privacy-noise = {config.privacy_noise:g}"
     if config.row.client and not config.privacy_clip:
         raise ConfigError(f"{z} needs privacy-clip above 0: without it no amount of noise protects anything.")

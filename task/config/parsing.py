@@ -10,7 +10,7 @@ from task.config.schema import LOCAL, OF_THE_NODE, Config, defaults, known_keys,
 from task.keys import AUTO, ConfigError, Key, keys_of
 from task.message import Scalar
 from task.methods import METHODS, Method, register
-from task.prompts.kinds import PROMPTS
+from task.prompt_kinds import PROMPTS
 
 
 def at_node(values: Mapping[str, Scalar], settings: Mapping[str, Scalar]) -> dict[str, Scalar]:

@@ -9,7 +9,7 @@ from task.keys import AUTO, ConfigError, Key, key, keys_of
 from task.message import Scalar
 from task.method_options import Options
 from task.methods import METHODS, Method
-from task.prompts.kinds import PROMPTS
+from task.prompt_kinds import PROMPTS
 
 OWN = "own"  # the data set of nodes that each have images of their own
 EMBEDDED = ("digits", "synthetic")
@@ -31,6 +31,7 @@ WAITING = ("start-timeout", "round-timeout")  # keys that change what a run wait
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
 LOCAL = ("local_epochs", "batch_size", "optimizer", "learning_rate", "gradient_clip", "augmentation")
 PREFIXED = tuple(name for name in PROMPTED if name != "l2p")  # the others are tokens
+REDRAWN = ("split-ratio",)  # partitions that are drawn anew in every round
 ASYNCHRONOUS = ("consensus",)  # partitions whose clients have class sequences of their own
 PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASYNCHRONOUS)
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from task.data.images import Dataset
 from task.data.splits import HELD_OUT, held_out, split_by
-from task.models.weights import ASSETS
+from task.utils.assets import ASSETS
 from task.utils.seeding import numpy_rng
 
 

@@ -16,8 +16,8 @@ from task.methods import load_class
 from task.models.device import resolve_device
 from task.models.load import load_backbone
 from task.models.vit import Backbone
+from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
-from task.prompts.kinds import PROMPTS
 from task.utils.seeding import torch_rng
 
 

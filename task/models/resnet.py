@@ -6,8 +6,9 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from task.models.vit import Backbone, Prompted, digest
+from task.models.vit import Backbone, digest
 from task.models.weights import load_strictly, read_weights
+from task.prompts.base import Prompted
 
 
 class ResNet18(Backbone):

@@ -1,7 +1,7 @@
 """The backbone: a frozen plain Vision Transformer of timm with room for prefixes in its attention."""
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 
 from task.keys import ConfigError
 from task.models.weights import build_vit
-
-# Block, counted from 0 -> prefix [B or 1, 2, L_p, D] (keys, then values), or prompt tokens [B or 1, L_p, D]
-Prompted = Mapping[int, Tensor]
+from task.prompts.base import Prompted
 
 
 class PrefixAttention(nn.Module):

@@ -19,8 +19,8 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from task.keys import AUTO, ConfigError
+from task.utils.assets import ASSETS
 
-ASSETS = Path(__file__).parents[1] / "assets"
 BUNDLED = {path.stem: path for path in ASSETS.glob("vit_*.json")}
 Normalisation = tuple[float, ...]  # per channel
 

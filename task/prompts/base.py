@@ -1,11 +1,14 @@
 """What every prompt has in common; by itself the prompt "none"."""
 
+from collections.abc import Mapping
 from typing import Self
 
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.models.vit import Prompted
+
+# Block, counted from 0 -> prefix [B or 1, 2, L_p, D] (keys, then values), or prompt tokens [B or 1, L_p, D]
+Prompted = Mapping[int, Tensor]
 
 
 class Prompt(nn.Module):

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from task.config.schema import Config
-from task.models.vit import Prompted
-from task.prompts.base import Prompt
+from task.prompts.base import Prompt, Prompted
 from task.prompts.decomposed import combine
 from task.utils.seeding import torch_rng
 

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.models.vit import Prompted
-from task.prompts.base import Prompt
+from task.prompts.base import Prompt, Prompted
 from task.utils.seeding import torch_rng
 
 

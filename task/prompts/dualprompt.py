@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.models.vit import Prompted
-from task.prompts.base import Prompt
-from task.prompts.kinds import PROMPTS
+from task.prompt_kinds import PROMPTS
+from task.prompts.base import Prompt, Prompted
 from task.utils.seeding import torch_rng
 
 # of the prompted blocks, the first ones; the others, at least one, take the expert

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.models.vit import Prompted
-from task.prompts.base import Prompt
+from task.prompts.base import Prompt, Prompted
 from task.utils.seeding import torch_rng
 
 

@@ -5,10 +5,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from task.config.schema import Config
+from task.config.schema import REDRAWN, Config
 from task.keys import ConfigError
 from task.scenario.class_stream import Schedule
-from task.scenario.partition import REDRAWN, Partition, partition
+from task.scenario.partition import Partition, partition
 from task.scenario.scenario import Scenario, build_scenario, in_run_keys
 
 

@@ -292,7 +292,6 @@ PARTITIONS: dict[str, Callable[..., Partition]] = {
     "split-ratio": split_ratio,
     "consensus": consensus,
 }
-REDRAWN = {"split-ratio"}  # dealt anew in every round: their functions take a ``round``
 
 
 def _deal(problem: Problem, name: str, owners: Callable[[Rng, list[IntArray]], IntArray]) -> Partition:

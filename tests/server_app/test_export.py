@@ -22,7 +22,7 @@ from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import Model, build_model
 from task.models.vit import ViT
 from task.models.weights import build_vit
-from task.prompts.kinds import PROMPTS
+from task.prompt_kinds import PROMPTS
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), np.uint8)
 

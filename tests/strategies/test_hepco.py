@@ -1,9 +1,10 @@
 """HePCo: the decomposed prompt, the latent generator and the two distillations; numbers by hand or float64 NumPy."""
 
-import itertools
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 import strategies.hepco
+from server_app.rounds.run import run_experiment
+from server_app.transport.in_process import InProcessTransport
 from strategies.base import RoundContext, Update
-from strategies.generator import Generator, Source, generator_loss, train_generator
-from strategies.hepco import HePCo, class_counts, distil, distil_blocks, prompt_gradients, side_by_side
-from strategies.teachers import Filed, Heads, Latent, Pooled, PromptFile, PromptGap
+from strategies.generator import Generator, Latent, PromptGap, Source, Teachers, generator_loss, train_generator
+from strategies.hepco import HePCo, class_counts, distil, distil_block, prompt_loss, require_memory, side_by_side
 from task.config.parsing import parse
+from task.keys import ConfigError
 from task.method_options import HePCoOptions
 from task.models.model import Head, build_model
 from task.prompts.decomposed import DecomposedPrompt
@@ -41,20 +44,11 @@ def arrays(seed, rows=S, dtype=np.float64):
 
 
 def latent(*models):
-    return Latent.stack(({n: torch.from_numpy(a) for n, a in m.items()} for m in models), len(models))
+    return Latent.stack([{n: torch.from_numpy(a) for n, a in m.items()} for m in models])
 
 
-def pooled(models, shares):
-    return Pooled(latent(*models), torch.from_numpy(np.asarray(shares, models[0]["head.bias"].dtype)))
-
-
-def filed(models, shares, places=None):
-    """The same teachers, their prompts in a file, in which each has its place."""
-    file, places = PromptFile(), places or range(len(models))
-    for place in range(len(models)):
-        file.append(models[places.index(place)])
-    heads = Heads.of({n: torch.from_numpy(a) for n, a in m.items()} for m in models)
-    return Filed(heads, pooled(models, shares).shares, file, places, range(J))
+def teachers(models, counts):
+    return Teachers(latent(*models), torch.from_numpy(np.asarray(counts, models[0]["head.bias"].dtype)))
 
 
 def numpy_rho(model, z, block):
@@ -161,80 +155,95 @@ def numpy_generator_loss(teachers, shares, labels, rows, kl, mse):
 
 @pytest.mark.parametrize(("kl", "mse"), [(1.0, 0.1), (0.0, 0.0), (2.0, 0.0), (0.0, 0.3)])
 def test_generator_loss_of_clients(kl, mse):
-    server, teachers = latent(SERVER), pooled(CLIENTS, SHARES)
+    server, clients = latent(SERVER), teachers(CLIENTS, COUNTS)
     own, labels = options(lambda_kl=kl, lambda_mse=mse), torch.from_numpy(LABELS)
-    found = generator_loss(torch.from_numpy(Z), labels, server, teachers, teachers.gap(server), own)
+    found = generator_loss(torch.from_numpy(Z), labels, server, clients, PromptGap(server, clients.models), own)
     assert float(found) == pytest.approx(numpy_generator_loss(CLIENTS, SHARES, LABELS, S, kl, mse), rel=1e-10)
 
 
 def test_the_gap_trains_the_generator_only_where_asked():
     """The difference of the two gradients is that of -lambda_MSE gap alone, weighted by the shares."""
-    server, teachers = latent(SERVER), pooled(CLIENTS, SHARES)
-    gap, labels = teachers.gap(server), torch.from_numpy(LABELS)
+    server, clients = latent(SERVER), teachers(CLIENTS, COUNTS)
+    gap, labels = PromptGap(server, clients.models), torch.from_numpy(LABELS)
     losses, gradients = [], []
     for asked in (False, True):
         z = torch.from_numpy(Z).requires_grad_()
         own = options(query_gradient=asked)
-        losses.append(generator_loss(z, labels, server, teachers, gap, own))
+        losses.append(generator_loss(z, labels, server, clients, gap, own))
         gradients.append(torch.autograd.grad(losses[-1], z)[0])
     assert torch.equal(*losses)
     z = torch.from_numpy(Z).requires_grad_()
-    expected = torch.autograd.grad(-0.1 * gap(z, labels).sum(), z)[0]
+    expected = torch.autograd.grad(-0.1 * (clients.shares[:, labels] * gap(z)).sum(), z)[0]
     assert torch.allclose(gradients[1] - gradients[0], expected)
     assert expected.abs().min() > 0
 
 
 def test_generator_loss_of_the_previous_server_knows_its_rows_only():
     previous, labels = arrays(7, rows=3), np.array([0, 2, 1, 1, 0, 2, 2])
-    server, teacher = latent(SERVER), pooled([previous], np.ones((1, 3)))
-    found = generator_loss(
-        torch.from_numpy(Z), torch.from_numpy(labels), server, teacher, teacher.gap(server), options()
-    )
+    server, teacher = latent(SERVER), teachers([previous], [[2, 1, 5]])
+    gap = PromptGap(server, teacher.models)
+    found = generator_loss(torch.from_numpy(Z), torch.from_numpy(labels), server, teacher, gap, options())
     assert float(found) == pytest.approx(numpy_generator_loss([previous], np.ones((1, 3)), labels, 3, 1.0, 0.1))
 
 
-def test_blend_is_the_weighted_sum_of_the_teachers_prompts():
-    weights = SHARES[:, LABELS]
-    found = latent(*CLIENTS).blend(torch.from_numpy(Z), torch.from_numpy(weights)).unflatten(-1, (2, L, D))
+@pytest.mark.parametrize("rows", [2, 3])  # matrices of 2 rows of 5 numbers are smaller than 3 pools of 4 prompts
+def test_target_is_the_weighted_sum_of_the_teachers_prompts(rows):
+    rng = np.random.default_rng(rows)
+    counts = rng.integers(1, 9, (C, S)) * (np.arange(S) >= S - rows)
+    labels, shares = rng.integers(S - rows, S, B), counts / np.maximum(counts.sum(0), 1)
+    clients = teachers(CLIENTS, counts)
     for j in range(J):
-        expected = [
-            sum(w * numpy_rho(c, z, j) for w, c in zip(weights[:, b], CLIENTS, strict=True)) for b, z in enumerate(Z)
-        ]
-        assert np.allclose(found[j], expected)
+        target = clients.targets(j)
+        assert target.__name__ == {2: "from_matrices", 3: "from_pools"}[rows]
+        for part in (slice(4), slice(4, B)):
+            found = target(torch.from_numpy(Z[part]), torch.from_numpy(labels[part])).unflatten(-1, (2, L, D))
+            expected = [
+                sum(s[y] * numpy_rho(c, z, j) for s, c in zip(shares, CLIENTS, strict=True))
+                for z, y in zip(Z[part], labels[part], strict=True)
+            ]
+            assert np.allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_matrices_never_take_more_memory_than_ten_pools():
+    def form(models):
+        """3 rows of 16 numbers against pools of 4 prompts."""
+        shapes = ((models, S, 16), (models, S), (1, models, 4, 16), (1, models, 4, 8))
+        counts = torch.ones(models, S) * (torch.arange(S) < 3)
+        return Teachers(Latent(*(torch.ones(shape) for shape in shapes)), counts).targets(0).__name__
+
+    assert form(13) == "from_pools"
+    assert form(100) == "from_pools"
 
 
 def test_one_target_gives_the_gradient_of_the_sum_over_teachers():
     """Eq. 6 teacher by teacher, with its product over the pool written out, differs by a constant only."""
-    z, weights = torch.from_numpy(Z), torch.from_numpy(SHARES[:, LABELS])
-    target = latent(*CLIENTS).blend(z, weights)
-    differences, gradients = [], []
-    for seed in (0, 1):
-        prompt = DecomposedPrompt(range(J), N, L, D, seed).double()
-        pool, apart = prompt.pool.detach().flatten(2), target.clone()
-        prompt_gradients(prompt.keys, pool, z.flip(0), target.clone())  # a step before, of which nothing may be left
-        prompt_gradients(prompt.keys, pool, z, apart)
-        mine = prompt.keys.grad, pool.grad.view_as(prompt.pool)
-        direct = torch.zeros((), dtype=torch.float64)
-        for j in range(J):
-            cosine = torch.nn.functional.cosine_similarity(z[:, None], prompt.keys[j], dim=-1)
-            own = (cosine[:, :, None, None, None] * prompt.pool[j]).sum(1)
-            for client, weight in zip(CLIENTS, weights, strict=True):
+    z, labels, clients = torch.from_numpy(Z), torch.from_numpy(LABELS), teachers(CLIENTS, COUNTS)
+    for j in range(J):
+        target, differences = clients.targets(j)(z, labels), []
+        for seed in (0, 1):
+            prompt = DecomposedPrompt(range(J), N, L, D, seed).double()
+            keys, pool = prompt.keys.detach()[j].requires_grad_(), prompt.pool.detach()[j].requires_grad_()
+            ours = prompt_loss(keys, pool.flatten(1), z, target)
+            cosine = torch.nn.functional.cosine_similarity(z[:, None], keys, dim=-1)
+            server = (cosine[:, :, None, None, None] * pool).sum(1)
+            direct = torch.zeros((), dtype=torch.float64)
+            for client, weight in zip(CLIENTS, torch.from_numpy(SHARES[:, LABELS]), strict=True):
                 theirs = torch.from_numpy(np.array([numpy_rho(client, one, j) for one in Z]))
-                direct = direct + (weight * (own - theirs).square().sum((1, 2, 3))).sum()
-        gradients.append((mine, torch.autograd.grad(direct, [prompt.keys, prompt.pool])))
-        differences.append(float(direct.detach() - apart.square().sum()))
-    assert differences[0] == pytest.approx(differences[1])
-    assert all(torch.allclose(a, b) for pair in gradients for a, b in zip(*pair, strict=True))
+                direct = direct + (weight * (server - theirs).square().sum((1, 2, 3))).sum()
+            gradients = [torch.autograd.grad(loss, [keys, pool]) for loss in (ours, direct)]
+            assert all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True))
+            differences.append(float((direct - ours).detach()))
+        assert differences[0] == pytest.approx(differences[1])
 
 
-def test_the_loss_told_is_the_last_batchs_of_each_block():
-    """|rho(z; server) - target|^2 of the samples of two sources, before the step that they bring about."""
-    prompt, target = DecomposedPrompt(range(J), N, L, D, 0), np.random.default_rng(3).normal(size=(J, B, 2 * L * D))
-    model = {f"prompt.{n}": p.detach().double().numpy() for n, p in prompt.named_parameters()}
-    own = np.array([[numpy_rho(model, z, j).ravel() for z in Z] for j in range(J)])
-    z, labels, targets = torch.from_numpy(Z).float(), torch.zeros(B), torch.from_numpy(target).float()
-    steps = [([(z[:4], labels[:4]), (z[4:], labels[4:])], (targets[:, :4], targets[:, 4:]))]
-    assert distil_blocks(prompt, slice(0, J), steps, options()) == pytest.approx(np.square(own - target).sum((1, 2)))
+def test_the_loss_told_is_the_last_batchs_of_the_block():
+    """|rho(z; server) - target|^2 of the samples, before the step that they bring about."""
+    for j in range(J):
+        prompt, target = DecomposedPrompt(range(J), N, L, D, 0), np.random.default_rng(3).normal(size=(B, 2 * L * D))
+        model = {f"prompt.{n}": p.detach().double().numpy() for n, p in prompt.named_parameters()}
+        expected = np.square([numpy_rho(model, z, j).ravel() for z in Z] - target).sum()
+        steps = [(torch.from_numpy(Z).float(), torch.from_numpy(target).float())]
+        assert distil_block(prompt, j, steps, options(), Event()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["keys", "pool"])
@@ -243,20 +252,18 @@ def test_how_arrays_lie_in_memory_does_not_matter(name):
     for lie_otherwise in (False, True):
         prompt = DecomposedPrompt(range(J), N, L, D, 0)
         own = getattr(prompt, name)
-        own.data = own.data.transpose(0, 1).contiguous().transpose(0, 1) if lie_otherwise else own.data
+        own.data = own.data.transpose(1, 2).contiguous().transpose(1, 2) if lie_otherwise else own.data
         rng = torch.Generator().manual_seed(0)
-        drawn = [[(torch.randn(B, D, generator=rng), torch.zeros(B))] for _ in range(3)]
-        steps = [(batch, (torch.randn(J, B, 2 * L * D, generator=rng),)) for batch in drawn]
-        distil_blocks(prompt, slice(0, J), steps, options(distillation_learning_rate=0.01))
+        steps = [(torch.randn(B, D, generator=rng), torch.randn(B, 2 * L * D, generator=rng)) for _ in range(3)]
+        for j in range(J):
+            distil_block(prompt, j, steps, options(distillation_learning_rate=0.01), Event())
         found.append([p.detach().clone() for p in prompt.parameters()])
     assert all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
 
 
-def source(models, counts, seed=0, dim=D, chance=1, **keys):
-    counts = torch.tensor(counts).float()
-    shares = counts / counts.sum(0).clamp(min=1)
-    generator = Generator(counts.shape[1], dim, options(**keys), torch.Generator().manual_seed(seed))
-    return Source(pooled(models, shares), counts.sum(0), generator, torch.Generator().manual_seed(chance))
+def source(models, counts, size=8):
+    generator = Generator(len(counts[0]), D, options(), torch.Generator().manual_seed(0))
+    return Source(teachers(models, counts), generator, torch.Generator().manual_seed(1), size)
 
 
 def single(seed, rows=S):
@@ -298,135 +305,6 @@ def test_by_default_the_gap_is_reported_and_trains_nothing():
     assert not torch.equal(first, after(lambda_mse=0.3, query_gradient=True)[1])
 
 
-@pytest.mark.parametrize("drawn", [2, 3])  # 2 rows of 5 numbers are fewer than 3 clients' pools of 4 prompts
-def test_target_is_the_weighted_sum_of_the_teachers_prompts(drawn):
-    rng = np.random.default_rng(drawn)
-    counts = rng.integers(1, 9, (C, S)) * (np.arange(S) >= S - drawn)
-    labels, shares = rng.integers(S - drawn, S, B), counts / np.maximum(counts.sum(0), 1)
-    for teachers, exact in ((pooled(CLIENTS, shares), 1e-12), (filed(CLIENTS, shares, [1, 2, 0]), 1e-5)):
-        batches = [(torch.from_numpy(Z[part]), torch.from_numpy(labels[part])) for part in (slice(4), slice(4, B))]
-        found = torch.cat([*teachers.targets(batches)], dim=1).unflatten(-1, (2, L, D))
-        for b, (z, y) in enumerate(zip(Z, labels, strict=True)):
-            expected = [sum(s[y] * numpy_rho(c, z, j) for s, c in zip(shares, CLIENTS, strict=True)) for j in range(J)]
-            assert np.allclose(found[:, b], expected, rtol=exact, atol=exact)
-
-
-@pytest.mark.parametrize(
-    ("tile", "blends"),  # models and samples at a time
-    [(0, 7 * [(1, 1)]), (280, [(2, 6), (1, 6), (2, 1), (1, 1)]), (2**22, [(3, 7)])],
-)
-def test_a_file_is_read_tile_by_tile(tile, blends, monkeypatch):
-    """A model has 4 prompts of 30 numbers with their keys of 5 in a block; a sample has one such prompt."""
-    seen, blend = [], Latent.blend
-
-    def spy(self, z, weights):
-        seen.append((len(weights), len(z)))
-        return blend(self, z, weights)
-
-    monkeypatch.setattr(strategies.teachers, "TILE", tile)
-    teachers, few = filed(CLIENTS, SHARES), pooled(CLIENTS, SHARES)
-    batches = [(torch.from_numpy(Z[part]), torch.from_numpy(LABELS[part])) for part in np.split(np.arange(B), [4, 6])]
-    expected = [*few.targets(batches)]
-    with monkeypatch.context() as spied:
-        spied.setattr(Latent, "blend", spy)
-        found = [*teachers.targets(batches)]
-    assert seen == (blends if tile else C * blends)
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(found, expected, strict=True))
-    for z in (torch.from_numpy(Z), torch.from_numpy(Z).requires_grad_()):
-        pair = [each.gap(latent(SERVER))(z, torch.from_numpy(LABELS)) for each in (teachers, few)]
-        assert torch.allclose(*pair, rtol=1e-5)
-    assert [*teachers.targets([])] == []
-
-
-@pytest.mark.parametrize(("models", "small"), [(2, False), (3, True), (11, True)])
-def test_targets_come_from_a_map_where_that_is_smaller(models, small, monkeypatch):
-    """10 numbers of two known rows against pools of 4 prompts; of many models no more count than are kept in memory."""
-    shares = np.full((models, S), 1 / models) * (np.arange(S) < 2)
-    clients = [CLIENTS[c % C] for c in range(models)]
-    assert (pooled(clients, shares)._map is not None) == (filed(clients, shares)._map is not None) == small
-    monkeypatch.setattr(strategies.teachers, "FEW", 2)
-    assert pooled(clients, shares)._map is filed(clients, shares)._map is None
-
-
-def test_gap_is_the_weighted_sum_over_the_teachers():
-    """Eq. 4 from pools and from a file, with its slope."""
-    server = latent(SERVER)
-
-    def expected(z, y):
-        return sum(s[y] * numpy_gap(SERVER, c, z) for s, c in zip(SHARES, CLIENTS, strict=True))
-
-    for teachers, exact in ((pooled(CLIENTS, SHARES), 1e-12), (filed(CLIENTS, SHARES), 1e-6)):  # a file has float32
-        z = torch.from_numpy(Z).requires_grad_()
-        found = teachers.gap(server)(z, torch.from_numpy(LABELS))
-        assert np.allclose(found.detach(), [expected(*pair) for pair in zip(Z, LABELS, strict=True)], rtol=exact)
-        found.sum().backward()
-        for b in (0, 2):
-            steps = 1e-6 * np.eye(D)
-            slope = [(expected(Z[b] + e, LABELS[b]) - expected(Z[b] - e, LABELS[b])) / 2e-6 for e in steps]
-            assert np.allclose(z.grad[b], slope, rtol=1e-5)
-
-
-def test_each_block_has_its_own_gap():
-    z, labels, server = torch.from_numpy(Z), torch.from_numpy(LABELS), latent(SERVER)
-    for teachers in (pooled(CLIENTS, SHARES), filed(CLIENTS, SHARES)):
-        blocks = [teachers.blocks(slice(j, j + 1)).gap(server.blocks(slice(j, j + 1)))(z, labels) for j in range(J)]
-        assert torch.allclose(sum(blocks), teachers.gap(server)(z, labels))
-        assert not torch.allclose(*blocks)
-
-
-def test_gap_is_exact_in_float32_where_many_models_are_close():
-    """As for pools: what they have in common is left out of the form."""
-    rng = np.random.default_rng(4)
-    near = [{n: (a + 1e-4 * rng.normal(size=a.shape)).astype(np.float32) for n, a in SERVER.items()} for _ in range(C)]
-    server = {n: a.astype(np.float32) for n, a in SERVER.items()}
-    gap, z, labels = filed(near, SHARES).gap(latent(server)), torch.from_numpy(Z).float(), torch.from_numpy(LABELS)
-    wide = [{n: a.astype(np.float64) for n, a in m.items()} for m in (server, *near)]
-    expected = [
-        sum(s[y] * numpy_gap(wide[0], c, z) for s, c in zip(SHARES, wide[1:], strict=True))
-        for z, y in zip(Z, LABELS, strict=True)
-    ]
-    assert np.allclose(gap(z, labels), expected, rtol=1e-2)
-    assert np.allclose(gap(z.requires_grad_(), labels).detach(), expected, rtol=1e-2)
-
-
-def test_a_place_in_the_file_changes_nothing():
-    server, batches = latent(single(0)), [(torch.from_numpy(Z).float(), torch.from_numpy(LABELS))]
-    near = [single(seed) for seed in range(1, 1 + C)]
-    first, *others = (filed(near, SHARES, order) for order in itertools.permutations(range(C)))
-    for other in others:
-        assert torch.equal(*(each.gap(server)(*batches[0]) for each in (first, other)))
-        assert torch.equal(*(next(each.targets(batches)) for each in (first, other)))
-
-
-def test_threads_that_read_at_the_same_time_do_not_disturb_each_other():
-    rng, file = np.random.default_rng(0), PromptFile()
-    shapes = {"prompt.keys": (2, 50, 40), "prompt.pool": (2, 50, 2, 10, 40)}
-    models = [{n: rng.normal(size=shape).astype(np.float32) for n, shape in shapes.items()} for _ in range(20)]
-    for model in models:
-        file.append(model)
-
-    def wrong(place):
-        found = file.read([place], range(1, 2))[0, 0]
-        return not np.array_equal(found[:, :40], models[place]["prompt.keys"][1])
-
-    with ThreadPoolExecutor(4) as threads:
-        assert sum(threads.map(wrong, 40 * [*range(20)])) == 0
-
-
-def test_prompts_that_are_not_there_are_an_error():
-    file = PromptFile()
-    file.append(single(1))
-    with pytest.raises(OSError, match="ended after 0 of 560 bytes"):
-        file.read([0, 1], range(1))
-
-
-def test_a_full_disk_is_an_error_at_once():
-    file = PromptFile()
-    file._file = open("/dev/full", "wb")  # noqa: SIM115
-    with pytest.raises(OSError, match=r"No space left.*10 clients go there; TMPDIR names another folder: '/"):
-        file.append(single(1))
-
-
 def test_labels_follow_the_histogram():
     where = source([single(1)], [[0, 0, 0, 1, 0, 3]])
     _, labels = where.draw(4000)
@@ -439,7 +317,7 @@ def test_distillation_reaches_its_teachers():
 
     A head that knew only how often each class is drawn would stay at the entropy of (1, 2, 3) / 6, 1.01.
     """
-    where = source([single(1)], [[0, 0, 0, 1, 2, 3]])
+    where = source([single(1)], [[0, 0, 0, 1, 2, 3]], 128)
     where.generator.eval()
     prompt, head = DecomposedPrompt(range(J), N, L, D, 0), Head(D, 0)
     head.grow(S)
@@ -447,7 +325,7 @@ def test_distillation_reaches_its_teachers():
     def own(steps):
         return options(prompt_steps=steps, head_steps=steps, distillation_learning_rate=1e-2)
 
-    first, last = (distil(prompt, head, [(where, 128)], own(steps)) for steps in (1, 600))
+    first, last = (distil(prompt, head, [where], own(steps)) for steps in (1, 600))
     assert last[0] < 0.01 * first[0]
     assert last[1] < 0.8
     assert all(p.grad is None for p in (*prompt.parameters(), *head.parameters()))
@@ -455,7 +333,7 @@ def test_distillation_reaches_its_teachers():
 
 def test_first_head_step_by_hand():
     """Adam's first step is the step size against the sign of the gradient of a mean over the composite batch."""
-    new, old = source([single(1)], [[0, 0, 0, 1, 2, 3]]), source([single(2, 3)], [[1, 1, 1]])
+    new, old = source([single(1)], [[0, 0, 0, 1, 2, 3]], 8), source([single(2, 3)], [[1, 1, 1]], 4)
     for where in (new, old):
         where.generator.eval()
     head = Head(D, 0)
@@ -469,7 +347,7 @@ def test_first_head_step_by_hand():
     p = np.exp(x @ before.T)
     p = p / p.sum(1, keepdims=True) - np.eye(S)[y]
     prompt, own = DecomposedPrompt(range(J), N, L, D, 0), options(head_steps=1, prompt_steps=0)
-    distil(prompt, head, [(new, 8), (old, 4)], own)
+    distil(prompt, head, [new, old], own)
     assert np.allclose(head.weight.detach().numpy() - before, -1e-4 * np.sign(p.T @ x), atol=2e-6)
 
 
@@ -493,8 +371,8 @@ def numpy_slope(loss, value):
 
 def test_first_prompt_step_by_hand():
     """Eq. 6 teacher by teacher: clients by their share of the label, the previous server alone for earlier tasks."""
-    teachers = [single(1), single(2), single(3, 3)]
-    new, old = source(teachers[:2], [[0, 0, 0, 1, 2, 9], [0, 0, 0, 7, 1, 1]]), source(teachers[2:], [[1, 1, 1]])
+    models = [single(1), single(2), single(3, 3)]
+    new, old = source(models[:2], [[0, 0, 0, 1, 2, 9], [0, 0, 0, 7, 1, 1]], 8), source(models[2:], [[1, 1, 1]], 4)
     for where in (new, old):
         where.generator.eval()
     prompt = DecomposedPrompt(range(J), N, L, D, 0)
@@ -504,7 +382,7 @@ def test_first_prompt_step_by_hand():
         where.rng.manual_seed(1)  # the same samples once more
     z, rows = np.concatenate([x, u]).astype(np.float64), np.concatenate([y, v])
     share = np.array([[0, 0, 0, 1 / 8, 2 / 3, 0.9], [0, 0, 0, 7 / 8, 1 / 3, 0.1], [1, 1, 1, 0, 0, 0]])
-    theirs = [numpy_prompts(m["prompt.keys"].astype(float), m["prompt.pool"].astype(float), z) for m in teachers]
+    theirs = [numpy_prompts(m["prompt.keys"].astype(float), m["prompt.pool"].astype(float), z) for m in models]
 
     def loss(keys, pool):
         own = numpy_prompts(keys, pool, z)
@@ -513,7 +391,7 @@ def test_first_prompt_step_by_hand():
     keys, pool = (p.detach().double().numpy().copy() for p in (prompt.keys, prompt.pool))
     slopes = numpy_slope(lambda k: loss(k, pool), keys), numpy_slope(lambda p: loss(keys, p), pool)
     head, own = Head(D, 0), options(prompt_steps=1, head_steps=0)
-    distil(prompt, head, [(new, 8), (old, 4)], own)
+    distil(prompt, head, [new, old], own)
     for moved, before, slope in zip((prompt.keys, prompt.pool), (keys, pool), slopes, strict=True):
         assert np.abs(slope).min() > 1e-3  # no sign is a matter of rounding
         assert np.allclose(moved.detach().numpy() - before, -1e-4 * np.sign(slope), atol=1e-6)
@@ -532,12 +410,12 @@ def test_blocks_that_are_distilled_side_by_side_learn_the_same(threads, monkeypa
 
     def after(at_once):
         monkeypatch.setattr(strategies.hepco, "cores", lambda: at_once * threads)
-        new, old = source([single(1), single(2)], COUNTS[:2]), source([single(3, 3)], [[1, 1, 1]])
+        new, old = source([single(1), single(2)], COUNTS[:2], 8), source([single(3, 3)], [[1, 1, 1]], 4)
         for where in (new, old):
             where.generator.eval()
         prompt, head = DecomposedPrompt(range(J), N, L, D, 0), Head(D, 0)
         head.grow(S)
-        losses = distil(prompt, head, [(new, 8), (old, 4)], options(prompt_steps=20, head_steps=20))
+        losses = distil(prompt, head, [new, old], options(prompt_steps=20, head_steps=20))
         return [p.detach() for p in (prompt.keys, prompt.pool, head.weight)], losses
 
     (one, losses), (three, same) = after(1), after(3)
@@ -546,54 +424,51 @@ def test_blocks_that_are_distilled_side_by_side_learn_the_same(threads, monkeypa
     assert not torch.equal(one[0], DecomposedPrompt(range(J), N, L, D, 0).keys)
 
 
-@pytest.mark.parametrize("waiting", ["draw", "distil_blocks"])
-def test_an_interrupted_distillation_does_not_go_on(monkeypatch, waiting):
-    """Ctrl-C comes to the thread that waits for the others: for the samples, or for the blocks and the head."""
-    where, steps, draws, gradients = source([single(1)], COUNTS[:1]), [], [], strategies.hepco.prompt_gradients
+def test_an_interrupted_distillation_does_not_go_on(monkeypatch):
+    """Ctrl-C comes to the thread that waits for the blocks and the head."""
+    where, steps, draws, loss, draw = source([single(1)], COUNTS[:1], 2), [], [], prompt_loss, Source.draw
     where.generator.eval()
-    drawn = Source.draw
 
     def slow(*given):
         steps.append(time.sleep(0.01))
-        return gradients(*given)
+        return loss(*given)
 
     def counted(*given):
         draws.append(time.sleep(0.001))
-        return drawn(*given)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
+        return draw(*given)
 
     class Interrupted(ThreadPoolExecutor):
-        def submit(self, function, *given):
-            future = super().submit(function, *given)
-            future.result = interrupted if function.__name__ == waiting else future.result
-            return future
+        def map(self, function, jobs):
+            """The jobs run; whoever waits for them is interrupted."""
+            self.futures = [self.submit(function, job) for job in jobs]
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(strategies.hepco, "prompt_gradients", slow)
+    monkeypatch.setattr(strategies.hepco, "prompt_loss", slow)
     monkeypatch.setattr(Source, "draw", counted)
     monkeypatch.setattr(strategies.hepco, "ThreadPoolExecutor", Interrupted)
     prompt, head = DecomposedPrompt(range(J), N, L, D, 0), Head(D, 0)
     head.grow(S)
     with pytest.raises(KeyboardInterrupt):
-        distil(prompt, head, [(where, 2)], options(prompt_steps=300, head_steps=3000))
+        distil(prompt, head, [where], options(prompt_steps=300, head_steps=3000))
     assert len(steps) < 100
-    assert len(draws) < 300 + 1000 * (waiting != "draw")
+    assert len(draws) < 300 + 1000
 
 
-def test_an_interrupted_training_of_generators_does_not_go_on():
-    """As when the server is interrupted while it waits for the other thread."""
-    where, own = source([single(1)], COUNTS[:1]), options(generator_steps=10**9)
-    trainings = []
+def test_an_interrupted_training_of_generators_does_not_go_on(monkeypatch):
+    """One job is interrupted, as the thread that waits would be; the other ends early."""
+    where, forever, training = source([single(1)], COUNTS[:1]), options(generator_steps=10**9), Event()
 
-    def interrupted():
-        with side_by_side(torch.device("cpu")) as (threads, stop):
-            trainings.append(threads.submit(train_generator, where, latent(single(0)), own, stop))
-            raise KeyboardInterrupt
+    def interrupted(stop):
+        training.wait()
+        raise KeyboardInterrupt
 
+    def endless(stop):
+        training.set()
+        return train_generator(where, latent(single(0)), forever, stop)
+
+    monkeypatch.setattr(strategies.hepco, "cores", lambda: 2 * torch.get_num_threads())
     with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert trainings[0].done()
+        side_by_side([interrupted, endless], torch.device("cpu"))
 
 
 def test_counts_by_head_row():
@@ -650,11 +525,11 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
     seen, composites = [], []
 
     def spy(source, server, options, stop):
-        seen.append((source, server))
+        seen.append(source)
         return 0.0
 
     def counted(prompt, head, sources, *more):
-        composites.append([n for _, n in sources])
+        composites.append([source.size for source in sources])
         return distil(prompt, head, sources, *more)
 
     monkeypatch.setattr(strategies.hepco, "train_generator", spy)
@@ -662,8 +537,8 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
     strategy, model = hepco(), Server(1)
     refined(strategy, model, updates(1, {7: 3, 2: 1}, {7: 1}), 1)
     assert len(seen) == 1
-    assert seen[0][0].teachers.shares.tolist() == [[0.75, 1], [0.25, 0]]
-    assert seen[0][0].histogram.tolist() == [4, 1]
+    assert seen[0].teachers.shares.tolist() == [[0.75, 1], [0.25, 0]]
+    assert seen[0].teachers.counts.tolist() == [[3, 1], [1, 0]]
     assert strategy.previous is None
     refined(strategy, model, updates(1, {2: 5}), 2)
     left = model.shared_state()["prompt.pool"].clone()
@@ -671,17 +546,17 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
     model = Server(2)
     for server_round in (3, 4):
         metrics = refined(strategy, model, updates(2, {5: 2}, {5: 2, 0: 1}), server_round)
-        clients, past = (s for s, _ in seen[-2:])
+        clients, past = sorted(seen[-2:], key=lambda source: -source.size)  # in either order: from two threads
         assert clients.teachers.shares.tolist() == [[0, 0, 0.5, 0], [0, 0, 0.5, 1]]
-        assert clients.histogram.tolist() == [0, 0, 4, 1]
-        assert past.histogram.tolist() == [4, 6]  # 3 + 1 and 1 + 5
+        assert clients.teachers.counts.sum(0).tolist() == [0, 0, 4, 1]
+        assert past.teachers.counts.tolist() == [[4, 6]]  # 3 + 1 and 1 + 5
         assert past.teachers.shares.tolist() == [[1, 1]]
-        assert torch.equal(past.teachers.heads.pools[:, 0], left.flatten(2))
-        assert past.teachers.heads.bias.shape == (1, 2)
+        assert torch.equal(past.teachers.models.pools[:, 0], left.flatten(2))
+        assert past.teachers.models.bias.shape == (1, 2)
     assert set(metrics) > {"generator-loss", "replay-generator-loss"}
     assert composites == 2 * [[64]] + 2 * [[64, 32]]
-    assert strategy.known.tolist() == [4, 6, 8, 2]
-    assert torch.equal(strategy.previous[0].weight[0], model.head.weight)
+    assert strategy.counts.tolist() == [4, 6, 8, 2]
+    assert torch.equal(strategy.previous.models.weight[0], model.head.weight)
 
 
 def test_no_replay_where_its_ratio_is_zero():
@@ -704,45 +579,48 @@ def test_refining_repeats_with_the_seed_and_changes_everything():
     assert all(not torch.equal(first[n], start[n]) for n in first)
 
 
-def test_many_clients_teach_what_few_do(monkeypatch):
-    """Prompts in memory and in a file lead to the same model, but for rounding, and to the same reported losses."""
-
-    def after(few, gradient=False):
-        monkeypatch.setattr(strategies.hepco, "FEW", few)
-        strategy, model = hepco(**{"query-gradient": gradient, "generator-steps": 5}), Server(1)
-        with torch.no_grad():
-            model.prompt.pool += 1  # as far from zero as the clients'
-        losses = refined(strategy, model, updates(1, {7: 3, 2: 1}, {7: 1}, {2: 6, 7: 2}), 1)
-        assert strategy.arrived is None
-        return model.shared_state(), losses
-
-    (few, losses), (many, same) = after(3), after(2)
-    assert set(losses) == set(same) == {"generator-loss", "prompt-distillation-loss", "head-distillation-loss"}
-    assert losses == pytest.approx(same, rel=1e-4)
-    assert all(torch.allclose(few[n], many[n], atol=1e-5) for n in few)
-    assert not any(torch.equal(few[n], Server(1).shared_state()[n]) for n in few)
-    # a bias before a batch normalisation has no gradient but rounding, of which Adam makes whole steps: no model alike
-    few, many = (after(number, gradient=True)[1]["generator-loss"] for number in (3, 2))
-    assert few == pytest.approx(many, rel=1e-5)
-    assert few != pytest.approx(losses["generator-loss"], rel=1e-3)
+def memory(monkeypatch, available):
+    monkeypatch.setattr(strategies.hepco.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
 
 
-def test_prompts_lie_in_a_file_once_more_than_ten_clients_have_come():
-    strategy, model, context = hepco(), Server(1), RoundContext(SCHEDULE, 1)
-    all_updates = updates(1, *12 * [{7: 3}])
-    for number, update in enumerate(all_updates, 1):
-        strategy.receive(model, update, context)
-        assert len(strategy.arrived._models) == number
-        kept = ["prompt.pool" in arrays for arrays in strategy.arrived._models.values()]
-        assert kept == number * [number <= 10]
-    counts = class_counts(all_updates, [7, 2])
-    teachers = strategy.arrived.teachers([f"c{i}" for i in (11, 2, 0, 5)], counts[:4], model.device)
-    for row, i in enumerate((11, 2, 0, 5)):
-        found = teachers.file.read(teachers.places[row : row + 1], range(J))[:, 0]
-        expected = all_updates[i].arrays
-        assert np.array_equal(found[..., :D], expected["prompt.keys"])
-        assert np.array_equal(found[..., D:], expected["prompt.pool"].reshape(J, N, -1))
-        assert np.array_equal(teachers.heads.weight[row], expected["head.weight"])
+def test_more_teachers_than_fit_in_memory_are_an_error_that_says_how_many_fit(monkeypatch):
+    """A model has 40 key, 240 prompt and 36 head numbers, all of them twice, its Gram matrices 2 * 8 * 8."""
+    each = int(1.2 * 4 * (2 * (40 + 240 + 36) + 128))
+    travelling = {n: torch.from_numpy(a) for n, a in single(0).items()}
+    memory(monkeypatch, 7 * each)
+    require_memory(travelling, 7, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"8 clients need .* so that at most 7 fit; lower clients-per-round\.$"):
+        require_memory(travelling, 8, torch.device("cpu"))
+    memory(monkeypatch, 5 * 2**30)
+    with pytest.raises(ConfigError, match=r"10000000 clients need 34 GiB, 5 GiB are free, so that at most 1471685 fit"):
+        require_memory(travelling, 10**7, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("keys", "fits"), [({"num-clients": 3}, True), ({"num-clients": 4}, False)])
+def test_memory_is_checked_once_with_the_first_answer(keys, fits, monkeypatch):
+    memory(monkeypatch, 3 * 4.8 * (2 * (40 + 240 + 12) + 128))
+    strategy, model = HePCo(parse({"method": "hepco", "clients-per-round": 0, **keys})), Server(1)
+    first, second = updates(1, {7: 3, 2: 1}, {7: 1})
+    if not fits:
+        with pytest.raises(ConfigError, match="4 clients need"):
+            strategy.receive(model, first, RoundContext(SCHEDULE, 1))
+        strategy = HePCo(parse({"method": "hepco", "clients-per-round": 3, **keys}))
+    strategy.receive(model, first, RoundContext(SCHEDULE, 1))
+    memory(monkeypatch, 0)  # what has come takes its part of what was free
+    strategy.receive(model, second, RoundContext(SCHEDULE, 1))
+    assert list(strategy.answers) == ["c0", "c1"]
+    strategy.answers = {}
+    strategy.receive(model, first, RoundContext(SCHEDULE, 2))
+
+
+def test_a_run_whose_teachers_do_not_fit_ends_with_that_message(tiny, monkeypatch):
+    config = parse(tiny | QUICK["hepco"] | {"method": "hepco"})
+    memory(monkeypatch, 2_500_000)
+    with pytest.raises(ConfigError, match="at most 2 fit; lower clients-per-round"):
+        run_experiment(config, InProcessTransport(config.flat(), 3))
+    results = json.loads(next(Path(tiny["output-dir"]).glob("*/results.json")).read_text())
+    assert results["status"] == "failed"
+    assert results["error"].startswith("hepco keeps the prompts of all clients of a round in memory: 3 clients need ")
 
 
 def test_a_round_without_answers_leaves_the_model_alone():

@@ -18,8 +18,8 @@ from task.models.evaluation import confusion_counts, extract_features
 from task.models.feature_cache import QueryCache, known_query
 from task.models.model import Model, build_model
 from task.models.vit import ViT
+from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
-from task.prompts.kinds import PROMPTS
 from task.scenario.scenario import build_scenario
 from tests.strategies.test_invariants import run, train_message, without_times
 
