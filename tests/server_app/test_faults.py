@@ -17,7 +17,7 @@ from task.keys import ConfigError
 from task.message import Kind, Packet
 from task.models.model import Model
 from tests.conftest import TINY
-from tests.helpers.runs import model_of, results_of, run
+from tests.helpers.runs import folder_of, model_of, results_of, run
 
 Change = Callable[[Packet], object]
 
