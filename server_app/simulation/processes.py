@@ -37,9 +37,10 @@ def interruptible(at_once: bool = False) -> Iterator[Callable[[], None]]:
         if received:
             raise Interrupted(received[0])
 
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     # what nohup or a shell's background job ignores stays ignored
-    heeded = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, note) for number in heeded}
     try:
         yield check

@@ -163,3 +163,12 @@ def test_in_process_runs_need_no_flower(tmp_path):
     script = "import sys; sys.modules |= dict(flwr=None, ray=None); from server_app.cli.main import main; "
     script += f"sys.exit(main({words}))"
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_command_starts_where_there_is_no_fcntl(tmp_path):
+    """As on Windows, which has no SIGHUP either."""
+    script = "import signal, sys; sys.modules |= dict(fcntl=None, resource=None); del signal.SIGHUP\n"
+    script += "from server_app.cli.main import main; main(['run', '--help'])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "KEY=VALUE" in done.stdout
