@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
+
+from filelock import Timeout
 
 from server_app.bench.suite import PLACES, Planned, Suite
 from server_app.errors import LaunchError
 from server_app.report.compare import Group
 from server_app.report.runs import Run, flat
 from server_app.report.write import ReportError, load_run, write_comparison
-from server_app.run_files.paths import locked, mark_failed, read_results
+from server_app.run_files.paths import lock_folder, mark_failed, read_results
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, interruptible, last_lines
 from server_app.simulation.superlink import POLL
@@ -54,22 +55,22 @@ class Bench:
             PicturesUnavailable: matplotlib is not installed; nothing was started.
             Interrupted: somebody wants it to end; no run is left.
         """
-        with _held(self._suite.folder) as lock, interruptible() as check:
+        with _locked(self._suite.folder), interruptible() as check:
             self._plan()
             self._report()
             try:
-                self._work(lock.fileno(), check)
+                self._work(check)
             finally:
                 self._stop()
         return self._failed
 
-    def _work(self, lock: int, check: Callable[[], None]) -> None:
+    def _work(self, check: Callable[[], None]) -> None:
         while self._waiting or self._running:
             ended = [process for process in self._running if process.poll() is not None]
             for process in ended:
                 self._note(self._running.pop(process), process.returncode)
             while self._waiting and len(self._running) < self._jobs:
-                self._start(self._waiting.pop(0), lock)
+                self._start(self._waiting.pop(0))
             if ended:
                 self._report()  # takes seconds, so others are at work meanwhile
             check()
@@ -80,6 +81,9 @@ class Bench:
         for run in self._suite.runs:
             finished = finished_run(run)
             if finished is None:
+                if run.directory.exists():  # a run goes on when its suite is killed
+                    with _locked(run.directory):
+                        pass
                 self._waiting.append(run)
                 continue
             self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
@@ -93,7 +97,7 @@ class Bench:
                 f"first {foreign[0]}; they are kept: remove their folders to run them anew"
             )
 
-    def _start(self, run: Planned, lock: int) -> None:
+    def _start(self, run: Planned) -> None:
         # a half run's lines must not stay in the files of a new one
         if run.directory.exists():
             shutil.rmtree(run.directory)
@@ -108,7 +112,6 @@ class Bench:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for us alone, who then end everything in order
-                pass_fds=[lock],  # a run that outlives us keeps the folder locked
             )
         self._running[process], self._begun[run.name] = run, time.monotonic()
         self._say(f"started   {run.name}")
@@ -179,11 +182,13 @@ def finished_run(planned: Planned) -> Run | None:
     return run
 
 
-def _held(folder: Path) -> TextIO:
-    """The lock that keeps other suites out of a folder."""
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other suites and runs out of a folder."""
     try:
-        return locked(folder)
-    except BlockingIOError:
+        with lock_folder(folder):
+            yield
+    except Timeout:
         raise LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.") from None
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from server_app.run_files.paths import placed
+from server_app.run_files.paths import resolve_output_dir
 from server_app.run_keys import complete_run_keys
 from task.config.parsing import parse
 from task.config.schema import Config, known_keys
@@ -123,7 +123,7 @@ def _checked(content: Any) -> dict[str, Any]:
 
 
 def _suite(entries: Mapping[str, Any], given: Mapping[str, Scalar]) -> Suite:
-    folder = placed(Path(str(given.get("output-dir", entries["output-dir"]))))
+    folder = resolve_output_dir(str(given.get("output-dir", entries["output-dir"])))
     own = {name: value for name, value in given.items() if name != "output-dir"}
     variants, partitions = (_labelled(name, entries[name]) for name in ("variants", "partitions"))
     runs = []

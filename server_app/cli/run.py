@@ -12,7 +12,7 @@ from pathlib import Path
 from server_app.cli.common import FAILED, MISTAKE, OK, complain, positive
 from server_app.cli.progress import Progress, summary
 from server_app.errors import LaunchError, RunError
-from server_app.run_files.paths import claim, mark_failed, project_folder, read_results, run_directory
+from server_app.run_files.paths import lock_run, mark_failed, project_folder, read_results, run_directory
 from server_app.run_files.tensorboard import require_tensorboard
 from server_app.run_keys import complete_run_keys, read_words
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
@@ -55,8 +55,9 @@ def command(args: argparse.Namespace) -> int:
         config = parse(values)
         require_tensorboard(config)  # before Flower is started
         directory = run_directory(config)
-        if directory.exists():  # another process may be at work in it
-            claim(directory).close()
+        if directory.exists():
+            with lock_run(directory):  # an error if another process is at work in it
+                pass
     except ConfigError as error:
         return complain(str(error), MISTAKE)
     values |= {"output-dir": str(directory.parent), "run-name": directory.name}

@@ -7,11 +7,10 @@ import shutil
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 from server_app.doctor.finding import GB, Finding, available_memory
 from server_app.errors import LaunchError
-from server_app.run_files.paths import placed, project_folder
+from server_app.run_files.paths import project_folder, resolve_output_dir
 from task.config.schema import Config
 from task.utils.cores import cores
 from task.utils.versions import package_version
@@ -85,7 +84,7 @@ def _memory() -> Finding:
 
 
 def _disk(config: Config) -> Finding:
-    folder = placed(Path(config.output_dir))
+    folder = resolve_output_dir(config.output_dir)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     text = f"{free / GB:.1f} GB of disk free for {folder}"

@@ -41,7 +41,8 @@ def interruptible(at_once: bool = False) -> Iterator[Callable[[], None]]:
         if received:
             raise Interrupted(received[0])
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     # what nohup or a shell's background job ignores stays ignored
     handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, store) for number in handled}

@@ -3,23 +3,9 @@
 import json
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
-# timm itself needs torchvision, huggingface_hub, safetensors, pyyaml; numpy comes with them
-ABSENT = ["flwr", "ray", "matplotlib", "jinja2", "psutil", "sklearn", "scipy", "rich", "typer", "pandas", "fontTools"]
-ABSENT += ["hypothesis"]
-
-BLOCK = textwrap.dedent(f"""
-    import importlib.machinery, sys
-
-    find = importlib.machinery.PathFinder.find_spec
-    importlib.machinery.PathFinder.find_spec = lambda name, path=None, target=None: (
-        None if name.split(".")[0] in {ABSENT!r} else find(name, path, target)
-    )
-    from server_app.cli.main import main
-    sys.exit(main(sys.argv[1:]))
-""")
+from tests.helpers.bare_python import BLOCK
 
 TINY = ["dataset=synthetic", "image-size=16", "num-tasks=2", "rounds-per-task=1", "local-epochs=1", "num-clients=2"]
 

@@ -20,7 +20,7 @@ from task.config.parsing import parse
 from task.data.load import load_dataset
 from task.methods import METHODS
 from tests.conftest import QUICK
-from tests.end_to_end.test_in_process import ABSENT, BLOCK
+from tests.helpers.bare_python import ABSENT, BLOCK
 
 TINY = ["dataset=synthetic", "image-size=16", "num-tasks=2", "num-clients=2", "batch-size=8", "device=cpu"]
 

@@ -13,7 +13,7 @@ from server_app.privacy.inversion import differentiable_features, invert, ssim, 
 from task.config.parsing import parse
 from task.models.model import build_model
 from task.utils.seeding import torch_rng
-from tests.server_app.test_faults import run
+from tests.helpers.runs import run
 
 
 def test_ssim_of_flat_images_by_hand() -> None:

@@ -25,8 +25,7 @@ from task.prototypes.statistics import GaussianStatistics, GramStatistics, MeanS
 from task.scenario.client_data import client_task_data
 from task.scenario.scenario import build_scenario
 from task.utils.seeding import numpy_rng
-from tests.server_app.test_faults import model_of, run
-from tests.strategies.test_invariants import train_message, without_times
+from tests.helpers.runs import model_of, run, train_message, without_times
 
 PRIVATE = {"privacy-clip": 1.0, "privacy-noise": 1.0, "privacy-feature-clip": 10.0, "privacy-seeded": True}
 SENDS_FEATURES = {

@@ -19,8 +19,7 @@ import psutil
 from server_app.simulation.processes import end_processes, last_lines
 from server_app.simulation.superlink import _environment
 from task.message import Scalar
-from tests.end_to_end.test_docker import free_port, proxy
-from tests.end_to_end.test_make_keys import make_keys
+from tests.helpers.proxy import free_port, make_keys, proxy
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600  # seconds; every message starts a process that imports PyTorch
