@@ -7,12 +7,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from server_app.privacy.inversion import Inversion
-from server_app.report.figures import INK, titled
+from server_app.report.figures import INK, make_figure
 
 
 def inversions_figure(inversions: Sequence[Inversion], title: str, subtitle: str) -> Figure:
     """One column for each class: its most similar real image, its reconstruction, and their SSIM."""
-    figure = titled(max(5.5, 1.5 * len(inversions) + 1), 4.6, title, subtitle)
+    figure = make_figure(max(5.5, 1.5 * len(inversions) + 1), 4.6, title, subtitle)
     axes = figure.subplots(2, len(inversions), squeeze=False)
     for column, inversion in enumerate(inversions):
         _show(axes[0, column], inversion.real)

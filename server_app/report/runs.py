@@ -28,14 +28,14 @@ class Run:
     """Of T tasks, k are finished. All accuracies are fractions.
 
     Attributes:
-        results: results.json, with an empty value for each optional part that is missing.
-        settings: run keys by their own names: single values of results.json, then config.yaml.
+        results: content of results.json; optional parts that are missing are empty.
+        settings: run keys by name, from results.json and config.yaml.
         matrix: [k, k], after task i on task j; NaN above the diagonal, and for a task without test images.
         seen: [T], over all test samples of the classes seen so far; NaN where there is none yet.
         confusion: [C, C] test images by true class id (row) and predicted one, after task k; [0, 0] if not recorded.
-        holdings: training images of each class, [C], by client.
-        entropies: of each task, response entropies of its local models in nats; empty where not measured.
-        distances: [T], of the clients' prototypes; NaN where not measured.
+        client_counts: training images of each class, [C], by name of the client.
+        entropies: response entropies of the local models of each task, in nats; empty if not measured.
+        distances: [T], between the prototypes of different clients; NaN if not measured.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class Run:
     matrix: np.ndarray
     seen: np.ndarray
     confusion: np.ndarray
-    holdings: dict[str, np.ndarray]
+    client_counts: dict[str, np.ndarray]
     entropies: list[np.ndarray]
     distances: np.ndarray
 
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Whether all tasks are done and the run said so."""
+        """Whether the run is recorded as finished and has all its tasks."""
         return self.results["status"] == "finished" and len(self.matrix) == len(self.seen)
 
     @property
@@ -71,12 +71,12 @@ class Run:
 
     @property
     def facts(self) -> list[str]:
-        """What a title adds: prompt and seed, as far as they are known."""
+        """Prompt and seed, if recorded."""
         return [f"{name} {self.settings[name]}" for name in ("prompt", "seed") if name in self.settings]
 
     @property
     def metrics(self) -> dict[str, float]:
-        """By name: what the run recorded, completed from the finished tasks; empty before the first of them."""
+        """Metrics by name, recorded or computed from the finished tasks; empty before the first one."""
         k = len(self.matrix)
         computed = summarize(self.matrix, self.samples) if k else {}
         seen = self.seen[:k]
@@ -92,8 +92,8 @@ class Run:
     @property
     def megabytes(self) -> float:
         """Bytes sent and received by all clients in the whole run, in units of 10^6; NaN if not recorded."""
-        sent = [self.results["communication"].get(name) for name in ("bytes_up", "bytes_down")]
-        return sum(sent) / 1e6 if all(map(is_number, sent)) else math.nan
+        sizes = [self.results["communication"].get(name) for name in ("bytes_up", "bytes_down")]
+        return sum(sizes) / 1e6 if all(map(is_number, sizes)) else math.nan
 
 
 def load_run(folder: Path) -> Run:
@@ -136,7 +136,7 @@ def _build_run(folder: Path, recorded: dict[str, Any], settings: dict[str, Any])
         matrix=completed(results["accuracy_matrix"], results["samples_per_task"] or None),
         seen=_floats(results["per_task_seen_accuracy"] or [None] * num_tasks, num_tasks),
         confusion=_floats(results["confusion"], classes, classes) if results["confusion"] else np.empty((0, 0)),
-        holdings={str(client["name"]): _floats(client["class_counts"], classes) for client in results["clients"]},
+        client_counts={str(client["name"]): _floats(client["class_counts"], classes) for client in results["clients"]},
         entropies=[_floats(values, -1) for values in bias.get("response_entropies", [[]] * num_tasks)],
         distances=_floats(bias.get("prototype_distance", [None] * num_tasks), num_tasks),
     )
@@ -156,5 +156,5 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def is_number(value: object) -> bool:
-    """Whether the value is one that can be calculated with; NaN is not."""
+    """Whether the value is an int or float, not NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

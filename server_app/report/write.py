@@ -1,7 +1,7 @@
-"""Writing reports: one run's own pictures and page, or the comparison of several in a folder of its own.
+"""Writes reports: pictures and page of one run, or the comparison of several in a folder of its own.
 
 One run gets accuracy.png, forgetting.png and report.html beside its results.json, and confusion.png, clients.png and
-federated_bias.png as far as it recorded what they show. A comparison gets accuracy.png, matrices.png,
+federated_bias.png if it recorded their data. A comparison gets accuracy.png, matrices.png,
 communication.png, table.md and report.html; runs that differ in nothing but the seed are averaged.
 """
 
@@ -49,12 +49,12 @@ def write_comparison(groups: Sequence[Group], folder: Path, title: str) -> list[
     with required_packages():
         from server_app.report import figures, pages
     begun = [group for group in groups if group.runs]
-    drawn = {"accuracy.png": figures.comparison_figure(begun)} if begun else {}
+    drawings = {"accuracy.png": figures.comparison_figure(begun)} if begun else {}
     if any(group.finished for group in begun):
-        drawn["matrices.png"] = figures.matrices_figure(begun)
+        drawings["matrices.png"] = figures.matrices_figure(begun)
     if any(group.megabytes[0] > 0 for group in begun):  # NaN where none was recorded
-        drawn["communication.png"] = figures.communication_figure(begun)
-    pictures = {name: figures.png(figure) for name, figure in drawn.items()}
+        drawings["communication.png"] = figures.communication_figure(begun)
+    pictures = {name: figures.png(figure) for name, figure in drawings.items()}
     page, table = pages.comparison_page(groups, pictures, title), comparison_markdown(groups)
     return _write(folder, pictures | {"table.md": table.encode(), "report.html": page.encode()})
 
@@ -62,9 +62,9 @@ def write_comparison(groups: Sequence[Group], folder: Path, title: str) -> list[
 def _draw_run(run: Run) -> dict[str, bytes]:
     with required_packages():
         from server_app.report import figures, heatmaps, pages
-    drawn = {"accuracy.png": figures.accuracy_figure(run), "forgetting.png": figures.matrix_figure(run)}
-    drawn |= heatmaps.recorded_figures(run)
-    pictures = {name: figures.png(figure) for name, figure in drawn.items()}
+    drawings = {"accuracy.png": figures.accuracy_figure(run), "forgetting.png": figures.matrix_figure(run)}
+    drawings |= heatmaps.recorded_figures(run)
+    pictures = {name: figures.png(figure) for name, figure in drawings.items()}
     return pictures | {"report.html": pages.single_page(run, pictures).encode()}
 
 

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 
 from server_app.bench import runner as bench
 from server_app.bench.runner import Bench
-from server_app.bench.suite import Planned, read_suite
+from server_app.bench.suite import PlannedRun, read_suite
 from server_app.cli import main as cli
 from server_app.run_files.paths import read_results
 from server_app.run_files.writers import origin
@@ -219,7 +219,7 @@ log.open("a").write(f"ends {folder.parent.name}\\n")
     def with_pause(pause=0.0):
         results = json.dumps(run_results((0.9, 0.8, 0.7)) | {"metrics": {"final_average_accuracy": 0.75}})
 
-        def command(self: Bench, run: Planned) -> list[str]:
+        def command(self: Bench, run: PlannedRun) -> list[str]:
             words = [str(run.directory), results, str(pause), yaml.safe_dump(run.config.flat())]
             return [sys.executable, "-c", program, *words]
 
