@@ -14,10 +14,10 @@ from pathlib import Path
 from filelock import Timeout
 
 from server_app.bench.suite import PLACES, PlannedRun, Suite
-from server_app.errors import LaunchError
+from server_app.errors import LaunchError, ReportError
 from server_app.report.compare import Group
-from server_app.report.runs import Run, flat
-from server_app.report.write import ReportError, load_run, write_comparison
+from server_app.report.runs import Run, flat, load_run
+from server_app.report.write import write_comparison
 from server_app.run_files.paths import lock_folder, mark_failed, read_results
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, interruptible, last_lines

@@ -4,11 +4,9 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain, positive
-from server_app.errors import LaunchError
+from server_app.cli.common import FAILED, OK, complain, positive
 from server_app.run_keys import read_words
 from server_app.simulation.processes import Interrupted
-from task.keys import ConfigError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +27,10 @@ def command(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     from server_app.bench.runner import Bench
     from server_app.bench.suite import read_suite
-    from server_app.report.write import PicturesUnavailable
 
+    suite = read_suite(args.suite, read_words([*args.settings, *args.rest]))
     try:
-        suite = read_suite(args.suite, read_words([*args.settings, *args.rest]))
         failed = Bench(suite, args.jobs, args.flower, partial(print, flush=True)).run()
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
-    except (LaunchError, PicturesUnavailable, OSError) as error:
-        return complain(str(error), FAILED)
     except Interrupted as stop:
         return complain("stopped; the same command continues the suite", 128 + stop.number)
     print("\n".join(str(suite.folder / name) for name in ("table.md", "report.html")))

@@ -2,10 +2,9 @@
 
 import argparse
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain
+from server_app.cli.common import FAILED, OK
 from server_app.run_keys import complete_run_keys, read_words
 from task.config.parsing import parse
-from task.keys import ConfigError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -21,10 +20,7 @@ def command(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     from server_app.doctor.machine import examine
 
-    try:
-        config = parse(complete_run_keys(read_words([*args.settings, *args.rest])))
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
+    config = parse(complete_run_keys(read_words([*args.settings, *args.rest])))
     code = OK
     for finding in examine(config):
         print(finding, flush=True)

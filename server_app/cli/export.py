@@ -3,9 +3,7 @@
 import argparse
 from pathlib import Path
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain
-from server_app.errors import ExportError
-from task.keys import ConfigError
+from server_app.cli.common import MISTAKE, OK, complain
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -22,20 +20,15 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def command(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     from server_app.export import require_onnx, write_onnx, write_self_contained
-    from task.inference import ModelError, load_predictor
+    from task.inference import load_predictor
 
     if args.out.suffix == ".onnx":
         return complain(f"{args.out} would not be an ONNX file: name OUT.safetensors, and --onnx {args.out}", MISTAKE)
-    try:
-        if args.onnx:
-            require_onnx()  # before anything is written
-        predictor = load_predictor(args.model, "cpu")
-        write_self_contained(predictor, args.out)
-        if args.onnx:
-            write_onnx(predictor, args.onnx)
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
-    except (ModelError, ExportError, OSError) as error:
-        return complain(str(error), FAILED)
+    if args.onnx:
+        require_onnx()  # before anything is written
+    predictor = load_predictor(args.model, "cpu")
+    write_self_contained(predictor, args.out)
+    if args.onnx:
+        write_onnx(predictor, args.onnx)
     print("\n".join(str(path) for path in (args.out, args.onnx) if path))
     return OK

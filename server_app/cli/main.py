@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from server_app.cli import bench, doctor, export, predict, privacy, report, run
+from server_app.cli.common import FAILED, MISTAKE, complain
+from server_app.errors import ExportError, LaunchError, PicturesUnavailable, ReportError
+from task.keys import ConfigError, ModelError
 
 COMMANDS: dict[str, tuple[ModuleType, str]] = {
     "run": (run, "run an experiment in simulation, on this machine"),
@@ -33,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if any(word.startswith("-") for word in rest) or (rest and args.name not in LISTS):
         parser.error(f"unrecognised: {' '.join(rest)}")
     args.rest = rest
-    return int(COMMANDS[args.name][0].command(args))
+    try:
+        return int(COMMANDS[args.name][0].command(args))
+    except ConfigError as error:
+        return complain(str(error), MISTAKE)
+    except (ExportError, LaunchError, ModelError, OSError, PicturesUnavailable, ReportError) as error:
+        return complain(str(error), FAILED)
 
 
 def _parser() -> argparse.ArgumentParser:

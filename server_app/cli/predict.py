@@ -2,8 +2,8 @@
 
 import argparse
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain, positive
-from task.keys import AUTO, ConfigError
+from server_app.cli.common import FAILED, OK, complain, positive
+from task.keys import AUTO
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -22,13 +22,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def command(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     from server_app.cli.predictions import as_json, as_table, classify_files
-    from task.inference import ModelError, load_predictor
+    from task.inference import load_predictor
 
-    try:
-        answers = classify_files(load_predictor(args.model, args.device), [*args.images, *args.rest], args.top)
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
-    except ModelError as error:
-        return complain(str(error), FAILED)
+    answers = classify_files(load_predictor(args.model, args.device), [*args.images, *args.rest], args.top)
     print(as_json(answers) if args.json else "\n".join(as_table(answers)))
     return max([OK, *(complain(answer.error, FAILED) for answer in answers if answer.error)])

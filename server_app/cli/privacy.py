@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain, positive
-from task.keys import AUTO, ConfigError
+from server_app.cli.common import OK, positive
+from task.keys import AUTO
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -26,16 +26,9 @@ def command(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
     from server_app.privacy.inversion import attack
     from server_app.privacy.inversion_files import format_table, write_inversions
-    from server_app.report.write import PicturesUnavailable
-    from task.inference import ModelError
 
-    try:
-        inversions = attack(args.run, args.client, args.target, args.classes, args.steps, args.device)
-        print("\n".join(format_table(inversions)))
-        written = write_inversions(args.run, inversions, args.client, args.target)
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
-    except (ModelError, PicturesUnavailable, OSError) as error:
-        return complain(str(error), FAILED)
+    inversions = attack(args.run, args.client, args.target, args.classes, args.steps, args.device)
+    print("\n".join(format_table(inversions)))
+    written = write_inversions(args.run, inversions, args.client, args.target)
     print("\n".join(map(str, written)))
     return OK

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from server_app.cli.common import FAILED, OK, complain
+from server_app.cli.common import OK
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -15,11 +15,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def command(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    from server_app.report.write import PicturesUnavailable, ReportError, write_report
+    from server_app.report.write import write_report
 
-    try:
-        written = write_report(args.runs, args.output)
-    except (ReportError, PicturesUnavailable, OSError) as error:
-        return complain(str(error), FAILED)
-    print("\n".join(str(path) for path in written))
+    print("\n".join(str(path) for path in write_report(args.runs, args.output)))
     return OK

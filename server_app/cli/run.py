@@ -9,9 +9,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain, positive
+from server_app.cli.common import FAILED, OK, complain, positive
 from server_app.cli.progress import Progress, summary
-from server_app.errors import LaunchError, RunError
+from server_app.errors import RunError
 from server_app.run_files.paths import lock_run, mark_failed, project_folder, read_results, run_directory
 from server_app.run_files.tensorboard import require_tensorboard
 from server_app.run_keys import complete_run_keys, read_words
@@ -19,7 +19,7 @@ from server_app.simulation.processes import Interrupted, interruptible, last_lin
 from server_app.simulation.superlink import POLL, FlowerRun, default_workers
 from task.config.parsing import parse
 from task.config.schema import Config, known_keys
-from task.keys import ConfigError, Key
+from task.keys import Key
 from task.message import Scalar
 
 log = logging.getLogger(__name__)
@@ -50,16 +50,13 @@ def _describe_key(key: Key) -> str:
 
 def command(args: argparse.Namespace) -> int:
     """Run the command; returns the exit code."""
-    try:
-        values = complete_run_keys(read_words([*args.settings, *args.rest]))
-        config = parse(values)
-        require_tensorboard(config)  # before Flower is started
-        directory = run_directory(config)
-        if directory.exists():
-            with lock_run(directory):  # an error if another process is at work in it
-                pass
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
+    values = complete_run_keys(read_words([*args.settings, *args.rest]))
+    config = parse(values)
+    require_tensorboard(config)  # before Flower is started
+    directory = run_directory(config)
+    if directory.exists():
+        with lock_run(directory):  # an error if another process is at work in it
+            pass
     values |= {"output-dir": str(directory.parent), "run-name": directory.name}
     print(f"results go to {directory}", flush=True)
     progress = Progress(directory)
@@ -80,8 +77,6 @@ def _run_here(values: dict[str, Scalar], progress: "Progress") -> int:
     try:
         with interruptible(at_once=True), progress.in_background():
             run_experiment(config, InProcessTransport(values, config.num_clients))
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
     except (RunError, OSError) as error:
         return complain(f"the run failed: {error}", FAILED)
     except Interrupted as stop:
@@ -104,8 +99,6 @@ def _run_with_flower(values: dict[str, Scalar], config: Config, progress: "Progr
                 time.sleep(POLL)
             progress.show()
             status, details = flower.status()
-    except LaunchError as error:
-        return complain(str(error), FAILED)
     except Interrupted as stop:
         mark_failed(progress.directory, f"stopped by {stop}")
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)

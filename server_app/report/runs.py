@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from server_app.errors import ReportError
 from task.metrics import completed, summarize
 
 SCHEMA = 1
@@ -17,10 +18,6 @@ REQUIRED = ("status", "method", "dataset", "num_tasks")
 MATRICES = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "confusion")
 LISTS = (*MATRICES, "tasks", "class_names", "clients", "rounds")
 OBJECTS = ("metrics", "per_class_accuracy", "federated_bias", "communication", "seconds", "environment")
-
-
-class ReportError(ValueError):
-    """A run directory cannot be reported on; the message is meant for the person who named it."""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,10 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report.compare import Group, comparison_markdown, group_runs
-from server_app.report.runs import ReportError, Run, load_run
+from server_app.report.runs import Run, load_run
 from task.utils.atomic import write_atomically
-
-
-class PicturesUnavailable(RuntimeError):
-    """Matplotlib or Jinja is not installed; the message says how to install them."""
 
 
 def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[Path]:

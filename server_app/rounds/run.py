@@ -17,9 +17,9 @@ from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import wait_for_nodes
 from server_app.clients.registry import ClientRegistry
 from server_app.clients.sampling import sample_clients
-from server_app.errors import RunError
+from server_app.errors import PicturesUnavailable, RunError
 from server_app.privacy.account import charge, open_account, record_asked, require_asked_clients
-from server_app.report.write import PicturesUnavailable, write_report
+from server_app.report.write import write_report
 from server_app.rounds.aggregation import RoundAggregator
 from server_app.rounds.federated_bias import local_distance, response_entropies
 from server_app.rounds.progress import describe_round

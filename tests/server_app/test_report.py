@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
 import server_app.report
+from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report import figures
 from server_app.report import heatmaps as maps
 from server_app.report.compare import group_runs
 from server_app.report.pages import single_page
-from server_app.report.write import PicturesUnavailable, ReportError, load_run, write_report
+from server_app.report.runs import load_run
+from server_app.report.write import write_report
 
 MATRIX = [[0.80, None, None], [0.90, 0.70, None], [0.60, 0.75, 0.45]]
 SEEN = [0.80, 0.80, 0.5625]
