@@ -81,8 +81,8 @@ class Server:
                 n: a.numpy() + 0.02 * rng.normal(size=a.shape).astype(np.float32)
                 for n, a in self.shared_state().items()
             }
-            held = np.unique([CLASSES + m % CLASSES, *rng.integers(CLASSES, 2 * CLASSES, 6)])
-            statistics: Arrays = {"class_ids": held, "counts": rng.integers(5, 50, len(held))}
+            class_ids = np.unique([CLASSES + m % CLASSES, *rng.integers(CLASSES, 2 * CLASSES, 6)])
+            statistics: Arrays = {"class_ids": class_ids, "counts": rng.integers(5, 50, len(class_ids))}
             yield Update(f"client {m}", 1, arrays, statistics)
 
 
@@ -92,12 +92,12 @@ def ours(size: Size, config: Config) -> tuple[dict[str, float], list[Source]]:
     strategy.previous, strategy.counts = Teachers(server.previous, torch.ones(1, CLASSES)), torch.ones(CLASSES)
     answers, context = list[Update](), RoundContext(Schedule([range(CLASSES), range(CLASSES, 2 * CLASSES)], 1), 2)
 
-    def timed(prompt: DecomposedPrompt, head: Head, trained: list[Source], *more: Any) -> Any:
+    def timed(prompt: DecomposedPrompt, head: Head, trained: list[Source], *rest: Any) -> Any:
         sources.extend(trained)
         started = time.perf_counter()
-        found = distil(prompt, head, trained, *more)
+        distilled = distil(prompt, head, trained, *rest)
         seconds["distillation"] = time.perf_counter() - started
-        return found
+        return distilled
 
     strategies.hepco.distil = timed  # type: ignore[assignment]  # has the same arguments
     try:
@@ -126,8 +126,8 @@ def direct_gap(z: Tensor, labels: Tensor, keys: Tensor, pools: Tensor, teachers:
     total, models = z.new_zeros(()), teachers.models
     for c, weight in enumerate(teachers.shares[:, labels]):
         for j in range(BLOCKS):
-            apart = direct_rho(z, keys[j], pools[j]) - direct_rho(z, models.keys[j, c], models.pools[j, c])
-            total = total + (weight[:, None] * apart.square()).sum()
+            difference = direct_rho(z, keys[j], pools[j]) - direct_rho(z, models.keys[j, c], models.pools[j, c])
+            total = total + (weight[:, None] * difference.square()).sum()
     return total
 
 
@@ -208,8 +208,8 @@ def check(size: Size, options: HePCoOptions) -> None:
 
 
 def _apart(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    one, other = (torch.cat([gradient.flatten() for gradient in each]) for each in (first, second))
-    return float((one - other).norm() / other.norm())
+    a, b = (torch.cat([gradient.flatten() for gradient in gradients]) for gradients in (first, second))
+    return float((a - b).norm() / b.norm())
 
 
 def _print_head() -> None:
@@ -229,9 +229,9 @@ def compare(size: Size, config: Config) -> float:
     seconds, sources = ours(size, config)
     _print_row("ours", seconds)
     torch.set_num_threads(cores())
-    found = direct(size, options, sources)
-    _print_row("direct", found)
-    ratio = found["whole"] / seconds["whole"]
+    direct_seconds = direct(size, options, sources)
+    _print_row("direct", direct_seconds)
+    ratio = direct_seconds["whole"] / seconds["whole"]
     print(f"direct: {size.timed} steps of each phase, times the number of steps; its head distillation is ours")
     print(f"ratio {ratio:.1f}x; required {REQUIRED:g}x: {'met' if ratio >= REQUIRED else 'NOT met'}")
     return ratio
@@ -242,11 +242,11 @@ def _main() -> int:
     parser.add_argument("--quick", action="store_true", help="pool 40, D = 192")
     parser.add_argument("--direct-steps", type=int, default=Size.timed, help="steps of the direct form timed per phase")
     parser.add_argument("--clients", type=int, help="ours alone, with so many and the default of eq. 4")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)  # the default of a run
-    size = Size(40, 192) if asked.quick else Size()
-    size = replace(size, clients=asked.clients or size.clients, timed=asked.direct_steps)
-    config = parse({"method": "hepco", "hepco-query-gradient": not asked.clients})  # all of eq. 4 in both forms
+    size = Size(40, 192) if args.quick else Size()
+    size = replace(size, clients=args.clients or size.clients, timed=args.direct_steps)
+    config = parse({"method": "hepco", "hepco-query-gradient": not args.clients})  # all of eq. 4 in both forms
     options: HePCoOptions = config.options  # type: ignore[assignment]  # the table gives HePCo these options
     print(
         f"pool {size.pool}, length {2 * LENGTH}, D = {size.dim}, {BLOCKS} blocks, {size.clients} clients and the ",
@@ -257,8 +257,8 @@ def _main() -> int:
     print(
         f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, {platform.machine()}"
     )
-    if not asked.clients:
-        return 0 if compare(size, config) >= REQUIRED or asked.quick else 1
+    if not args.clients:
+        return 0 if compare(size, config) >= REQUIRED or args.quick else 1
     _print_head()
     _print_row("ours", ours(size, config)[0])
     return 0

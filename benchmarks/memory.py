@@ -22,7 +22,7 @@ KEYS = {"num-tasks": "2", "rounds-per-task": "2", "local-epochs": "1", "partitio
 REQUIRED = 1.10
 
 
-def measured(settings: dict[str, str]) -> tuple[float, float]:
+def measure_run(settings: dict[str, str]) -> tuple[float, float]:
     """MiB at the peak of one run in a fresh process, and MiB that its clients sent in the largest round.
 
     Raises:
@@ -48,21 +48,23 @@ def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="METHOD or KEY=VALUE")
     parser.add_argument("--one", action="store_true", help="a single run with these keys, then its peak")
-    asked = parser.parse_args()
-    if asked.one:
-        return _one(asked.words)
-    keys = KEYS | dict(word.split("=", 1) for word in asked.words if "=" in word)
+    args = parser.parse_args()
+    if args.one:
+        return _one(args.words)
+    keys = KEYS | dict(word.split("=", 1) for word in args.words if "=" in word)
     print(f"python {platform.python_version()}, {platform.machine()}, {' '.join(f'{k}={v}' for k, v in keys.items())}")
     print(f"{'method':<8} {'clients':>7} {'a round':>7} {'peak MiB':>9} {'ratio':>6} {'sent in one, MiB':>18}")
     ratios = []
-    for method in [word for word in asked.words if "=" not in word] or METHODS:
+    for method in [word for word in args.words if "=" not in word] or METHODS:
         first = 0.0
-        for clients, drawn in CLIENTS:
-            own = {"method": method, "num-clients": str(clients), "clients-per-round": str(drawn)}
-            peak, sent = measured(keys | own)
+        for clients, per_round in CLIENTS:
+            changes = {"method": method, "num-clients": str(clients), "clients-per-round": str(per_round)}
+            peak, sent = measure_run(keys | changes)
             first = first or peak
             ratios.append(peak / first)
-            print(f"{method:<8} {clients:>7} {drawn:>7} {peak:>9.0f} {peak / first:>6.3f} {sent:>18.1f}", flush=True)
+            print(
+                f"{method:<8} {clients:>7} {per_round:>7} {peak:>9.0f} {peak / first:>6.3f} {sent:>18.1f}", flush=True
+            )
     met = max(ratios) <= REQUIRED
     print(f"required: at most {REQUIRED}: {'met' if met else 'NOT met'}")
     return 0 if met else 1

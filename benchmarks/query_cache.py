@@ -41,12 +41,12 @@ CASES = {"fppl": ("none", "crop"), "hepco": ("none", "crop"), "head-only": ("non
 
 def seconds(method: str, augmentation: str, keys: dict[str, Scalar], reuse: bool, clock: Clock) -> float:
     """Seconds of one round of a short run, from an empty cache; ``reuse`` says whether queries are kept at all."""
-    own: dict[str, Scalar] = {"method": method, "augmentation": augmentation}
-    own |= {"num-tasks": TASKS, "rounds-per-task": ROUNDS, "num-clients": CLIENTS} | SHORT.get(method, {}) | keys
-    every_time = nullcontext() if reuse else patch.object(Model, "reuses_query", False)
-    with tempfile.TemporaryDirectory() as folder, every_time, patch("time.perf_counter", clock):
+    settings: dict[str, Scalar] = {"method": method, "augmentation": augmentation}
+    settings |= {"num-tasks": TASKS, "rounds-per-task": ROUNDS, "num-clients": CLIENTS} | SHORT.get(method, {}) | keys
+    without_cache = nullcontext() if reuse else patch.object(Model, "reuses_query", False)
+    with tempfile.TemporaryDirectory() as folder, without_cache, patch("time.perf_counter", clock):
         queries.CACHE = queries.QueryCache(queries.CACHE_BYTES)
-        config = parse(own | {"output-dir": folder, "run-name": "run"})
+        config = parse(settings | {"output-dir": folder, "run-name": "run"})
         directory = run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
         results = json.loads((directory / "results.json").read_text())
     return sum(results["seconds"].get(part, 0.0) for part in PARTS) / len(results["rounds"])
@@ -57,20 +57,22 @@ def _main() -> int:
     parser.add_argument("words", nargs="*", metavar="METHOD or KEY=VALUE", help="run keys of every run, unquoted")
     parser.add_argument("--repeats", type=int, default=3, help="of each form; the median counts")
     parser.add_argument("--wall", action="store_true", help="time by the clock on the wall")
-    asked = parser.parse_args()
-    clock = time.perf_counter if asked.wall else time.process_time
-    keys = parse_text(dict(word.split("=", 1) for word in asked.words if "=" in word))
-    methods = [word for word in asked.words if "=" not in word] or list(CASES)
+    args = parser.parse_args()
+    clock = time.perf_counter if args.wall else time.process_time
+    keys = parse_text(dict(word.split("=", 1) for word in args.words if "=" in word))
+    methods = [word for word in args.words if "=" not in word] or list(CASES)
     print(f"{CLIENTS} clients, {TASKS} tasks of {ROUNDS} rounds; python {platform.python_version()}, ", end="")
-    print(f"torch {torch.__version__}, {platform.machine()}; medians of {asked.repeats}")
+    print(f"torch {torch.__version__}, {platform.machine()}; medians of {args.repeats}")
     print(f"{'method':<10} {'augmentation':<13} {'with, s':>8} {'without, s':>11} {'ratio':>7}")
     seconds("fppl", "none", keys, True, clock)  # warm up
     for method, augmentation in [(m, a) for m in methods for a in CASES[m]]:
         pairs = [
-            [seconds(method, augmentation, keys, reuse, clock) for reuse in (True, False)] for _ in range(asked.repeats)
+            [seconds(method, augmentation, keys, reuse, clock) for reuse in (True, False)] for _ in range(args.repeats)
         ]
-        kept, every = (statistics.median(column) for column in zip(*pairs, strict=True))
-        print(f"{method:<10} {augmentation:<13} {kept:>8.3f} {every:>11.3f} {every / kept:>6.2f}x", flush=True)
+        cached, uncached = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(
+            f"{method:<10} {augmentation:<13} {cached:>8.3f} {uncached:>11.3f} {uncached / cached:>6.2f}x", flush=True
+        )
     return 0
 
 

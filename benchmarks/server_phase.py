@@ -95,23 +95,23 @@ def _dense(variances: np.ndarray, factors: np.ndarray) -> np.ndarray:
 
 def direct(phase: Phase, epochs: int, validate: bool) -> Sampler:
     """The loop over classes and clients; dense covariances are kept at hand as public code keeps them."""
-    known = phase.everything
-    dense = None if phase.packing == "diagonal" else [f.mT @ f + torch.diag(d**2) for f, d in _parts(known)]
-    done: list[float] = []
+    bank = phase.everything
+    dense = None if phase.packing == "diagonal" else [f.mT @ f + torch.diag(d**2) for f, d in _parts(bank)]
+    durations: list[float] = []
 
     def sample(
         bank: Gaussians, weights: Tensor, total: int, scale: float, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         started = time.perf_counter()
-        times = torch.multinomial(weights, total, replacement=True, generator=rng).bincount(minlength=len(bank))
-        drawn = []
-        for p, n in enumerate(times.tolist()):
+        counts = torch.multinomial(weights, total, replacement=True, generator=rng).bincount(minlength=len(bank))
+        samples = []
+        for p, n in enumerate(counts.tolist()):
             covariance = torch.diag(bank.deviations[p] ** 2) if dense is None else dense[p]
-            law = MultivariateNormal(bank.means[p], scale * covariance, validate_args=validate)
-            drawn.append(law.sample(torch.Size([n])))
-        done.append(time.perf_counter() - started)
-        print(f"    direct, {phase.packing}: epoch {len(done)} of {epochs}, {done[-1]:.1f} s", flush=True)
-        return torch.cat(drawn), bank.class_ids.repeat_interleave(times)
+            gaussian = MultivariateNormal(bank.means[p], scale * covariance, validate_args=validate)
+            samples.append(gaussian.sample(torch.Size([n])))
+        durations.append(time.perf_counter() - started)
+        print(f"    direct, {phase.packing}: epoch {len(durations)} of {epochs}, {durations[-1]:.1f} s", flush=True)
+        return torch.cat(samples), bank.class_ids.repeat_interleave(counts)
 
     return sample
 
@@ -123,21 +123,21 @@ def _parts(bank: Gaussians) -> Iterator[tuple[Tensor, Tensor]]:
 @contextmanager
 def _sampling_by(sampler: Sampler) -> Iterator[list[float]]:
     """Let every bank draw with ``sampler``; yields the list that the seconds of each call go to."""
-    own, seconds = Gaussians.sample, list[float]()
+    original, seconds = Gaussians.sample, list[float]()
 
     def timed(
         bank: Gaussians, weights: Tensor, total: int, scale: float, rng: torch.Generator
     ) -> tuple[Tensor, Tensor]:
         started = time.perf_counter()
-        found = sampler(bank, weights, total, scale, rng)
+        features = sampler(bank, weights, total, scale, rng)
         seconds.append(time.perf_counter() - started)
-        return found
+        return features
 
     Gaussians.sample = timed  # type: ignore[method-assign, assignment]
     try:
         yield seconds
     finally:
-        Gaussians.sample = own  # type: ignore[method-assign]
+        Gaussians.sample = original  # type: ignore[method-assign]
 
 
 def median(runs: list[Seconds]) -> Seconds:
@@ -173,22 +173,22 @@ def _main() -> int:
     parser.add_argument("--direct-repeats", type=int, default=1, help="each covers five epochs")
     parser.add_argument("--threads", type=int, default=1, help="of torch; 1 is the default of a run")
     parser.add_argument("--unchecked", action="store_true", help="direct form without torch's argument validation")
-    asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    print(f"D = {DIM}, {CLIENTS} clients, 256 features per class, 5 epochs, batch 256; torch threads {asked.threads}")
+    print(f"D = {DIM}, {CLIENTS} clients, 256 features per class, 5 epochs, batch 256; torch threads {args.threads}")
     print(
         f"python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, {platform.machine()}"
     )
     print(f"{'packing':<9} {'classes':>7} {'form':<7} {'sampling s':>10} {'whole s':>10} {'loss':>8} {'peak GiB':>9}")
-    size = 2 * TASK if asked.quick else asked.classes
-    ratio = compare("diagonal", size, asked.repeats, asked.direct_repeats, not asked.unchecked)
-    others: list[Packing] = [] if asked.quick else ["low-rank", "full"]
+    size = 2 * TASK if args.quick else args.classes
+    ratio = compare("diagonal", size, args.repeats, args.direct_repeats, not args.unchecked)
+    others: list[Packing] = [] if args.quick else ["low-rank", "full"]
     for packing in others:
-        compare(packing, asked.dense_classes, 2, 1, not asked.unchecked)
+        compare(packing, args.dense_classes, 2, 1, not args.unchecked)
     met = all(getattr(ratio, name) >= least for name, least in REQUIRED.items())
     print(f"required of the diagonal packing: {REQUIRED}: {'met' if met else 'NOT met'}")
-    return 0 if met or asked.quick else 1
+    return 0 if met or args.quick else 1
 
 
 if __name__ == "__main__":

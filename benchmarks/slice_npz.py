@@ -21,8 +21,8 @@ def cut(arrays: dict[str, np.ndarray], classes: int, train: int, test: int, seed
     shuffled = rng.permutation(len(arrays["labels"]))
     rank = np.zeros(len(shuffled), np.int64)
     for c, part in product(chosen, (0, 1)):
-        mine = shuffled[(arrays["labels"][shuffled] == c) & (arrays["split"][shuffled] == part)]
-        rank[mine] = np.arange(len(mine))
+        members = shuffled[(arrays["labels"][shuffled] == c) & (arrays["split"][shuffled] == part)]
+        rank[members] = np.arange(len(members))
     keep = np.isin(arrays["labels"], chosen) & (rank < np.where(arrays["split"] == 1, test, train))
     return {
         "images": arrays["images"][keep],

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from benchmarks.soak_client import SHARE, fails
 from server_app.run_files.paths import project_folder, read_results
@@ -33,9 +34,8 @@ from task.message import Scalar
 
 SERVER, WORKERS = "flwr-simulation", "ray::ClientAppActor"  # the former has the ServerApp too
 WARM = 20  # rounds of a task after which memory must be flat
-MOST_GROWTH = 10.0  # MiB in 100 rounds, of any role
+MAX_GROWTH = 10.0  # MiB in 100 rounds, of any role
 TASKS, CLASSES, SIDE = 2, 12, 16
-PAGE = os.sysconf("SC_PAGE_SIZE")
 Sample = dict[str, float]
 
 
@@ -72,13 +72,11 @@ def noise(path: Path, clients: int) -> None:
 
 def memory(home: Path) -> Sample:
     """MiB of each program now, and of all together; processes are those whose environment names ``home``."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    for place in Path("/proc").iterdir():
-        with suppress(OSError):
-            if place.name.isdecimal() and f"FLWR_HOME={home}".encode() in (place / "environ").read_bytes().split(b"\0"):
-                pages = int((place / "statm").read_text().split()[1])
-                found[_program((place / "cmdline").read_text().split("\0"))].append(pages * PAGE / 2**20)
-    return {name: max(sizes) for name, sizes in found.items()} | {"all": sum(map(sum, found.values()))}
+    sizes: defaultdict[str, list[float]] = defaultdict(list)
+    for process in psutil.process_iter(["environ", "memory_info", "cmdline"]):
+        if (process.info["environ"] or {}).get("FLWR_HOME") == str(home):
+            sizes[_program(process.info["cmdline"])].append(process.info["memory_info"].rss / 2**20)
+    return {name: max(values) for name, values in sizes.items()} | {"all": sum(map(sum, sizes.values()))}
 
 
 def _program(words: list[str]) -> str:
@@ -93,7 +91,7 @@ def soak(values: dict[str, Scalar], folder: Path) -> tuple[list[Sample], str]:
     config = parse(values)
     with app_with_failures() as app, interruptible() as check, FlowerRun(app, check) as flower:
         flower.submit(values, config.num_clients, default_workers(config))
-        while flower.going_on():
+        while flower.is_running():
             with suppress(OSError):
                 if len((folder / "rounds.jsonl").read_text().splitlines()) > len(samples):
                     samples.append(memory(flower.log.parent))
@@ -122,18 +120,20 @@ def report(samples: list[Sample], results: dict, share: float) -> bool:
         sizes = [sample.get(name, 0.0) for sample in samples]
         cells = "".join(f"{sizes[n - 1]:>11.0f}" for n in marks)
         print(f"{name:<20}{cells}{max(sizes):>11.0f}{slope(samples, name):>+15.1f}")
-    due = [[name for name in r["participants"] if fails(int(name[-4:]), n)] for n, r in enumerate(rounds, 1)]
+    expected_failures = [
+        [name for name in r["participants"] if fails(int(name[-4:]), n)] for n, r in enumerate(rounds, 1)
+    ]
     failed = [[failure["name"] for failure in r["failures"]] for r in rounds]
-    asked = sum(len(r["participants"]) for r in rounds)
+    total = sum(len(r["participants"]) for r in rounds)
     expected = results["num_tasks"] * results["rounds_per_task"]
     print(
-        f"{len(rounds)} of {expected} rounds, {sum(map(len, failed))} failures in {asked} trainings (share {share:g})"
+        f"{len(rounds)} of {expected} rounds, {sum(map(len, failed))} failures in {total} trainings (share {share:g})"
     )
-    print(f"clients that failed are those that were to: {due == failed}; status {results['status']}")
+    print(f"clients that failed are those that were to: {expected_failures == failed}; status {results['status']}")
     print(f"{results['seconds']['total'] / 60:.1f} minutes; final accuracy {results['metrics']['last_accuracy']:.3f}")
-    flat = not any(slope(samples, name) > MOST_GROWTH for name in (SERVER, WORKERS))
-    print(f"server and workers, at most {MOST_GROWTH:g} MiB in 100 rounds: {'met' if flat else 'NOT met'}")
-    return flat and due == failed and len(rounds) == expected and results["status"] == "finished"
+    flat = not any(slope(samples, name) > MAX_GROWTH for name in (SERVER, WORKERS))
+    print(f"server and workers, at most {MAX_GROWTH:g} MiB in 100 rounds: {'met' if flat else 'NOT met'}")
+    return flat and expected_failures == failed and len(rounds) == expected and results["status"] == "finished"
 
 
 def draw(samples: list[Sample], path: Path) -> None:
@@ -157,25 +157,25 @@ def _main() -> int:
     parser.add_argument("--failures", type=float, default=0.1, help="share of trainings that fail")
     parser.add_argument("--picture", type=Path, help="where to draw memory by round")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="run keys")
-    asked = parser.parse_args()
-    os.environ[SHARE] = str(asked.failures)
+    args = parser.parse_args()
+    os.environ[SHARE] = str(args.failures)
     with tempfile.TemporaryDirectory(prefix="fcil-soak-run-") as folder:
-        noise(Path(folder) / "noise.npz", asked.clients)
+        noise(Path(folder) / "noise.npz", args.clients)
         keys = {
             **{"dataset": "npz", "data-dir": f"{folder}/noise.npz", "image-size": SIDE, "partition": "iid"},
-            **{"num-clients": asked.clients, "clients-per-round": asked.per_round, "num-tasks": TASKS},
-            **{"rounds-per-task": asked.rounds // TASKS, "local-epochs": 1, "device": "cpu"},
+            **{"num-clients": args.clients, "clients-per-round": args.per_round, "num-tasks": TASKS},
+            **{"rounds-per-task": args.rounds // TASKS, "local-epochs": 1, "device": "cpu"},
             **{"output-dir": folder, "run-name": "run"},
         }
-        values = complete_run_keys(keys | read_words(asked.settings))
-        print(f"python {platform.python_version()}, {asked.clients} clients, {asked.rounds} rounds; {asked.settings}")
+        values = complete_run_keys(keys | read_words(args.settings))
+        print(f"python {platform.python_version()}, {args.clients} clients, {args.rounds} rounds; {args.settings}")
         samples, status = soak(values, Path(folder) / "run")
         results = read_results(Path(folder) / "run")
-        if asked.picture:
-            draw(samples, asked.picture)
-            asked.picture.with_suffix(".json").write_text(json.dumps(samples))
+        if args.picture:
+            draw(samples, args.picture)
+            args.picture.with_suffix(".json").write_text(json.dumps(samples))
         print(status)
-        return 0 if report(samples, results, asked.failures) else 1
+        return 0 if report(samples, results, args.failures) else 1
 
 
 if __name__ == "__main__":

@@ -13,6 +13,14 @@ class ExportError(RuntimeError):
     """A model cannot be written in the form that was asked for."""
 
 
+class ReportError(ValueError):
+    """A run directory cannot be reported on; the message is meant for the person who named it."""
+
+
+class PicturesUnavailable(RuntimeError):
+    """Matplotlib or Jinja is not installed; the message says how to install them."""
+
+
 LONGEST_REASON = 300  # characters
 
 

@@ -1,4 +1,4 @@
-"""Files of a model for use elsewhere: one that needs nothing but this code, and ONNX that needs none of it."""
+"""Model files for use elsewhere: safetensors with all weights, and ONNX."""
 
 import importlib.util
 from pathlib import Path
@@ -15,7 +15,7 @@ OPSET = 18
 
 
 def write_self_contained(predictor: Predictor, path: Path) -> None:
-    """A safetensors file with all arrays, those of the backbone too; ``load_predictor`` reads it without a network.
+    """Write a safetensors file with all arrays and the backbone; ``load_predictor`` reads it without a network.
 
     Raises:
         OSError: it cannot be written; an earlier file stays.
@@ -24,7 +24,7 @@ def write_self_contained(predictor: Predictor, path: Path) -> None:
 
 
 def require_onnx() -> None:
-    """See that ONNX files can be written.
+    """Check that ONNX files can be written.
 
     Raises:
         ExportError: a package is missing; says how to install it.
@@ -35,10 +35,10 @@ def require_onnx() -> None:
 
 
 def write_onnx(predictor: Predictor, path: Path) -> None:
-    """An ONNX model: ``images`` float32 [B, 3, H, W] in 0 .. 1 -> ``probabilities`` [B, C], for any B.
+    """Write an ONNX model: ``images`` float32 [B, 3, H, W] in 0 .. 1 -> ``probabilities`` [B, C], for any B.
 
     H and W are the backbone's; normalisation is part of the model, resizing is not (:meth:`Predictor.pixels` does it).
-    Its metadata are those of the safetensors file, class names among them.
+    It has the metadata of the safetensors file, class names included.
 
     Raises:
         ExportError: a package is missing, or torch cannot express the model.
@@ -60,6 +60,6 @@ def write_onnx(predictor: Predictor, path: Path) -> None:
             )
     except torch.onnx.OnnxExporterError as error:
         raise ExportError(f"torch {torch.__version__} could not write this model as ONNX: {error}") from error
-    assert program is not None  # with dynamo there is one
+    assert program is not None  # it is None only without dynamo
     program.model.metadata_props.update(predictor.metadata.as_header())
     write_atomically(path, program.model_proto.SerializeToString())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from task.config.parsing import parse
 from task.config.schema import Config
 from task.data.images import fitted, read_rgb, rgb
-from task.keys import ConfigError
+from task.keys import ConfigError, ModelError
 from task.message import Arrays
 from task.models.device import resolve_device
 from task.models.feature_cache import BATCH
@@ -25,10 +25,6 @@ from task.models.preprocessing import normalise, resize
 from task.models.vit import Backbone
 
 Picture = str | Path | Image.Image | np.ndarray
-
-
-class ModelError(RuntimeError):
-    """A file holds no model that can be used here; the message is for people."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ class ConfigError(ValueError):
     """A run key is unknown, mistyped or impossible; the message is meant for the person who typed it."""
 
 
+class ModelError(RuntimeError):
+    """A file holds no model that can be used here; the message is for people."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """What is allowed for one key. ``only`` is a key and the values of it under which this one is read at all."""

@@ -1,5 +1,6 @@
 """What travels between server and clients, free of any transport: the same through Flower and in process."""
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,32 @@ class Packet:
     statistics: Arrays = field(default_factory=dict)
     metrics: dict[str, int | float] = field(default_factory=dict)
     config: dict[str, Scalar | list[int] | list[str]] = field(default_factory=dict)
+
+
+def payload_bytes(packet: Packet) -> int:
+    """Size of a message in bytes, the same through every transport: a function of what the packet holds alone.
+
+    An array counts as the .npy file in which it travels (a header of 128 bytes and its values), a name and a text as
+    UTF-8, a number or bool as 8 bytes, so that the size does not depend on how long a round took. The framing of the
+    transport is not counted.
+    """
+    arrays = [*packet.arrays.items(), *packet.statistics.items()]
+    scalars = [*packet.metrics.items(), *packet.config.items()]
+    names = sum(_scalar_bytes(name) for name, _ in (*arrays, *scalars))
+    return names + sum(_npy_bytes(array) for _, array in arrays) + sum(_scalar_bytes(value) for _, value in scalars)
+
+
+def _npy_bytes(array: np.ndarray) -> int:
+    header = io.BytesIO()
+    description = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
+    np.lib.format.write_array_header_1_0(header, description)
+    return header.tell() + array.nbytes
+
+
+def _scalar_bytes(value: Scalar | list[int] | list[str]) -> int:
+    if isinstance(value, list):
+        return sum(map(_scalar_bytes, value))
+    return len(value.encode("utf-8", "backslashreplace")) if isinstance(value, str) else 8
 
 
 _INTEGERS = range(-(2**63), 2**64)  # what the wire's integers hold

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from task.data.load import load_dataset
 from task.message import Scalar
 
 torch.set_num_threads(1)
@@ -39,3 +41,10 @@ def tiny(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Scalar]:
     """Run keys of a run of seconds, of the ``method`` that a test is given if any; results go to its own folder."""
     method = getattr(request.node, "callspec", None) and request.node.callspec.params.get("method")
     return {**TINY, **QUICK.get(str(method), {}), "output-dir": str(tmp_path / "runs"), "run-name": "run"}
+
+
+@pytest.fixture(scope="session")
+def patterns() -> list[np.ndarray]:
+    """Images of six classes, for nodes that have images of their own."""
+    data = load_dataset("synthetic", "", 16, 0.0, 0)
+    return [data.train_images[np.flatnonzero(data.train_labels == c)[:20]] for c in range(6)]

@@ -1,4 +1,4 @@
-"""Runs what a suite plans: finished runs are skipped, the others are a process each, and the table is always there."""
+"""Runs a suite: skips finished runs, starts a process for each of the others, and keeps the table up to date."""
 
 import contextlib
 import os
@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TextIO
 
-from server_app.bench.suite import PLACES, Planned, Suite
-from server_app.errors import LaunchError
+from filelock import Timeout
+
+from server_app.bench.suite import PLACES, PlannedRun, Suite
+from server_app.errors import LaunchError, ReportError
 from server_app.report.compare import Group
-from server_app.report.runs import Run, flat
-from server_app.report.write import ReportError, load_run, write_comparison
-from server_app.run_files.paths import locked, mark_failed, read_results
+from server_app.report.runs import Run, flat, load_run
+from server_app.report.write import write_comparison
+from server_app.run_files.paths import lock_folder, mark_failed, read_results
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, interruptible, last_lines
 from server_app.simulation.superlink import POLL
@@ -30,61 +31,64 @@ PATIENCE = 10.0  # seconds that a run which is stopped has to save what there is
 
 
 class Bench:
-    """One go at a suite: at most ``jobs`` runs at a time, told about line by line through ``say``."""
+    """Runs a suite, at most ``jobs`` runs at a time; ``say`` gets each line of progress."""
 
     def __init__(self, suite: Suite, jobs: int, through_flower: bool, say: Callable[[str], None]) -> None:
         self._suite, self._jobs, self._say = suite, jobs, say
-        self._way = [] if through_flower else ["--in-process"]
-        self._mark = f"FCIL_BENCH={secrets.token_hex(8)}"  # in the environment of our runs only
-        self._running: dict[subprocess.Popen[bytes], Planned] = {}
-        self._begun: dict[str, float] = {}  # by name of the run
-        self._waiting: list[Planned] = []
-        self._failed: list[Planned] = []
+        self._options = [] if through_flower else ["--in-process"]
+        self._mark = f"FCIL_BENCH={secrets.token_hex(8)}"  # in the environment of all processes of this suite
+        self._running: dict[subprocess.Popen[bytes], PlannedRun] = {}
+        self._started_at: dict[str, float] = {}  # by name of the run, in seconds of the monotonic clock
+        self._waiting: list[PlannedRun] = []
+        self._failed: list[PlannedRun] = []
         self._seconds: dict[str, list[float]] = {}  # of finished runs, by variant
 
-    def run(self) -> list[Planned]:
-        """Run what is not finished yet.
+    def run(self) -> list[PlannedRun]:
+        """Run all runs that are not finished yet.
 
         Returns:
             the runs that failed.
 
         Raises:
             ConfigError: a finished run has other keys than the suite; nothing was started.
-            LaunchError: runs of this suite are going on already.
-            PicturesUnavailable: matplotlib is not installed; nothing was started.
-            Interrupted: somebody wants it to end; no run is left.
+            LaunchError: runs of this suite are running already.
+            PicturesUnavailable: a package for the report is missing; nothing was started.
+            Interrupted: a signal came; all runs have ended.
         """
-        with _held(self._suite.folder) as lock, interruptible() as check:
+        with _locked(self._suite.folder), interruptible() as check:
             self._plan()
             self._report()
             try:
-                self._work(lock.fileno(), check)
+                self._run_waiting(check)
             finally:
                 self._stop()
         return self._failed
 
-    def _work(self, lock: int, check: Callable[[], None]) -> None:
+    def _run_waiting(self, check: Callable[[], None]) -> None:
         while self._waiting or self._running:
             ended = [process for process in self._running if process.poll() is not None]
             for process in ended:
-                self._note(self._running.pop(process), process.returncode)
+                self._record_end(self._running.pop(process), process.returncode)
             while self._waiting and len(self._running) < self._jobs:
-                self._start(self._waiting.pop(0), lock)
+                self._start(self._waiting.pop(0))
             if ended:
-                self._report()  # takes seconds, so others are at work meanwhile
+                self._report()  # takes seconds, so the next runs are started before
             check()
             time.sleep(POLL)
 
     def _plan(self) -> None:
-        now, foreign = flat(origin()), []
+        current, foreign = flat(origin()), []
         for run in self._suite.runs:
             finished = finished_run(run)
             if finished is None:
+                if run.directory.exists():  # after its suite was killed, a run may still be running
+                    with _locked(run.directory):
+                        pass
                 self._waiting.append(run)
                 continue
             self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
-            other = [name for name, value in now.items() if finished.settings.get(name) != value]
-            foreign += [f"{run.name} ({', '.join(other)})"] if other else []
+            different = [name for name, value in current.items() if finished.settings.get(name) != value]
+            foreign += [f"{run.name} ({', '.join(different)})"] if different else []
         total, left = len(self._suite.runs), len(self._waiting)
         self._say(f"{total} runs, {total - left} of them finished already; results go to {self._suite.folder}")
         if foreign:
@@ -93,10 +97,9 @@ class Bench:
                 f"first {foreign[0]}; they are kept: remove their folders to run them anew"
             )
 
-    def _start(self, run: Planned, lock: int) -> None:
-        # a half run's lines must not stay in the files of a new one
+    def _start(self, run: PlannedRun) -> None:
         if run.directory.exists():
-            shutil.rmtree(run.directory)
+            shutil.rmtree(run.directory)  # an unfinished run begins anew
         run.directory.mkdir(parents=True)
         name, _, value = self._mark.partition("=")
         with open(run.directory / "run.log", "wb") as log:
@@ -107,20 +110,22 @@ class Bench:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for us alone, who then end everything in order
-                pass_fds=[lock],  # a run that outlives us keeps the folder locked
+                start_new_session=True,  # it does not get Ctrl-C; this process does, and ends it in order
             )
-        self._running[process], self._begun[run.name] = run, time.monotonic()
+        self._running[process], self._started_at[run.name] = run, time.monotonic()
         self._say(f"started   {run.name}")
 
-    def _command(self, run: Planned) -> list[str]:
+    def _command(self, run: PlannedRun) -> list[str]:
         settings = [f"{key}={value}" for key, value in run.values.items()]
-        return [sys.executable, "-m", "server_app.cli", "run", *self._way, *settings]
+        return [sys.executable, "-m", "server_app.cli", "run", *self._options, *settings]
 
-    def _note(self, run: Planned, code: int) -> None:
+    def _record_end(self, run: PlannedRun, code: int) -> None:
         results = read_results(run.directory)
         if code == 0 and results.get("status") == "finished":
-            seconds, accuracy = time.monotonic() - self._begun[run.name], results["metrics"]["final_average_accuracy"]
+            seconds, accuracy = (
+                time.monotonic() - self._started_at[run.name],
+                results["metrics"]["final_average_accuracy"],
+            )
             self._seconds.setdefault(run.variant, []).append(seconds)
             outcome = f"final average accuracy {accuracy:.1%}, {_minutes(seconds)}"
             self._say(f"finished  {run.name}: {outcome}; {self._remaining()}")
@@ -132,12 +137,12 @@ class Bench:
             self._say(f"FAILED    {run.name}: {reason} (see {log}); {self._remaining()}")
 
     def _remaining(self) -> str:
-        """How many runs are left and, once one has finished, about how long they take: as others of their variant."""
+        """Number of runs left, and their time as estimated from finished runs, if possible of the same variant."""
         left = [*self._waiting, *self._running.values()]
-        every = [seconds for known in self._seconds.values() for seconds in known]
-        if not left or not every:
+        durations = [seconds for of_variant in self._seconds.values() for seconds in of_variant]
+        if not left or not durations:
             return f"{len(left)} left"
-        guesses = [self._seconds.get(run.variant, every) for run in left]
+        guesses = [self._seconds.get(run.variant, durations) for run in left]
         return f"{len(left)} left, about {_minutes(sum(sum(g) / len(g) for g in guesses) / self._jobs)}"
 
     def _report(self) -> None:
@@ -145,8 +150,8 @@ class Bench:
         for run in self._suite.runs:
             group = groups.setdefault((run.partition, run.variant), Group(run.setting, run.variant, []))
             if run in self._waiting:
-                continue  # what lies there will go: half a run, perhaps of other keys
-            with contextlib.suppress(ReportError):  # it has written nothing yet
+                continue  # its folder holds an earlier, unfinished run, which will be removed
+            with contextlib.suppress(ReportError):  # no results.json yet
                 group.runs.append(load_run(run.directory))
         write_comparison(list(groups.values()), self._suite.folder, self._suite.title)
 
@@ -156,11 +161,11 @@ class Bench:
             mark_failed(run.directory, "stopped with its suite")
 
 
-def finished_run(planned: Planned) -> Run | None:
-    """The finished run in a planned one's folder, None if there is none.
+def finished_run(planned: PlannedRun) -> Run | None:
+    """The finished run in the folder of a planned one; None if there is none.
 
     Raises:
-        ConfigError: it is another run than the planned one.
+        ConfigError: its run keys are not those of the planned run.
     """
     try:
         run = load_run(planned.directory)
@@ -179,11 +184,13 @@ def finished_run(planned: Planned) -> Run | None:
     return run
 
 
-def _held(folder: Path) -> TextIO:
-    """The lock that keeps other suites out of a folder."""
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other suites and runs out of a folder."""
     try:
-        return locked(folder)
-    except BlockingIOError:
+        with lock_folder(folder):
+            yield
+    except Timeout:
         raise LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.") from None
 
 

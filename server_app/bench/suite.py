@@ -1,4 +1,4 @@
-"""A suite: variants x partitions x seeds in one YAML file, every run of it checked before any is started.
+"""A suite: variants x partitions x seeds in one YAML file. All runs are checked before the first one is started.
 
     title: HGP against averaging
     output-dir: runs/suites/example            # relative as the run key of that name
@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from server_app.run_files.paths import placed
+from server_app.run_files.paths import resolve_output_dir
 from server_app.run_keys import complete_run_keys
 from task.config.parsing import parse
 from task.config.schema import Config, known_keys
@@ -38,8 +38,8 @@ _WORDS = {str: "a text", list: "a list that is not empty", dict: "run keys with 
 
 
 @dataclass(frozen=True)
-class Planned:
-    """One run of a suite; ``partition`` is empty where the suite names none, ``values`` are run keys."""
+class PlannedRun:
+    """One run of a suite; ``partition`` is empty if the suite has none; ``values`` are run keys."""
 
     variant: str
     partition: str
@@ -48,7 +48,7 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """What people call it, and where it lies in the suite's folder."""
+        """Its name, which is also its folder inside the suite's folder."""
         return "/".join(filter(None, [self.variant, self.partition, f"seed{self.seed}"]))
 
     @property
@@ -63,32 +63,32 @@ class Planned:
 
     @property
     def setting(self) -> str:
-        """What its accuracy can be compared under: data set and partition."""
+        """Data set and partition; runs of one setting can be compared."""
         return ", ".join(filter(None, [self.config.dataset, self.partition]))
 
 
 @dataclass(frozen=True)
 class Suite:
-    """All runs, seed by seed, so that an unfinished suite has every method; ``folder`` is absolute."""
+    """All runs, seed by seed, so that an unfinished suite has runs of all methods; ``folder`` is absolute."""
 
     title: str
     folder: Path
-    runs: list[Planned]
+    runs: list[PlannedRun]
 
 
-def read_suite(path: Path, given: Mapping[str, Scalar]) -> Suite:
+def read_suite(path: Path, overrides: Mapping[str, Scalar]) -> Suite:
     """Read a suite and check every run in it.
 
     Args:
         path: the YAML file.
-        given: run keys of the command line; ``output-dir`` takes the place of the suite's own.
+        overrides: run keys of the command line; ``output-dir`` replaces that of the suite.
 
     Raises:
         ConfigError: the file cannot be read, an entry or run key is wrong, or two runs would be the same.
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-        return _suite(_checked(content), given)
+        return _build_suite(_check_entries(content), overrides)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except ConfigError as error:
@@ -96,7 +96,7 @@ def read_suite(path: Path, given: Mapping[str, Scalar]) -> Suite:
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, which would let the second of two equal names win in silence."""
+    """The safe loader, with an error if a name occurs twice in a mapping."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [name.value for name, _ in node.value]
@@ -106,8 +106,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _checked(content: Any) -> dict[str, Any]:
-    """The entries of the file, those left out added."""
+def _check_entries(content: Any) -> dict[str, Any]:
+    """The entries of the file, with defaults for optional ones."""
     if not isinstance(content, dict):
         raise ConfigError(f"a suite has the entries {', '.join(_ENTRIES)}; this is a {type(content).__name__}.")
     for name in content:
@@ -122,19 +122,19 @@ def _checked(content: Any) -> dict[str, Any]:
     return entries
 
 
-def _suite(entries: Mapping[str, Any], given: Mapping[str, Scalar]) -> Suite:
-    folder = placed(Path(str(given.get("output-dir", entries["output-dir"]))))
-    own = {name: value for name, value in given.items() if name != "output-dir"}
-    variants, partitions = (_labelled(name, entries[name]) for name in ("variants", "partitions"))
+def _build_suite(entries: Mapping[str, Any], overrides: Mapping[str, Scalar]) -> Suite:
+    folder = resolve_output_dir(str(overrides.get("output-dir", entries["output-dir"])))
+    command_line = {name: value for name, value in overrides.items() if name != "output-dir"}
+    variants, partitions = (_keys_by_label(name, entries[name]) for name in ("variants", "partitions"))
     runs = []
     for seed, partition, variant in product(_seeds(entries["seeds"]), partitions or [""], variants):
         layers = {
             f"partition {partition!r}": partitions.get(partition, {}),
             f"variant {variant!r}": variants[variant],
-            "the command line": own,
+            "the command line": command_line,
         }
-        runs.append(_with_values(Planned(variant, partition, seed), folder, entries["common"], layers))
-    _refuse_twins(runs)
+        runs.append(_set_values(PlannedRun(variant, partition, seed), folder, entries["common"], layers))
+    _refuse_duplicates(runs)
     return Suite(entries["title"], folder, runs)
 
 
@@ -145,34 +145,33 @@ def _seeds(seeds: Sequence[Any]) -> list[int]:
     return checked
 
 
-def _labelled(name: str, items: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Run keys by label."""
-    found: dict[str, dict[str, Any]] = {}
+def _keys_by_label(name: str, items: Sequence[Any]) -> dict[str, dict[str, Any]]:
+    keys: dict[str, dict[str, Any]] = {}
     for item in items:
         if not isinstance(item, dict) or not isinstance(item.get("label"), str):
             raise ConfigError(f"{name}: {item!r} must be a label (a text) and run keys.")
         label = item["label"]
         if not re.fullmatch(r"[A-Za-z0-9][\w.+=-]{0,99}", label, re.ASCII):
             raise ConfigError(f"{name}: label {label!r} names a folder: use letters, digits and . + = _ - in it.")
-        if label in found:
+        if label in keys:
             raise ConfigError(f"{name}: label {label!r} is there twice.")
-        found[label] = {key: value for key, value in item.items() if key != "label"}
-    return found
+        keys[label] = {key: value for key, value in item.items() if key != "label"}
+    return keys
 
 
-def _with_values(
-    run: Planned, folder: Path, common: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]
-) -> Planned:
+def _set_values(
+    run: PlannedRun, folder: Path, common: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]
+) -> PlannedRun:
     directory = folder / run.name
-    own: dict[str, Scalar] = {"seed": run.seed, "output-dir": str(directory.parent), "run-name": directory.name}
+    identity: dict[str, Scalar] = {"seed": run.seed, "output-dir": str(directory.parent), "run-name": directory.name}
     try:
-        return replace(run, values=complete_run_keys(_merged(common, layers) | own))
+        return replace(run, values=complete_run_keys(_merge_keys(common, layers) | identity))
     except ConfigError as error:
         raise ConfigError(f"{run.name}: {error}") from error
 
 
-def _merged(common: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Common keys and those of the layers, no two of which may set the same: the one's label would be wrong."""
+def _merge_keys(common: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Common keys, overridden by those of the layers; no two layers may set the same key, as a label would be wrong."""
     owners: dict[str, str] = {}
     for layer, keys in [("common", common), *layers.items()]:
         for key in keys:
@@ -184,15 +183,15 @@ def _merged(common: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]) 
                 raise ConfigError(f"{key} is set by {owners[key]} and by {layer}.")
             owners[key] = layer
     merged = {key: value for keys in (common, *layers.values()) for key, value in keys.items()}
-    return {key: _typed(key, value) for key, value in merged.items()}
+    return {key: _convert_text(key, value) for key, value in merged.items()}
 
 
-def _typed(key: str, value: Any) -> Any:
-    """YAML takes 1e-3, and more that people mean as numbers, for a text; what is no run key is refused later."""
+def _convert_text(key: str, value: Any) -> Any:
+    """Convert text to the type of the run key: YAML reads 1e-3, for one, as text. Unknown keys are refused later."""
     return known_keys()[key].from_text(value) if isinstance(value, str) and key in known_keys() else value
 
 
-def _refuse_twins(runs: Sequence[Planned]) -> None:
+def _refuse_duplicates(runs: Sequence[PlannedRun]) -> None:
     seen: dict[str, str] = {}
     for run in runs:
         what = repr([item for item in run.config.flat().items() if item[0] not in PLACES])

@@ -1,1 +1,1 @@
-"""The fcil command: one file for each of its commands."""
+"""The fcil command: one file for each subcommand."""

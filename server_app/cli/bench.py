@@ -1,22 +1,20 @@
-"""fcil bench: a suite of runs, those left to do, and their table."""
+"""fcil bench: run what is left of a suite, and write its table."""
 
 import argparse
 from functools import partial
 from pathlib import Path
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain, positive
-from server_app.errors import LaunchError
+from server_app.cli.common import FAILED, OK, complain, positive
 from server_app.run_keys import read_words
 from server_app.simulation.processes import Interrupted
-from task.keys import ConfigError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Define the command's arguments."""
     parser.description = (
         "Run the variants, partitions and seeds of a suite, each without Flower in a process of its own, and write "
         "table.md, report.html and pictures after each. Finished runs are skipped, so that a suite that was ended is "
-        "load_resumed_keys by the same command; others begin anew. Exit code 0 if all finished, 1 if one failed, 2 if "
+        "continued by the same command; others begin anew. Exit code 0 if all finished, 1 if one failed, 2 if "
         "something in the suite cannot be."
     )
     parser.add_argument("suite", type=Path, metavar="SUITE.yaml", help="such as suites/digits.yaml")
@@ -26,18 +24,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Run the command; returns the exit code."""
     from server_app.bench.runner import Bench
     from server_app.bench.suite import read_suite
-    from server_app.report.write import PicturesUnavailable
 
+    suite = read_suite(args.suite, read_words([*args.settings, *args.rest]))
     try:
-        suite = read_suite(args.suite, read_words([*args.settings, *args.rest]))
         failed = Bench(suite, args.jobs, args.flower, partial(print, flush=True)).run()
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
-    except (LaunchError, PicturesUnavailable, OSError) as error:
-        return complain(str(error), FAILED)
     except Interrupted as stop:
         return complain("stopped; the same command continues the suite", 128 + stop.number)
     print("\n".join(str(suite.folder / name) for name in ("table.md", "report.html")))

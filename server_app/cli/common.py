@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, error messages, argument types."""
+"""Exit codes, error messages and argument types of all commands."""
 
 import argparse
 import sys

@@ -2,14 +2,13 @@
 
 import argparse
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain
+from server_app.cli.common import FAILED, OK
 from server_app.run_keys import complete_run_keys, read_words
 from task.config.parsing import parse
-from task.keys import ConfigError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Define the command's arguments."""
     parser.description = (
         "Check versions, device, memory, disk, weights and data, and time a training step of a run with these keys. "
         "Nothing is written. Exit code 1 if something is a problem, 2 if a key was mistyped."
@@ -18,13 +17,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Run the command; returns the exit code."""
     from server_app.doctor.machine import examine
 
-    try:
-        config = parse(complete_run_keys(read_words([*args.settings, *args.rest])))
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
+    config = parse(complete_run_keys(read_words([*args.settings, *args.rest])))
     code = OK
     for finding in examine(config):
         print(finding, flush=True)

@@ -3,13 +3,11 @@
 import argparse
 from pathlib import Path
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain
-from server_app.errors import ExportError
-from task.keys import ConfigError
+from server_app.cli.common import MISTAKE, OK, complain
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Define the command's arguments."""
     parser.description = (
         "Write a model with its frozen backbone, run keys and class names into one file, which fcil predict and "
         "task.inference.load_predictor read without the run's folder and without a network."
@@ -20,22 +18,17 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Run the command; returns the exit code."""
     from server_app.export import require_onnx, write_onnx, write_self_contained
-    from task.inference import ModelError, load_predictor
+    from task.inference import load_predictor
 
     if args.out.suffix == ".onnx":
         return complain(f"{args.out} would not be an ONNX file: name OUT.safetensors, and --onnx {args.out}", MISTAKE)
-    try:
-        if args.onnx:
-            require_onnx()  # before anything is written
-        predictor = load_predictor(args.model, "cpu")
-        write_self_contained(predictor, args.out)
-        if args.onnx:
-            write_onnx(predictor, args.onnx)
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
-    except (ModelError, ExportError, OSError) as error:
-        return complain(str(error), FAILED)
+    if args.onnx:
+        require_onnx()  # before anything is written
+    predictor = load_predictor(args.model, "cpu")
+    write_self_contained(predictor, args.out)
+    if args.onnx:
+        write_onnx(predictor, args.onnx)
     print("\n".join(str(path) for path in (args.out, args.onnx) if path))
     return OK

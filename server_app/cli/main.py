@@ -1,10 +1,13 @@
-"""The fcil command: its commands, and where each one is."""
+"""The fcil command line and its subcommands."""
 
 import argparse
 from collections.abc import Sequence
 from types import ModuleType
 
 from server_app.cli import bench, doctor, export, predict, privacy, report, run
+from server_app.cli.common import FAILED, MISTAKE, complain
+from server_app.errors import ExportError, LaunchError, PicturesUnavailable, ReportError
+from task.keys import ConfigError, ModelError
 
 COMMANDS: dict[str, tuple[ModuleType, str]] = {
     "run": (run, "run an experiment in simulation, on this machine"),
@@ -15,7 +18,7 @@ COMMANDS: dict[str, tuple[ModuleType, str]] = {
     "privacy": (privacy, "attack the class statistics of a run; pictures"),
     "doctor": (doctor, "whether this machine can do a run, and how fast"),
 }
-LISTS = ("run", "bench", "predict", "doctor")  # commands that end in a list of words
+LISTS = ("run", "bench", "predict", "doctor")  # commands whose last argument is a list
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,15 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         the exit code.
 
     Raises:
-        SystemExit: help was asked for, or the command line has no meaning.
+        SystemExit: for --help, or if the command line is wrong.
     """
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
-    # argparse takes no second group of settings once an option has come between
+    # argparse leaves the words of a list that come after an option in rest
     if any(word.startswith("-") for word in rest) or (rest and args.name not in LISTS):
         parser.error(f"unrecognised: {' '.join(rest)}")
     args.rest = rest
-    return int(COMMANDS[args.name][0].command(args))
+    try:
+        return int(COMMANDS[args.name][0].command(args))
+    except ConfigError as error:
+        return complain(str(error), MISTAKE)
+    except (ExportError, LaunchError, ModelError, OSError, PicturesUnavailable, ReportError) as error:
+        return complain(str(error), FAILED)
 
 
 def _parser() -> argparse.ArgumentParser:

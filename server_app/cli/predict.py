@@ -2,12 +2,12 @@
 
 import argparse
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain, positive
-from task.keys import AUTO, ConfigError
+from server_app.cli.common import FAILED, OK, complain, positive
+from task.keys import AUTO
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Define the command's arguments."""
     parser.description = (
         "Print the most probable classes of images. Exit code 1 if there is no model, or an image cannot be read; the "
         "others are answered."
@@ -20,15 +20,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
-    from server_app.cli.predictions import answers, as_json, table
-    from task.inference import ModelError, load_predictor
+    """Run the command; returns the exit code."""
+    from server_app.cli.predictions import as_json, as_table, classify_files
+    from task.inference import load_predictor
 
-    try:
-        found = answers(load_predictor(args.model, args.device), [*args.images, *args.rest], args.top)
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
-    except ModelError as error:
-        return complain(str(error), FAILED)
-    print(as_json(found) if args.json else "\n".join(table(found)))
-    return max([OK, *(complain(answer.error, FAILED) for answer in found if answer.error)])
+    answers = classify_files(load_predictor(args.model, args.device), [*args.images, *args.rest], args.top)
+    print(as_json(answers) if args.json else "\n".join(as_table(answers)))
+    return max([OK, *(complain(answer.error, FAILED) for answer in answers if answer.error)])

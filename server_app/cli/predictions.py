@@ -20,34 +20,34 @@ class Answer:
     error: str = ""
 
 
-def answers(predictor: Predictor, files: Sequence[str], top: int) -> list[Answer]:
-    """The ``top`` most probable classes of each file; one that cannot be read keeps no other from its answer."""
-    return [a for i in range(0, len(files), BATCH) for a in _some(predictor, files[i : i + BATCH], top)]
+def classify_files(predictor: Predictor, files: Sequence[str], top: int) -> list[Answer]:
+    """The ``top`` most probable classes of each file; a file that cannot be read gets an error instead."""
+    return [answer for i in range(0, len(files), BATCH) for answer in _batch(predictor, files[i : i + BATCH], top)]
 
 
-def _some(predictor: Predictor, files: Sequence[str], top: int) -> list[Answer]:
+def _batch(predictor: Predictor, files: Sequence[str], top: int) -> list[Answer]:
     images: dict[int, np.ndarray] = {}
-    failed: dict[int, str] = {}
-    for place, file in enumerate(files):
+    errors: dict[int, str] = {}
+    for i, file in enumerate(files):
         try:
-            images[place] = predictor.read(file)
+            images[i] = predictor.read(file)
         except ConfigError as error:
-            failed[place] = str(error)
+            errors[i] = str(error)
     best = dict(zip(images, predictor.predict(list(images.values())).top(top), strict=True))
-    return [Answer(file, best.get(i, []), failed.get(i, "")) for i, file in enumerate(files)]
+    return [Answer(file, best.get(i, []), errors.get(i, "")) for i, file in enumerate(files)]
 
 
-def table(found: Sequence[Answer]) -> list[str]:
-    """A line for each file and class, aligned, below a heading; files without an answer are left out."""
+def as_table(answers: Sequence[Answer]) -> list[str]:
+    """A heading, and an aligned line for each file and class; files with an error are left out."""
     rows = [("file", "class", "probability")]
-    rows += [(a.file, name, f"{probability:.4f}") for a in found for name, probability in a.classes]
+    rows += [(a.file, name, f"{probability:.4f}") for a in answers for name, probability in a.classes]
     first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
     return [f"{file:<{first}}  {name:<{second}}  {probability}" for file, name, probability in rows]
 
 
-def as_json(found: Sequence[Answer]) -> str:
-    """A list with, for each file, its classes or its error."""
-    return json.dumps([_entry(answer) for answer in found], indent=1)
+def as_json(answers: Sequence[Answer]) -> str:
+    """A JSON list with the classes or the error of each file."""
+    return json.dumps([_entry(answer) for answer in answers], indent=1)
 
 
 def _entry(answer: Answer) -> dict[str, object]:

@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain, positive
-from task.keys import AUTO, ConfigError
+from server_app.cli.common import OK, positive
+from task.keys import AUTO
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Define the command's arguments."""
     parser.description = (
         "Reconstruct images from the class statistics that one client of a run sends, as a curious server could, and "
         "compare them with its real images (SSIM). Writes privacy.json and privacy.png into the run's folder. Exit "
@@ -23,19 +23,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
+    """Run the command; returns the exit code."""
     from server_app.privacy.inversion import attack
-    from server_app.privacy.inversion_files import lines, write_inversions
-    from server_app.report.write import PicturesUnavailable
-    from task.inference import ModelError
+    from server_app.privacy.inversion_files import format_table, write_inversions
 
-    try:
-        found = attack(args.run, args.client, args.target, args.classes, args.steps, args.device)
-        print("\n".join(lines(found)))
-        written = write_inversions(args.run, found, args.client, args.target)
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
-    except (ModelError, PicturesUnavailable, OSError) as error:
-        return complain(str(error), FAILED)
+    inversions = attack(args.run, args.client, args.target, args.classes, args.steps, args.device)
+    print("\n".join(format_table(inversions)))
+    written = write_inversions(args.run, inversions, args.client, args.target)
     print("\n".join(map(str, written)))
     return OK

@@ -1,4 +1,4 @@
-"""What fcil run shows while a run goes on and at its end."""
+"""Progress and summary that fcil run prints."""
 
 import contextlib
 import json
@@ -18,14 +18,14 @@ _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
 
 
 class Progress:
-    """Shows rounds as they are finished, one line each, by following rounds.jsonl, and what Flower's log warns of."""
+    """Prints a line for each finished round of rounds.jsonl, and the warnings of Flower's log."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.log = directory, Path()
         self._shown, self._warned = len(self._lines()), 0
 
     def show(self) -> None:
-        """Print what has been finished, or warned of, since the last time."""
+        """Print the rounds and warnings that are new since the last call."""
         warnings = self._warnings()
         for warning in warnings[self._warned :]:
             print(f"warning: {warning}", flush=True)
@@ -39,7 +39,7 @@ class Progress:
 
     @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
-        """Show progress while this thread does something else."""
+        """Print progress from another thread, until the context ends."""
         done = threading.Event()
 
         def follow() -> None:
@@ -56,10 +56,10 @@ class Progress:
             self.show()
 
     def _warnings(self) -> list[str]:
-        """Those of the run's own process; what Flower says before it begins is for others."""
+        """Warnings of the run itself; what Flower logs before it begins is left out."""
         with contextlib.suppress(OSError):
-            said = self.log.read_text(errors="replace").partition("results go to")[2]
-            return re.findall(r"^(?:\x1b\[\d+m)?WARNING *(?:\x1b\[0m)?: +(.*)$", said, re.MULTILINE)
+            text = self.log.read_text(errors="replace").partition("results go to")[2]
+            return re.findall(r"^(?:\x1b\[\d+m)?WARNING *(?:\x1b\[0m)?: +(.*)$", text, re.MULTILINE)
         return []
 
     def _lines(self) -> list[str]:
@@ -70,7 +70,7 @@ class Progress:
 
 
 def summary(directory: Path) -> list[str]:
-    """The outcome of a finished run in one line, and the paths of its results that exist."""
+    """One line with the outcome of a finished run, and the paths of its files."""
     metrics = read_results(directory).get("metrics", {})
     shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
     outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)

@@ -9,24 +9,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from server_app.cli.common import FAILED, MISTAKE, OK, complain, positive
+from server_app.cli.common import FAILED, OK, complain, positive
 from server_app.cli.progress import Progress, summary
-from server_app.errors import LaunchError, RunError
-from server_app.run_files.paths import claim, mark_failed, project_folder, read_results, run_directory
+from server_app.errors import RunError
+from server_app.run_files.paths import lock_run, mark_failed, project_folder, read_results, run_directory
 from server_app.run_files.tensorboard import require_tensorboard
 from server_app.run_keys import complete_run_keys, read_words
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
 from server_app.simulation.superlink import POLL, FlowerRun, default_workers
 from task.config.parsing import parse
 from task.config.schema import Config, known_keys
-from task.keys import ConfigError, Key
+from task.keys import Key
 from task.message import Scalar
 
 log = logging.getLogger(__name__)
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
-    """Say what the command takes."""
+    """Define the command's arguments."""
     parser.description = (
         "Run an experiment through Flower's simulation (or without Flower, see --in-process), show its progress, and "
         "end with exit code 0 if the run finished, 1 if it failed, 2 if a key was mistyped."
@@ -49,16 +49,14 @@ def _describe_key(key: Key) -> str:
 
 
 def command(args: argparse.Namespace) -> int:
-    """Do it; returns the exit code."""
-    try:
-        values = complete_run_keys(read_words([*args.settings, *args.rest]))
-        config = parse(values)
-        require_tensorboard(config)  # rather than when Flower has started
-        directory = run_directory(config)
-        if directory.exists():  # before what a second process does shows in the run's folder
-            claim(directory).close()
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
+    """Run the command; returns the exit code."""
+    values = complete_run_keys(read_words([*args.settings, *args.rest]))
+    config = parse(values)
+    require_tensorboard(config)  # before Flower is started
+    directory = run_directory(config)
+    if directory.exists():
+        with lock_run(directory):  # an error if another process is at work in it
+            pass
     values |= {"output-dir": str(directory.parent), "run-name": directory.name}
     print(f"results go to {directory}", flush=True)
     progress = Progress(directory)
@@ -79,8 +77,6 @@ def _run_here(values: dict[str, Scalar], progress: "Progress") -> int:
     try:
         with interruptible(at_once=True), progress.in_background():
             run_experiment(config, InProcessTransport(values, config.num_clients))
-    except ConfigError as error:
-        return complain(str(error), MISTAKE)
     except (RunError, OSError) as error:
         return complain(f"the run failed: {error}", FAILED)
     except Interrupted as stop:
@@ -91,16 +87,18 @@ def _run_here(values: dict[str, Scalar], progress: "Progress") -> int:
 def _run_with_flower(values: dict[str, Scalar], config: Config, progress: "Progress", workers: int) -> int:
     print(f"starting Flower: {config.num_clients} clients, up to {workers} at a time", flush=True)
     try:
-        with interruptible() as check, FlowerRun(project_folder(), check) as flower, _kept(flower, progress.directory):
+        with (
+            interruptible() as check,
+            FlowerRun(project_folder(), check) as flower,
+            _copied_log(flower, progress.directory),
+        ):
             progress.log = flower.log
             flower.submit(values, config.num_clients, workers)
-            while flower.going_on():
+            while flower.is_running():
                 progress.show()
                 time.sleep(POLL)
             progress.show()
             status, details = flower.status()
-    except LaunchError as error:
-        return complain(str(error), FAILED)
     except Interrupted as stop:
         mark_failed(progress.directory, f"stopped by {stop}")
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
@@ -113,8 +111,8 @@ def _run_with_flower(values: dict[str, Scalar], config: Config, progress: "Progr
 
 
 @contextlib.contextmanager
-def _kept(flower: FlowerRun, directory: Path) -> Iterator[None]:
-    """Save the log into the run's folder, however the run ends."""
+def _copied_log(flower: FlowerRun, directory: Path) -> Iterator[None]:
+    """Copy the log to the run's folder in the end, also after an error."""
     try:
         yield
     finally:
@@ -124,13 +122,14 @@ def _kept(flower: FlowerRun, directory: Path) -> Iterator[None]:
 
 
 def _reason(directory: Path, status: str, details: str) -> str:
-    """Why a run failed: in its own words if it could still write them, else in Flower's."""
-    told = details.removeprefix("Simulation failed with exception: ")
-    return str(read_results(directory).get("error") or told or status)
+    """Why a run failed: the error in results.json if there is one, else Flower's details."""
+    return str(
+        read_results(directory).get("error") or details.removeprefix("Simulation failed with exception: ") or status
+    )
 
 
 def _end_of_log(directory: Path) -> str:
-    """Where the log is, and its end unless that is a message for people, which the reason repeats."""
+    """The path of the log, and its last lines unless they are the reason that is printed anyway."""
     log = directory / "flower.log"
     end = "" if "server_app.app.RunFailed" in last_lines(log, 1000) else last_lines(log) + "\n"
     return f"{end}the log is {log}"

@@ -1,4 +1,4 @@
-"""A run tried out for a moment: device, weights, data, one forward pass, one local step, and how many go at once."""
+"""A short trial of a run: device, weights, data, one forward pass, one local step, and how many workers fit."""
 
 import resource
 import shutil
@@ -34,24 +34,27 @@ from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import first_task_plan
 from task.utils.seeding import torch_rng
 
-SIDE = 224  # of decoded images where the backbone cannot say
-CONTEXT = 0.5 * GB  # of a GPU's memory, which every process takes before its first array
+IMAGE_SIZE = 224  # of decoded images where the backbone could not be loaded
+CUDA_CONTEXT = 0.5 * GB  # GPU memory that a process takes before its first array
 
 
-def attempt(config: Config) -> Iterator[Finding]:
-    """Device, weights and data; if they are there, the tasks and the times. The number of clients must be known."""
+def dry_run(config: Config) -> Iterator[Finding]:
+    """Check device, weights and data; if these are usable, count images and measure times.
+
+    ``num-clients`` must be known.
+    """
     torch.set_num_threads(config.threads)
     ready = True
-    for stage in (_device, _weights, _data):
-        finding = _tried(stage, config)
+    for stage in (_check_device, _load_weights, _read_data):
+        finding = _run_stage(stage, config)
         ready &= finding.level != "problem"
         yield finding
     if ready:
-        for stage in (_tasks, _forward, _step, _workers):
-            yield _tried(stage, config)
+        for stage in (_count_images, _time_forward, _time_step, _suggest_workers):
+            yield _run_stage(stage, config)
 
 
-def _tried(stage: Callable[[Config], Finding], config: Config) -> Finding:
+def _run_stage(stage: Callable[[Config], Finding], config: Config) -> Finding:
     try:
         return stage(config)
     except ConfigError as error:
@@ -60,7 +63,7 @@ def _tried(stage: Callable[[Config], Finding], config: Config) -> Finding:
         return Finding("problem", f"{type(error).__name__}: {error}")
 
 
-def _device(config: Config) -> Finding:
+def _check_device(config: Config) -> Finding:
     device = resolve_device(config.device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
@@ -72,7 +75,7 @@ def _device(config: Config) -> Finding:
     return Finding("ok", f"device {device}, {config.threads} threads")
 
 
-def _weights(config: Config) -> Finding:
+def _load_weights(config: Config) -> Finding:
     device = str(resolve_device(config.device))
     backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, device)
     size = sum(p.numel() for p in backbone.parameters()) / 1e6
@@ -80,28 +83,28 @@ def _weights(config: Config) -> Finding:
     return Finding("ok", f"{text}, SHA-256 {backbone.sha256[:12]}")
 
 
-def _data(config: Config) -> Finding:
-    """Counts, and one image of each class and part read."""
+def _read_data(config: Config) -> Finding:
+    """Count the images, and read one of each class, training and test."""
     try:
         side = image_size(config)
     except ConfigError:
-        side = config.image_size or SIDE
-    data = _dataset(config, side)
+        side = config.image_size or IMAGE_SIZE
+    data = _open_dataset(config, side)
     for images, labels in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
         images[np.unique(labels, return_index=True)[1]]
     text = f"data {config.dataset}: {len(data.train_labels)} training and {len(data.test_labels)} test images, "
-    return Finding("ok", text + _counts(data.class_names, np.bincount(data.train_labels)))
+    return Finding("ok", text + _describe_counts(data.class_names, np.bincount(data.train_labels)))
 
 
-def _dataset(config: Config, side: int) -> Dataset:
+def _open_dataset(config: Config, side: int) -> Dataset:
     if config.own_data:
-        return open_inventory(_stock(config), side)
+        return open_inventory(_inventory(config), side)
     return load_dataset(config.dataset, config.data_dir, side, config.validation_share, config.seed)
 
 
 @lru_cache(maxsize=1)
-def _stock(config: Config) -> Inventory:
-    """Of a node that is tried out alone; what a run remembers there stays as it is."""
+def _inventory(config: Config) -> Inventory:
+    """The images of a node with data of its own; the state that a run keeps there is not changed."""
     if not config.data_dir:
         raise ConfigError("data-dir = '': where nodes have data of their own, name those of this one.")
     with TemporaryDirectory() as state:
@@ -109,67 +112,67 @@ def _stock(config: Config) -> Inventory:
 
 
 @lru_cache(maxsize=1)
-def _world(config: Config) -> Scenario:
-    """The run's, or what it would be if this node with data of its own were the only one."""
+def _scenario(config: Config) -> Scenario:
+    """The run's scenario; with data of its own, that of a run in which this node is the only client."""
     if not config.own_data:
         return build_scenario(config)
-    stock = _stock(config)
-    own = open_inventory(stock, image_size(config))
-    alone = replace(config, num_tasks=min(config.num_tasks, len(own.class_names)))
-    return build_scenario(config, first_task_plan(alone, own.class_names, own.image_shape), stock)
+    inventory = _inventory(config)
+    dataset = open_inventory(inventory, image_size(config))
+    alone = replace(config, num_tasks=min(config.num_tasks, len(dataset.class_names)))
+    return build_scenario(config, first_task_plan(alone, dataset.class_names, dataset.image_shape), inventory)
 
 
-def _counts(names: tuple[str, ...], counts: np.ndarray) -> str:
-    """Training images by class, of many classes the extremes."""
+def _describe_counts(names: tuple[str, ...], counts: np.ndarray) -> str:
+    """Training images by class; of more than 12 classes, the smallest and the largest."""
     if len(names) <= 12:
         return ", ".join(f"{name}: {count}" for name, count in zip(names, counts, strict=True))
-    few, many = counts.argmin(), counts.argmax()
-    return f"{len(names)} classes from {names[few]} ({counts[few]}) to {names[many]} ({counts[many]})"
+    smallest, largest = counts.argmin(), counts.argmax()
+    return f"{len(names)} classes from {names[smallest]} ({counts[smallest]}) to {names[largest]} ({counts[largest]})"
 
 
-def _tasks(config: Config) -> Finding:
+def _count_images(config: Config) -> Finding:
     if config.own_data:
-        images = len(node_task_data(_world(config), 0).positions)
+        images = len(node_task_data(_scenario(config), 0).positions)
         return Finding("ok", f"alone, this node would learn from {images} images in the first task")
     clients = range(config.num_clients)
     sizes = [len(client_task_data(config, c, task=0, round=0, holds_pool=c == 0).positions) for c in clients]
-    tasks = len(_world(config).schedule.tasks)
+    tasks = len(_scenario(config).schedule.tasks)
     text = f"{tasks} tasks; in the first, {len(sizes)} clients learn from {min(sizes)} to {max(sizes)} images each"
     return Finding("ok", text)
 
 
-def _forward(config: Config) -> Finding:
-    scenario, model = _world(config), _model(config)
-    some = np.arange(len(scenario.dataset.train_labels))[: config.batch_size]
-    images = prepare(scenario.dataset.train_images[some], model.backbone)
+def _time_forward(config: Config) -> Finding:
+    scenario, model = _scenario(config), _build_model(config)
+    positions = np.arange(len(scenario.dataset.train_labels))[: config.batch_size]
+    images = prepare(scenario.dataset.train_images[positions], model.backbone)
     with torch.inference_mode():
-        seconds = _seconds(lambda: model(images), model)
-    return Finding("ok", f"a forward pass of {len(some)} images takes {1000 * seconds:.0f} ms")
+        seconds = _measure_seconds(lambda: model(images), model)
+    return Finding("ok", f"a forward pass of {len(positions)} images takes {1000 * seconds:.0f} ms")
 
 
-def _step(config: Config) -> Finding:
+def _time_step(config: Config) -> Finding:
     if not config.row.client:
         return Finding("ok", f"method {config.method} has no training step")
-    scenario, model = _world(config), _model(config)
+    scenario, model = _scenario(config), _build_model(config)
     positions = np.flatnonzero(np.isin(scenario.dataset.train_labels, scenario.schedule.tasks[0]))[: config.batch_size]
     rows = scenario.rows[scenario.dataset.train_labels[positions]]
     augmentation = default_augmentation(scenario.dataset, config.augmentation)
     data = LocalData(scenario.dataset.train_images, positions, rows, augmentation)
     context = RoundContext(scenario.schedule, 1)
-    sent = load_class(config.row.server)(config).broadcast(context)
-    packet = Packet(statistics=sent, config={"task": 1, "round": 1, "classes": list(scenario.schedule.tasks[0])})
+    statistics = load_class(config.row.server)(config).broadcast(context)
+    packet = Packet(statistics=statistics, config={"task": 1, "round": 1, "classes": list(scenario.schedule.tasks[0])})
     objective = load_class(config.row.client)(config, packet)
-    once = replace(config, local_epochs=1)
-    seconds = _seconds(lambda: train_locally(model, objective, data, once, torch_rng(0, "local")), model)
+    one_step = replace(config, local_epochs=1)
+    seconds = _measure_seconds(lambda: train_locally(model, objective, data, one_step, torch_rng(0, "local")), model)
     return Finding("ok", f"a local step of {len(positions)} images takes {1000 * seconds:.0f} ms")
 
 
-def _model(config: Config) -> Model:
-    return build_model(config, _world(config).task_sizes(0))
+def _build_model(config: Config) -> Model:
+    return build_model(config, _scenario(config).task_sizes(0))
 
 
-def _seconds(action: Callable[[], object], model: Model) -> float:
-    """Time of the second go: the first one also loads code and queries."""
+def _measure_seconds(action: Callable[[], object], model: Model) -> float:
+    """Seconds of the second call: the first one also loads code and computes queries."""
     for _ in range(2):
         started = time.perf_counter()
         action()
@@ -178,18 +181,18 @@ def _seconds(action: Callable[[], object], model: Model) -> float:
     return time.perf_counter() - started
 
 
-def _workers(config: Config) -> Finding:
-    """As many clients at once as have cores and memory, by what this process has needed for one."""
+def _suggest_workers(config: Config) -> Finding:
+    """As many workers as have cores and memory; a worker needs the peak memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    fitting = available_memory() / used
-    text = f"a client takes about {used / GB:.1f} GB of memory"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    workers = available_memory() / peak
+    text = f"a client takes about {peak / GB:.1f} GB of memory"
     device = resolve_device(config.device)
     if device.type == "cuda":
-        on_device = torch.cuda.max_memory_reserved(device) + CONTEXT
-        fitting = min(fitting, torch.cuda.mem_get_info(device)[0] / on_device)
+        on_device = torch.cuda.max_memory_reserved(device) + CUDA_CONTEXT
+        workers = min(workers, torch.cuda.mem_get_info(device)[0] / on_device)
         text += f" and {on_device / GB:.1f} GB of the GPU's"
-    text += f": --workers {max(1, min(default_workers(config), int(fitting)))}"
-    if fitting < 1:
+    text += f": --workers {max(1, min(default_workers(config), int(workers)))}"
+    if workers < 1:
         return Finding("warning", text, "this is more than is free: take a smaller batch-size or backbone")
     return Finding("ok", text)

@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 GB = 1e9
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
@@ -24,12 +23,14 @@ class Finding:
 
 
 def available_memory() -> float:
-    """Bytes that new processes may take: what the system says, at most what the container allows."""
-    known = [float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))]
-    with contextlib.suppress(OSError, AttributeError):
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        known.append(float(found[1]) * 1024)  # type: ignore[index]  # a system without the line gives AttributeError
-    for limit in _LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # "max" is no number
-            known.append(float(Path(limit).read_text()))
-    return min(known)
+    """Bytes that new processes may take: what the system has free, at most the container's limit."""
+    try:
+        import psutil
+
+        available = float(psutil.virtual_memory().available)
+    except ImportError:  # in-process runs do without it
+        available = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in _CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max" is no number
+            available = min(available, float(Path(path).read_text()))
+    return available

@@ -1,4 +1,4 @@
-"""Whether this machine can do a run, one finding after another, each with what to do; imports nothing heavy itself."""
+"""Checks whether this machine can do a run; every finding says what to do. Imports nothing heavy itself."""
 
 import importlib.util
 import os
@@ -7,29 +7,30 @@ import shutil
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 from server_app.doctor.finding import GB, Finding, available_memory
 from server_app.errors import LaunchError
-from server_app.run_files.paths import placed, project_folder
+from server_app.run_files.paths import project_folder, resolve_output_dir
 from task.config.schema import Config
 from task.utils.cores import cores
 from task.utils.versions import package_version
 
 SCARCE_DISK = 1 * GB  # a run's models, checkpoints and pictures take far less
 SCARCE_MEMORY = 2 * GB  # a process with torch, the bundled backbone and its images takes about 1
-# runs in one process do without, and what is lost
+# packages that a run in one process does not need, and what is not possible without them
 OPTIONAL = {
     "flwr": "fcil run --in-process works without, simulations and nodes do not",
     "ray": "fcil run --in-process works without, simulations do not",
-    "matplotlib": "runs work without, but draw no pictures",
+    "psutil": "fcil run --in-process works without, simulations do not",
+    "matplotlib": "runs work without, but draw no pictures and write no report",
+    "jinja2": "runs work without, but draw no pictures and write no report",
 }
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """What a run with these keys needs, cheap things first; a step that cannot work without an earlier one is left out.
+    """Check what a run with these keys needs, cheap things first; a check that needs a failed one is left out.
 
-    Nothing is written. Weights that a run would fetch are fetched.
+    Nothing is written. Weights that a run would download are downloaded.
     """
     usable = True
     for finding in (*_packages(), _memory(), _disk(config)):
@@ -37,11 +38,11 @@ def examine(config: Config) -> Iterator[Finding]:
         yield finding
     if usable:
         try:
-            from server_app.doctor.dry_run import attempt
+            from server_app.doctor.dry_run import dry_run
         except (ImportError, OSError) as error:  # there, but broken
             yield Finding("problem", f"the packages cannot be loaded: {error}", "install them again")
         else:
-            yield from attempt(config)
+            yield from dry_run(config)
 
 
 def _packages() -> Iterator[Finding]:
@@ -54,7 +55,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _requirements() -> list[str]:
-    """What the project asks for, as in pyproject.toml."""
+    """The project's dependencies, as in pyproject.toml."""
     try:
         return tomllib.loads((project_folder() / "pyproject.toml").read_text())["project"]["dependencies"]
     except LaunchError:  # installed without its folder
@@ -64,13 +65,13 @@ def _requirements() -> list[str]:
 def _package(requirement: str) -> Finding:
     from packaging.requirements import Requirement
 
-    wanted = Requirement(requirement)
-    found = package_version(wanted.name)
-    if found != "absent" and wanted.specifier.contains(found, prereleases=True):
-        return Finding("ok", f"{wanted.name} {found}")
-    text, install = f"{wanted.name} {found}, expected {requirement}", f"pip install '{requirement}'"
-    if wanted.name in OPTIONAL:
-        return Finding("warning", text, f"{OPTIONAL[wanted.name]}: {install}")
+    required = Requirement(requirement)
+    version = package_version(required.name)
+    if version != "absent" and required.specifier.contains(version, prereleases=True):
+        return Finding("ok", f"{required.name} {version}")
+    text, install = f"{required.name} {version}, expected {requirement}", f"pip install '{requirement}'"
+    if required.name in OPTIONAL:
+        return Finding("warning", text, f"{OPTIONAL[required.name]}: {install}")
     return Finding("problem", text, install)
 
 
@@ -83,12 +84,12 @@ def _memory() -> Finding:
 
 
 def _disk(config: Config) -> Finding:
-    folder = placed(Path(config.output_dir))
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    free = shutil.disk_usage(there).free
+    folder = resolve_output_dir(config.output_dir)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     text = f"{free / GB:.1f} GB of disk free for {folder}"
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        return Finding("problem", f"{there} cannot be written", "name another folder with output-dir")
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return Finding("problem", f"{existing} cannot be written", "name another folder with output-dir")
     if free < SCARCE_DISK:
         return Finding("warning", text, "make room, or name another folder with output-dir")
     return Finding("ok", text)

@@ -1,4 +1,4 @@
-"""What the noise of a run is worth: releases of every client, and the worst one's (epsilon, delta) after each round."""
+"""The privacy account of a run: releases of every client, and the largest epsilon after each round."""
 
 import logging
 from collections import Counter
@@ -19,14 +19,9 @@ UNIT = "one training image of a client, replaced by another of its class"
 
 
 def open_account(config: Config) -> dict[str, Any]:
-    """The entry ``privacy`` of results.json before the first round; empty where there is no noise.
-
-    Raises:
-        ConfigError: the accountant is not installed.
-    """
+    """The entry ``privacy`` of results.json before the first round; empty where there is no noise."""
     if not config.privacy_noise:
         return {}
-    epsilon(config.privacy_noise / 2, 1, config.privacy_delta)
     if config.privacy_seeded:
         log.warning("privacy-seeded = true: whoever knows the seed, as the server does, can take the noise away")
     return {
@@ -50,40 +45,42 @@ def releases_per_message(config: Config) -> int:
 
 
 def record_asked(path: Path, report: RoundReport) -> None:
-    """Write down who is asked to train, before it is: rounds that a resumed run repeats are paid twice."""
+    """Write down which clients are about to be asked to train; a round that a resumed run repeats counts twice."""
     path.parent.mkdir(exist_ok=True)
     append_line(path, {"task": report.task, "round": report.round, "names": report.participants})
 
 
 def require_asked_clients(account: Mapping[str, Any], path: Path, rounds: Sequence[RoundReport]) -> None:
-    """A run that goes on must know whom it has asked.
+    """Check that the records of :func:`record_asked` cover all rounds of a run that is resumed.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: records are missing or damaged.
     """
     try:
-        known = {(line["task"], line["round"]) for line in read_lines(path)}
+        recorded = {(line["task"], line["round"]) for line in read_lines(path)}
     except (ValueError, LookupError, TypeError):
-        known = set()
-    if account and not known >= {(r.task, r.round) for r in rounds}:
+        recorded = set()
+    if account and not recorded >= {(r.task, r.round) for r in rounds}:
         raise ConfigError(f"{path} has lost lines, so that what the clients have released cannot be told: start anew.")
 
 
 def charge(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -> dict[str, Any]:
     """The account after the last of ``rounds``: that of the client and task with the most releases so far.
 
-    All who were asked to train, as :func:`record_asked` has it, pay, but for the rounds for which they said to have no
-    data; also one whose answer was late or refused, as it may have left the client all the same, and what it answered
-    before the run was interrupted. An image, being of one class, is learned in the rounds of one task only, so that
-    tasks do not add up.
+    Every client that was asked to train (see :func:`record_asked`) is charged, except for rounds in which it reported
+    to have no data. A late or refused reply is charged too, because it may have left the client. So is a reply to a
+    round that was interrupted. An image has one class and is learned in the rounds of one task only, so tasks do not
+    add up.
     """
     if not account:
         return {}
-    asked = read_lines(path)
-    times = Counter((name, line["task"]) for line in asked for name in line["names"])
-    times -= Counter((name, r.task) for r in rounds for name in r.idle)
-    (name, _), most = max(sorted(times.items()), key=lambda pair: pair[1], default=(("", 0), 0))
-    releases = most * account["releases_per_message"]
-    found = epsilon(account["noise"] / 2, releases, account["delta"])
-    spent = {"releases": [*account["releases"], releases], "epsilon": [*account["epsilon"], found]}
-    return account | {"worst_client": name} | spent
+    replies = Counter((name, line["task"]) for line in read_lines(path) for name in line["names"])
+    replies -= Counter((name, r.task) for r in rounds for name in r.idle)
+    (worst_client, _), count = max(sorted(replies.items()), key=lambda item: item[1], default=(("", 0), 0))
+    releases = count * account["releases_per_message"]
+    spent = epsilon(account["noise"] / 2, releases, account["delta"])
+    return account | {
+        "worst_client": worst_client,
+        "releases": [*account["releases"], releases],
+        "epsilon": [*account["epsilon"], spent],
+    }

@@ -1,4 +1,4 @@
-"""What class statistics give away: images whose features are those of a prototype, beside the client's real images."""
+"""Attack on class statistics: images are optimised until their features are those of a class mean or a draw."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,17 +32,17 @@ WINDOW, DEVIATION = 11, 1.5  # of the Gaussian window of SSIM, in pixels
 
 @dataclass(frozen=True)
 class Inversion:
-    """One class of one client, attacked.
+    """Result of the attack on one class of one client.
 
     Attributes:
         name: of the class.
-        images: of it that the client has.
-        real: the client's own image that is most similar to the reconstruction, [H, W, 1 or 3] in 0 .. 1.
-        reconstruction: likewise.
-        distance: |f(x) - target| / |target| that the attack ended with.
-        ssim: of these two images.
-        ssim_others: of the reconstruction and the most similar training image of the class that others have.
-        ssim_real: of the client's real images and the most similar one that others have, on average.
+        images: number of the client's images of the class.
+        real: the client's image that is most similar to the reconstruction, [H, W, 1 or 3] in 0 .. 1.
+        reconstruction: [H, W, 1 or 3] in 0 .. 1.
+        distance: final |f(x) - target| / |target|.
+        ssim: of ``reconstruction`` and ``real``.
+        ssim_others: of the reconstruction and the most similar image of the class among those of other clients.
+        ssim_real: of each of the client's images and the most similar one of other clients, on average.
     """
 
     name: str
@@ -54,29 +54,29 @@ class Inversion:
     ssim_others: float | None
     ssim_real: float | None
 
-    def figures(self) -> dict[str, Any]:
-        """All but the pictures; P = 1 - SSIM is what an attacker does not see (0 = the very image)."""
-        numbers = {n: v for n, v in vars(self).items() if n not in ("real", "reconstruction")}
-        return numbers | {"p": 1 - self.ssim}
+    def numbers(self) -> dict[str, Any]:
+        """All attributes but the images, and P = 1 - SSIM (0: the reconstruction is the image itself)."""
+        values = {name: value for name, value in vars(self).items() if name not in ("real", "reconstruction")}
+        return values | {"p": 1 - self.ssim}
 
 
-def attack(path: Path, client: int, target: str, most: int, steps: int, device: str = "auto") -> list[Inversion]:
+def attack(path: Path, client: int, target: str, num_classes: int, steps: int, device: str = "auto") -> list[Inversion]:
     """Invert the class statistics that one client sends with the model of a run.
 
-    The statistics are computed anew by the run's own keys, noise and thresholds included, with its final model, for a
-    run does not keep them. Classes of fewest images come first.
+    A run does not store statistics. They are computed again from its run keys, noise and thresholds included, with its
+    final model. Classes with the fewest images come first.
 
     Args:
         path: the run's folder.
-        client: its place, from 0.
-        target: "mean" of a class, or a "sample" of the Gaussian that was sent.
-        most: classes to attack.
+        client: number of the client, from 0.
+        target: "mean" of a class, or a "sample" of its Gaussian.
+        num_classes: classes to attack, at most.
         steps: of the optimisation.
         device: auto, cpu, cuda or cuda:N.
 
     Raises:
         ConfigError: the method sends nothing to invert, the client does not exist, or the data are not here.
-        ModelError: no model there.
+        ModelError: there is no model.
     """
     predictor = load_predictor(path, device)
     config = parse(predictor.metadata.config)
@@ -89,19 +89,20 @@ def attack(path: Path, client: int, target: str, most: int, steps: int, device: 
     if not 0 <= client < config.num_clients:
         raise ConfigError(f"--client {client} does not exist: the run has clients 0 to {config.num_clients - 1}.")
     scenario = build_scenario(config)
-    mine = held(config, predictor, client)
-    found = kind.collect(
-        predictor.model, _sample(scenario, mine, predictor), config.options, GaussianMechanism.of(config, client, 0)
-    )
-    chosen = np.argsort(found["counts"], kind="stable")[:most]
-    targets = prototypes(found, target, config)[chosen]
-    shape = scenario.dataset.train_images[mine[:1]].shape[1:]
+    positions = reported_positions(config, predictor, client)
+    sample, mechanism = _sample(scenario, positions, predictor), GaussianMechanism.of(config, client, 0)
+    statistics = kind.collect(predictor.model, sample, config.options, mechanism)
+    chosen = np.argsort(statistics["counts"], kind="stable")[:num_classes]
+    targets = attack_targets(statistics, target, config)[chosen]
+    shape = scenario.dataset.train_images[positions[:1]].shape[1:]
     images, distances = invert(predictor.model, targets, shape, steps, torch_rng(config.seed, "inversion"))
-    classes = found["class_ids"][chosen].tolist()
-    return [_measured(scenario, mine, c, x, d, predictor) for c, x, d in zip(classes, images, distances, strict=True)]
+    return [
+        _compare_with_real(scenario, positions, class_id, image, distance, predictor)
+        for class_id, image, distance in zip(statistics["class_ids"][chosen].tolist(), images, distances, strict=True)
+    ]
 
 
-def held(config: Config, predictor: Predictor, client: int) -> np.ndarray:
+def reported_positions(config: Config, predictor: Predictor, client: int) -> np.ndarray:
     """Positions, int64 [N], of the client's training images whose classes it reports, of all tasks that have begun.
 
     Raises:
@@ -122,21 +123,21 @@ def _sample(scenario: Scenario, positions: np.ndarray, predictor: Predictor) -> 
     return Sample(scenario.dataset.train_images, positions, *on_device)
 
 
-def prototypes(found: Arrays, target: str, config: Config) -> Tensor:
-    """What the attacker steers to for each class, float32 [K, D]: its mean, or one draw of its Gaussian.
+def attack_targets(statistics: Arrays, target: str, config: Config) -> Tensor:
+    """Target features of each class, float32 [K, D]: its mean, or one draw of its Gaussian.
 
     Raises:
         ConfigError: the method sends no covariances to draw from.
     """
-    if "means" not in found:
-        return torch.from_numpy(found["sums"] / found["counts"][:, None]).float()
+    if "means" not in statistics:
+        return torch.from_numpy(statistics["sums"] / statistics["counts"][:, None]).float()
     if target == "mean":
-        return torch.from_numpy(found["means"])
-    if not found.keys() & {"variances", "covariances"}:
+        return torch.from_numpy(statistics["means"])
+    if not statistics.keys() & {"variances", "covariances"}:
         raise ConfigError(f"--target sample is not possible: method {config.method!r} sends means alone.")
-    bank, rng = prepare_gaussians([found], config.options.packing), torch_rng(config.seed, "inversion", 1)
-    drawn = bank.means + bank.deviations * torch.randn(bank.means.shape, generator=rng)
-    return drawn + (torch.randn(len(bank), 1, bank.factors.shape[1], generator=rng) @ bank.factors)[:, 0]
+    bank, rng = prepare_gaussians([statistics], config.options.packing), torch_rng(config.seed, "inversion", 1)
+    diagonal = bank.means + bank.deviations * torch.randn(bank.means.shape, generator=rng)
+    return diagonal + (torch.randn(len(bank), 1, bank.factors.shape[1], generator=rng) @ bank.factors)[:, 0]
 
 
 def invert(
@@ -159,11 +160,12 @@ def invert(
     height, width, channels = shape
     x = torch.rand(len(targets), channels, height, width, generator=rng).to(model.device).requires_grad_(True)
     targets = targets.to(model.device)
+    scale = targets.square().sum(dim=1).clamp(min=1e-12)
     optimiser = torch.optim.Adam([x], STEP_SIZE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     gap = torch.zeros(len(targets))
     for _ in range(steps):
-        gap = (lifted(model, x) - targets).square().sum(dim=1) / targets.square().sum(dim=1).clamp(min=1e-12)
+        gap = (differentiable_features(model, x) - targets).square().sum(dim=1) / scale
         (x.grad,) = torch.autograd.grad((gap + SMOOTHNESS * total_variation(x)).sum(), [x])
         optimiser.step()
         schedule.step()
@@ -171,8 +173,8 @@ def invert(
     return x.detach().cpu(), gap.detach().sqrt().tolist()
 
 
-def lifted(model: Model, images: Tensor) -> Tensor:
-    """What statistics are taken of: stored images [B, C, H, W] in 0 .. 1 -> [B, D], differentiable."""
+def differentiable_features(model: Model, images: Tensor) -> Tensor:
+    """The features that statistics are computed from: images [B, C, H, W] in 0 .. 1 -> [B, D]; with gradients."""
     return model.head.project(
         model.features(normalise(resize(images * 255, model.backbone.image_size), model.backbone))
     )
@@ -185,10 +187,10 @@ def total_variation(x: Tensor) -> Tensor:
 
 
 def ssim(x: Tensor, y: Tensor) -> Tensor:
-    """Structural similarity (Wang et al. 2004) of pixels [B, C, H, W] in 0 .. 1, mean over channels and window places.
+    """Structural similarity (Wang et al. 2004) of pixels [B, C, H, W] in 0 .. 1, mean over channels and windows.
 
     (2 mu_x mu_y + c1) (2 s_xy + c2) / ((mu_x^2 + mu_y^2 + c1) (s_x^2 + s_y^2 + c2)), c1 = 0.01^2, c2 = 0.03^2, in
-    Gaussian windows of 11 x 11 pixels and deviation 1.5, which lie inside the image; sides of at least 11 pixels.
+    Gaussian windows of 11 x 11 pixels and deviation 1.5 inside the image, whose sides have at least 11 pixels.
     """
     steps = torch.arange(WINDOW) - WINDOW // 2
     weights = torch.exp(-steps.square() / (2 * DEVIATION**2))
@@ -203,26 +205,30 @@ def ssim(x: Tensor, y: Tensor) -> Tensor:
     return (luminance * (2 * cov + 9e-4) / (var_x + var_y + 9e-4)).flatten(1).mean(dim=1)
 
 
-def _measured(
-    scenario: Scenario, mine: np.ndarray, class_id: int, image: Tensor, distance: float, predictor: Predictor
+def _compare_with_real(
+    scenario: Scenario, positions: np.ndarray, class_id: int, image: Tensor, distance: float, predictor: Predictor
 ) -> Inversion:
+    """Compare the reconstruction of a class with its images at the client's ``positions``, and with all others."""
     dataset, side = scenario.dataset, max(predictor.model.backbone.image_size, WINDOW)
 
-    def large(positions: np.ndarray) -> Tensor:
+    def load_images(positions: np.ndarray) -> Tensor:
         return resize(torch.from_numpy(dataset.train_images[positions]).permute(0, 3, 1, 2), side)
 
-    every = np.flatnonzero(dataset.train_labels == class_id)
-    own, others = np.intersect1d(every, mine), np.setdiff1d(every, mine)
-    reconstruction, reals = resize(image[None] * 255, side), large(own)
-    similar, elsewhere = ssim(reconstruction.expand_as(reals), reals), large(others) if len(others) else reals[:0]
-    best = [float(ssim(one[None].expand_as(elsewhere), elsewhere).max()) for one in reals if len(others)]
+    of_class = np.flatnonzero(dataset.train_labels == class_id)
+    of_client, of_others = np.intersect1d(of_class, positions), np.setdiff1d(of_class, positions)
+    reconstruction, real = resize(image[None] * 255, side), load_images(of_client)
+    similarity = ssim(reconstruction.expand_as(real), real)
+    best = []  # of the reconstruction, then of each real image: SSIM of the most similar image of other clients
+    if len(of_others):
+        others = load_images(of_others)
+        best = [float(ssim(x[None].expand_as(others), others).max()) for x in (reconstruction[0], *real)]
     return Inversion(
         name=dataset.class_names[class_id],
-        images=len(own),
-        real=dataset.train_images[own[[int(similar.argmax())]]][0] / 255,
+        images=len(of_client),
+        real=dataset.train_images[of_client[[int(similarity.argmax())]]][0] / 255,
         reconstruction=image.permute(1, 2, 0).numpy(),
         distance=distance,
-        ssim=float(similar.max()),
-        ssim_others=float(ssim(reconstruction.expand_as(elsewhere), elsewhere).max()) if len(others) else None,
-        ssim_real=float(np.mean(best)) if best else None,
+        ssim=float(similarity.max()),
+        ssim_others=best[0] if best else None,
+        ssim_real=float(np.mean(best[1:])) if best else None,
     )

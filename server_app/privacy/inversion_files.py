@@ -1,4 +1,4 @@
-"""What ``fcil privacy`` prints and leaves in the run's folder."""
+"""Table and files of ``fcil privacy``."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from server_app.privacy.inversion import Inversion
-from server_app.report.write import PicturesUnavailable
+from server_app.report.write import required_packages
 from task.utils.atomic import write_atomically
 
 NOTE = (
@@ -17,33 +17,31 @@ NOTE = (
 )
 
 
-def lines(found: Sequence[Inversion]) -> list[str]:
-    """A table, a line for each class below a heading, and what its numbers mean."""
+def format_table(inversions: Sequence[Inversion]) -> list[str]:
+    """Lines of a table with one class in each, and a note on what its numbers mean."""
     rows: list[tuple[str, ...]] = [("class", "images", "distance", "SSIM own", "others", "real", "P")]
-    for one in found:
-        numbers = (one.distance, one.ssim, one.ssim_others, one.ssim_real, 1 - one.ssim)
-        rows.append((one.name, str(one.images), *("-" if x is None else f"{x:.3f}" for x in numbers)))
+    for inversion in inversions:
+        numbers = (inversion.distance, inversion.ssim, inversion.ssim_others, inversion.ssim_real, 1 - inversion.ssim)
+        rows.append((inversion.name, str(inversion.images), *("-" if x is None else f"{x:.3f}" for x in numbers)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows] + [NOTE]
 
 
-def write_inversions(folder: Path, found: Sequence[Inversion], client: int, target: str) -> list[Path]:
-    """privacy.json and privacy.png; their paths.
+def write_inversions(folder: Path, inversions: Sequence[Inversion], client: int, target: str) -> list[Path]:
+    """Write privacy.json and privacy.png; returns their paths.
 
     Raises:
-        PicturesUnavailable: matplotlib is not installed; nothing is written.
+        PicturesUnavailable: matplotlib is missing; nothing is written.
         OSError: the folder cannot be written.
     """
-    try:
+    with required_packages():
         from server_app.privacy.inversion_figure import inversions_figure
         from server_app.report.figures import png
-    except ImportError as error:
-        raise PicturesUnavailable("the pictures need matplotlib: pip install 'matplotlib>=3.9'") from error
-    mean = float(np.mean([one.ssim for one in found]))
+    mean = float(np.mean([inversion.ssim for inversion in inversions]))
     about = f"client {client} · target: class {target} · mean SSIM {mean:.2f}"
-    figure = inversions_figure(found, "What class statistics give away", about)
+    figure = inversions_figure(inversions, "What class statistics give away", about)
     content = {"client": client, "target": target, "ssim": mean, "p": 1 - mean, "note": NOTE}
-    content |= {"classes": [one.figures() for one in found]}
+    content |= {"classes": [inversion.numbers() for inversion in inversions]}
     files = {"privacy.json": (json.dumps(content, indent=1) + "\n").encode(), "privacy.png": png(figure)}
     for name, data in files.items():
         write_atomically(folder / name, data)

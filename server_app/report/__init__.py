@@ -1,1 +1,1 @@
-"""Tables and pictures of one run or of several, made from the files the runs wrote."""
+"""Tables and pictures of one run or of several, made from the files of the runs."""

@@ -1,4 +1,4 @@
-"""What several runs say together: those that differ in nothing but the seed are averaged."""
+"""Comparison of several runs; runs that differ in nothing but the seed are averaged."""
 
 import math
 import re
@@ -18,7 +18,7 @@ COMPARED = {
     "last_accuracy": "Last accuracy, %",
     "forgetting": "Forgetting, points",
 }
-COSTS = {  # column of the table: where results.json has it, units in one of what is recorded
+COSTS = {  # column of the table: part and name in results.json, factor from the recorded unit
     "kB up per client and round": ("communication", "bytes_up_per_client_round", 1e-3),
     "kB down per client and round": ("communication", "bytes_down_per_client_round", 1e-3),
     "Seconds": ("seconds", "total", 1.0),
@@ -35,8 +35,8 @@ class Group:
     """Runs that differ in nothing but the seed.
 
     Attributes:
-        setting: what is compared with each other: the data set, and the partition where a suite names several.
-        label: the method, with the keys that tell it from others.
+        setting: the data set, and the partition where a suite has several; groups of one setting are compared.
+        label: the method, with the keys in which groups differ.
     """
 
     setting: str
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def finished(self) -> list[Run]:
-        """The runs that enter the averages: a run that stopped early has had fewer tasks to forget."""
+        """The runs that are averaged; a run that stopped early has had fewer tasks to forget."""
         return [run for run in self.runs if run.finished]
 
     def mean_sd(self, metric: str) -> tuple[float, float]:
@@ -54,30 +54,30 @@ class Group:
 
     @property
     def matrix(self) -> np.ndarray:
-        """Accuracy after task i on task j, [T, T], averaged over the finished runs, of which there must be one."""
+        """Accuracy after task i on task j, [T, T], averaged over the finished runs, at least one."""
         return np.mean([run.matrix for run in self.finished], axis=0)
 
     @property
     def megabytes(self) -> tuple[float, float]:
-        """Like ``mean_sd``, of the traffic of the whole run in units of 10^6 bytes."""
+        """Mean and standard deviation of the traffic of a run, in units of 10^6 bytes."""
         return mean_sd(run.megabytes for run in self.finished)
 
     def cost(self, column: str) -> tuple[float, float]:
-        """Like ``mean_sd``, of one of ``COSTS``; NaN where it was not recorded."""
+        """Mean and standard deviation of one of ``COSTS``; NaN if not recorded."""
         part, name, unit = COSTS[column]
         recorded = [run.results[part].get(name) for run in self.finished]
         return mean_sd(unit * value for value in recorded if is_number(value))
 
 
 def mean_sd(values: Iterable[float]) -> tuple[float, float]:
-    """Of those values that are not NaN; NaN without a value, or without a second one."""
-    known = [value for value in values if not math.isnan(value)]
-    mean = float(np.mean(known)) if known else math.nan
-    return mean, float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
+    """Mean and sample standard deviation of all values but NaN; NaN for too few values."""
+    numbers = [value for value in values if not math.isnan(value)]
+    mean = float(np.mean(numbers)) if numbers else math.nan
+    return mean, float(np.std(numbers, ddof=1)) if len(numbers) > 1 else math.nan
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group by data set, method and every run key of the protocol; the best final average accuracy comes first.
+    """Group by data set, method and the run keys of the protocol; the best final average accuracy comes first.
 
     Within one data set and method, the keys that differ (prompt, partition's parameter) become part of the label.
     """

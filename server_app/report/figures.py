@@ -1,4 +1,4 @@
-"""The pictures. Importing this module loads matplotlib; pyplot, whose state is the whole process's, is not used."""
+"""The pictures. Importing this module loads matplotlib; pyplot is not used, as its state is global."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def titled(width: float, height: float, title: str, subtitle: str) -> Figure:
-    """A titled figure of the given inches."""
+def make_figure(width: float, height: float, title: str, subtitle: str) -> Figure:
+    """A figure with title and subtitle; width and height in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     head = f"{plain(title, int(9 * width))}\n"  # the empty second line makes the layout leave room for the subtitle
     figure.suptitle(head, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
@@ -42,7 +42,7 @@ def titled(width: float, height: float, title: str, subtitle: str) -> Figure:
 
 
 def plain(text: str, width: int) -> str:
-    """One line of at most ``width`` letters, in which a dollar sign begins no formula."""
+    """One line of at most ``width`` letters, in which a dollar sign does not begin a formula."""
     line = " ".join(text.split())
     return (line if len(line) <= width else line[: width - 1] + "…").replace("$", r"\$")
 
@@ -56,7 +56,7 @@ def accuracy_figure(run: Run) -> Figure:
     """Accuracy in % after each task: a thick line over all classes seen so far, a thin one for each task."""
     outcome = {"final_average_accuracy": "final average {:.1f} %", "forgetting": "forgetting {:.1f} points"}
     reached = [words.format(100 * run.metrics[name]) for name, words in outcome.items() if len(run.matrix)]
-    figure = titled(7.6, 4.8, run.title, with_status(run, " · ".join([*run.facts, *reached])))
+    figure = make_figure(7.6, 4.8, run.title, with_status(run, " · ".join([*run.facts, *reached])))
     axes = figure.subplots()
     _draw_tasks(axes, run)
     tasks = np.arange(1, len(run.seen) + 1)
@@ -77,11 +77,11 @@ def accuracy_figure(run: Run) -> Figure:
 def _draw_tasks(axes: Axes, run: Run) -> None:
     k = len(run.matrix)
     for j, colour in enumerate(_shades(k)):
-        own = 100 * run.matrix[j:, j]
-        axes.plot(np.arange(j, k) + 1, own, color=colour, lw=1.3, marker=".", ms=5, label="_")
-        if j in numbered(len(run.seen)) and np.isfinite(own[0]):
-            offset = (0, -9 if own[0] < 100 * run.seen[j] else 9)
-            label = axes.annotate(f"{j + 1}", (j + 1, own[0]), xytext=offset, textcoords="offset points")
+        percent = 100 * run.matrix[j:, j]
+        axes.plot(np.arange(j, k) + 1, percent, color=colour, lw=1.3, marker=".", ms=5, label="_")
+        if j in numbered_tasks(len(run.seen)) and np.isfinite(percent[0]):
+            offset = (0, -9 if percent[0] < 100 * run.seen[j] else 9)
+            label = axes.annotate(f"{j + 1}", (j + 1, percent[0]), xytext=offset, textcoords="offset points")
             label.set(color=INK, fontsize=9, ha="center", va="center", zorder=5)
             label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
 
@@ -91,8 +91,8 @@ def _shades(count: int) -> list[Any]:
     return [colormaps["viridis"](0.7 * t / max(1, count - 1)) for t in range(count)]
 
 
-def numbered(num_tasks: int) -> list[int]:
-    """Tasks, from 0, whose number is written: all while there is room for them, else the first and every fifth."""
+def numbered_tasks(num_tasks: int) -> list[int]:
+    """Tasks, from 0, whose number is written: up to 25 all, else the first and every fifth."""
     return [t for t in range(num_tasks) if num_tasks <= 25 or t == 0 or t % 5 == 4]
 
 
@@ -101,13 +101,13 @@ def matrix_figure(run: Run) -> Figure:
     count, k = len(run.seen), len(run.matrix)
     side = min(10.0, max(5.0, 2.2 + 0.56 * count))
     subtitle = with_status(run, "test accuracy on each task after each task, %")
-    figure = titled(side + 0.9, side + 0.5, run.title, subtitle)
+    figure = make_figure(side + 0.9, side + 0.5, run.title, subtitle)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[max(3, count), 1])
     full = np.full((count, count), np.nan)
     full[:k, :k] = 100 * run.matrix
     image = _heat(top, full, "cividis", *_limits(run.matrix))
     top.set_ylabel("After learning task")
-    shown = numbered(count)
+    shown = numbered_tasks(count)
     top.set_yticks(shown, [str(t + 1) for t in shown])
     top.tick_params(labelbottom=False)
     _hatch_undone(top, k, count)
@@ -121,13 +121,13 @@ def matrix_figure(run: Run) -> Figure:
 
 
 def _draw_forgotten(axes: Axes, run: Run) -> None:
-    """Best earlier minus final accuracy of each task in points; nothing for tasks with nothing after them."""
-    lost = np.full((1, len(run.seen)), np.nan)
+    """Best earlier minus final accuracy of each task in points; the last task stays empty."""
+    forgotten = np.full((1, len(run.seen)), np.nan)
     if len(run.matrix):
         matrix, kept = fold(run.matrix, run.samples)
-        lost[0, kept[:-1]] = 100 * forgetting_by_task(matrix)
-    _heat(axes, lost, "OrRd", 0, max(25.0, np.nanmax(lost, initial=0)))
-    if np.isnan(lost).all():
+        forgotten[0, kept[:-1]] = 100 * forgetting_by_task(matrix)
+    _heat(axes, forgotten, "OrRd", 0, max(25.0, np.nanmax(forgotten, initial=0)))
+    if np.isnan(forgotten).all():
         axes.text(0.5, 0.5, "no earlier task yet", transform=axes.transAxes, ha="center", va="center", color=MUTED)
     axes.set_yticks([0], ["forgotten,\npoints"])
 
@@ -172,11 +172,11 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
     styles = _styles(groups)
     figure, panels = _panels(groups, styles, "Accuracy on all classes seen so far", subtitle)
     for setting, axes in panels.items():
-        members = [group for group in groups if group.setting == setting]
-        band = min(0.16, 1.2 / len(members))  # else the bands of many groups hide each other and the lines
-        for group in members:
+        shown = [group for group in groups if group.setting == setting]
+        band = min(0.16, 1.2 / len(shown))  # fainter with more groups, so that lines stay visible
+        for group in shown:
             _draw_curve(axes, group, styles[group.label], band)
-        seen = [run.seen for group in members for run in group.runs]
+        seen = [run.seen for group in shown for run in group.runs]
         _task_axes(axes, max(map(len, seen)), np.concatenate(seen))
     figure.axes[0].set_ylabel("Test accuracy, %")
     return figure
@@ -215,7 +215,7 @@ def matrices_figure(groups: Sequence[Group]) -> Figure:
     rows = math.ceil(len(done) / columns)
     width, height = max(5.6, side * columns), 0.9 + (side + (0.4 if several else 0.2)) * rows
     subtitle = "row: after learning the task; column: tested on the task; mean over seeds, %"
-    figure = titled(width, height, "Accuracy on each task after each task", subtitle)
+    figure = make_figure(width, height, "Accuracy on each task after each task", subtitle)
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     limits = _limits(np.concatenate([group.matrix.ravel() for group in done]))
     for axes, group in zip(panels, done, strict=False):
@@ -229,7 +229,7 @@ def matrices_figure(groups: Sequence[Group]) -> Figure:
 
 def _draw_matrix(axes: Axes, group: Group, limits: tuple[float, float]) -> None:
     _heat(axes, 100 * group.matrix, "cividis", *limits, small=True)
-    shown = numbered(len(group.matrix))
+    shown = numbered_tasks(len(group.matrix))
     axes.set_xticks(shown, [str(t + 1) for t in shown])
     axes.set_yticks(shown, [str(t + 1) for t in shown])
 
@@ -250,7 +250,7 @@ def _panels(groups: Sequence[Group], styles: Styles, title: str, subtitle: str) 
     settings = list(dict.fromkeys(group.setting for group in groups))
     labels = dict.fromkeys(group.label for group in groups)
     width = 2.6 + (5.6 if len(settings) == 1 else 4.4 * len(settings))
-    figure = titled(width, max(4.8, 0.9 + 0.21 * len(labels)), title, subtitle)
+    figure = make_figure(width, max(4.8, 0.9 + 0.21 * len(labels)), title, subtitle)
     panels = dict(zip(settings, figure.subplots(1, len(settings), squeeze=False)[0], strict=True))
     for setting, axes in panels.items():
         axes.set_title(plain(setting, 40), loc="left", fontsize=10.5, color=INK)
@@ -266,7 +266,7 @@ def _task_axes(axes: Axes, num_tasks: int, fractions: np.ndarray) -> None:
     axes.set_ylim(low - margin, high + 1.5 * margin)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
     axes.set_xlabel("Tasks learned")
-    quiet(axes)
+    style_axes(axes)
 
 
 def _limits(fractions: np.ndarray) -> tuple[float, float]:
@@ -286,10 +286,10 @@ def _traffic_axes(axes: Axes) -> None:
     axes.xaxis.set_major_formatter("{x:,.10g}")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("Traffic, MB (log scale)")
-    quiet(axes)
+    style_axes(axes)
 
 
-def quiet(axes: Axes) -> None:
+def style_axes(axes: Axes) -> None:
     """A faint grid behind the data, two spines, dark labels."""
     axes.grid(True, color=FAINT, lw=0.8)
     axes.set_axisbelow(True)

@@ -1,4 +1,4 @@
-"""Pictures over classes, clients and tasks: what is taken for what, who holds what, and how local models differ."""
+"""Pictures of classes, clients and tasks: confusion, images of each client, federated bias."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,19 +9,29 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from server_app.report.figures import COLOURS, INK, MUTED, ink_on, numbered, plain, quiet, titled, with_status
+from server_app.report.figures import (
+    COLOURS,
+    INK,
+    MUTED,
+    ink_on,
+    make_figure,
+    numbered_tasks,
+    plain,
+    style_axes,
+    with_status,
+)
 from server_app.report.runs import Run
 
 NAMED = 30  # rows or columns that still have room for their names
 WRITTEN = 20  # rows and columns whose cells still have room for a number
 
 
-def drawn_maps(run: Run) -> dict[str, Figure]:
-    """Those of the pictures below that the run has recorded something for, by file name."""
+def recorded_figures(run: Run) -> dict[str, Figure]:
+    """The pictures below by file name, as far as the run has recorded their data."""
     figures: dict[str, Figure] = {}
     if run.confusion.size and any(run.tasks[: len(run.matrix)]):
         figures["confusion.png"] = confusion_figure(run)
-    if run.holdings and any(run.tasks):
+    if run.client_counts and any(run.tasks):
         figures["clients.png"] = clients_figure(run)
     if any(map(len, run.entropies)) or np.isfinite(run.distances).any():
         figures["federated_bias.png"] = bias_figure(run)
@@ -29,14 +39,17 @@ def drawn_maps(run: Run) -> dict[str, Figure]:
 
 
 def confusion_figure(run: Run) -> Figure:
-    """Of the test images of each seen class (row), how many % were taken for which (column); classes as they came."""
+    """Share of the test images of each seen class (row) that were predicted as each class (column), in %.
+
+    Classes are in order of arrival.
+    """
     tasks = run.tasks[: len(run.matrix)]
     order = [c for classes in tasks for c in classes]
     counts = run.confusion[np.ix_(order, order)]
     percent = 100 * counts / counts.sum(axis=1, keepdims=True).clip(1)
     side = min(10.0, 4.8 + 0.26 * len(order))
-    after = f"after task {len(tasks)}: % of a class's images (row) that were taken for which (column)"
-    figure = titled(side + 2.0, side + 0.8, run.title, with_status(run, after))
+    after = f"after task {len(tasks)}: % of the images of a class (row) that were predicted as a class (column)"
+    figure = make_figure(side + 2.0, side + 0.8, run.title, with_status(run, after))
     axes = figure.subplots()
     _draw_counts(axes, figure, percent, 100, "% of the class")
     _name_classes(axes.xaxis, run, tasks, rotation=90)
@@ -48,13 +61,13 @@ def confusion_figure(run: Run) -> Figure:
 
 
 def clients_figure(run: Run) -> Figure:
-    """Training images of each client (row) by class (column), tasks side by side, and all of a client at the right."""
+    """Training images of each client (row) by class (column), and their sum at the right."""
     order = [c for classes in run.tasks for c in classes]
-    counts = np.array(list(run.holdings.values()))[:, order]
+    counts = np.array(list(run.client_counts.values()))[:, order]
     clients, classes = counts.shape
     width, height = min(12.0, 6.8 + 0.2 * classes), min(11.0, 3.6 + 0.2 * clients)
-    held = "who holds what: training images that a client may learn from, by class"
-    figure = titled(width, height, run.title, with_status(run, held))
+    subtitle = "training images that a client may learn from, by class"
+    figure = make_figure(width, height, run.title, with_status(run, subtitle))
     axes, total = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
     _draw_counts(axes, figure, counts, counts.max(initial=1), "images", beside=total)
     if classes <= NAMED:
@@ -64,31 +77,31 @@ def clients_figure(run: Run) -> Figure:
     _number_tasks(axes, run.tasks)
     _separate(axes, run.tasks)
     step = -(-clients // NAMED)
-    names = [plain(name, 18) for name in run.holdings]
+    names = [plain(name, 18) for name in run.client_counts]
     axes.set_yticks(range(0, clients, step), names[::step])
     total.barh(range(clients), counts.sum(axis=1), color=COLOURS[0], height=0.8)
     total.set_xlabel("all tasks")
     total.xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
-    quiet(total)
+    style_axes(total)
     total.tick_params(left=False, labelsize=8.5)
     return figure
 
 
 def bias_figure(run: Run) -> Figure:
-    """Federated bias by task: how many different answers local models give, and how far their prototypes are apart."""
+    """Federated bias by task: response entropy of local models, and the distance between their prototypes."""
     drawings = []
     if any(map(len, run.entropies)):
         drawings.append(_draw_entropies)
     if np.isfinite(run.distances).any():
         drawings.append(_draw_distances)
     subtitle = with_status(run, "federated bias: local models of a task's last round, before aggregation")
-    figure = titled(max(7.0, 4.8 * len(drawings)), 4.4, run.title, subtitle)
+    figure = make_figure(max(7.0, 4.8 * len(drawings)), 4.4, run.title, subtitle)
     for axes, draw in zip(figure.subplots(1, len(drawings), squeeze=False)[0], drawings, strict=True):
         draw(axes, run)
         axes.set_xlim(0.6, len(run.seen) + 0.4)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
         axes.set_xlabel("Task")
-        quiet(axes)
+        style_axes(axes)
     return figure
 
 
@@ -96,7 +109,7 @@ def _draw_entropies(axes: Axes, run: Run) -> None:
     """Entropy of each local model's answers as a share of the largest possible, and the mean."""
     seen = np.cumsum([len(classes) for classes in run.tasks])
     tasks = enumerate(zip(run.entropies, seen, strict=True), 1)
-    measured = [(t, found / np.log(classes)) for t, (found, classes) in tasks if classes > 1]  # one class is no choice
+    measured = [(t, entropies / np.log(classes)) for t, (entropies, classes) in tasks if classes > 1]  # ln 1 = 0
     for t, shares in measured:
         axes.scatter(np.full(len(shares), t), shares, color=COLOURS[0], s=14, alpha=0.45, lw=0)
     means = [(t, shares.mean()) for t, shares in measured if len(shares)]
@@ -117,10 +130,10 @@ def _draw_distances(axes: Axes, run: Run) -> None:
 
 
 def _draw_counts(
-    axes: Axes, figure: Figure, values: np.ndarray, most: float, label: str, beside: Axes | None = None
+    axes: Axes, figure: Figure, values: np.ndarray, largest: float, label: str, beside: Axes | None = None
 ) -> None:
-    """A heat map of [rows, columns] from 0, which stays white, to ``most``; small numbers are told apart best."""
-    image = axes.imshow(values, cmap="Blues", norm=PowerNorm(0.5, 0, most), aspect="auto", interpolation="nearest")
+    """A heat map of [rows, columns] from 0, which stays white, to ``largest``, on a square root scale."""
+    image = axes.imshow(values, cmap="Blues", norm=PowerNorm(0.5, 0, largest), aspect="auto", interpolation="nearest")
     rows, columns = values.shape
     for i, j in np.argwhere(values >= 0.5) if max(rows, columns) <= WRITTEN else []:
         ink = ink_on(image, values[i, j])
@@ -129,25 +142,25 @@ def _draw_counts(
     ticks = MaxNLocator(nbins=6, integer=True)
     bar = figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02, aspect=40, ticks=ticks, format="{x:g}")
     bar.set_label(label, color=INK)
-    for drawn in (axes, bar.ax):
-        drawn.tick_params(length=0, labelcolor=INK, labelsize=8.5)
-        drawn.spines[:].set_color("#c9cfd8")
+    for panel in (axes, bar.ax):
+        panel.tick_params(length=0, labelcolor=INK, labelsize=8.5)
+        panel.spines[:].set_color("#c9cfd8")
 
 
 def _name_classes(axis: Any, run: Run, tasks: Sequence[Sequence[int]], rotation: float = 0) -> None:
-    """Class names while there is room for them, else the numbers of the tasks in the middle of their classes."""
+    """Names of up to 30 classes; of more classes, the numbers of their tasks."""
     order = [c for classes in tasks for c in classes]
     if len(order) <= NAMED:
         names = [plain(str(run.results["class_names"][c]), 20) for c in order]
         axis.set_ticks(range(len(order)), names, rotation=rotation)
     else:
-        middles, shown = _middles(tasks), [t for t in numbered(len(tasks)) if len(tasks[t])]
+        middles, shown = _middles(tasks), [t for t in numbered_tasks(len(tasks)) if len(tasks[t])]
         axis.set_ticks([middles[t] for t in shown], [f"task {t + 1}" for t in shown])
 
 
 def _number_tasks(axes: Axes, tasks: Sequence[Sequence[int]]) -> None:
     above, middles = axes.secondary_xaxis("top"), _middles(tasks)
-    shown = [t for t in numbered(len(tasks)) if len(tasks[t])]  # a stage may bring no class
+    shown = [t for t in numbered_tasks(len(tasks)) if len(tasks[t])]  # a stage may bring no class
     above.set_xticks([middles[t] for t in shown], [f"task {t + 1}" if len(tasks) <= 10 else f"{t + 1}" for t in shown])
     above.tick_params(length=0, labelcolor=INK, labelsize=8.5)
     above.spines[:].set_visible(False)
@@ -160,7 +173,7 @@ def _middles(tasks: Sequence[Sequence[int]]) -> np.ndarray:
 
 def _separate(axes: Axes, tasks: Sequence[Sequence[int]], both: bool = False) -> None:
     """Lines between tasks."""
-    for place in np.cumsum([len(classes) for classes in tasks])[:-1] - 0.5:
-        axes.axvline(place, color=MUTED, lw=0.7)
+    for position in np.cumsum([len(classes) for classes in tasks])[:-1] - 0.5:
+        axes.axvline(position, color=MUTED, lw=0.7)
         if both:
-            axes.axhline(place, color=MUTED, lw=0.7)
+            axes.axhline(position, color=MUTED, lw=0.7)

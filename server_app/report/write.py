@@ -1,22 +1,18 @@
-"""Writing reports: one run's own pictures and page, or the comparison of several in a folder of its own.
+"""Writes reports: pictures and page of one run, or the comparison of several in a folder of its own.
 
 One run gets accuracy.png, forgetting.png and report.html beside its results.json, and confusion.png, clients.png and
-federated_bias.png as far as it recorded what they show. A comparison gets accuracy.png, matrices.png,
+federated_bias.png if it recorded their data. A comparison gets accuracy.png, matrices.png,
 communication.png, table.md and report.html; runs that differ in nothing but the seed are averaged.
 """
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
+from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report.compare import Group, comparison_markdown, group_runs
-from server_app.report.pages import comparison_page, single_page
-from server_app.report.runs import ReportError, Run, load_run
+from server_app.report.runs import Run, load_run
 from task.utils.atomic import write_atomically
-
-
-class PicturesUnavailable(RuntimeError):
-    """Matplotlib is not installed; the message says how to install it."""
 
 
 def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[Path]:
@@ -26,7 +22,7 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
 
     Raises:
         ReportError: no folder given, a run's files missing or broken, or no folder to write the comparison to.
-        PicturesUnavailable: matplotlib is not installed; nothing is written.
+        PicturesUnavailable: a package is missing; nothing is written.
     """
     runs = [load_run(Path(folder)) for folder in {Path(f).resolve(): f for f in run_dirs}.values()]
     if not runs:
@@ -38,43 +34,45 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
         raise ReportError(f"{folder} is a run's own folder: the comparison would overwrite that run's report")
     if len(runs) > 1:
         return write_comparison(group_runs(runs), folder, f"Comparison of {len(runs)} runs")
-    return _write(folder, _files_of_one(runs[0]))
+    return _write(folder, _draw_run(runs[0]))
 
 
 def write_comparison(groups: Sequence[Group], folder: Path, title: str) -> list[Path]:
     """Write the table and pictures of groups of runs, in their order, and return their paths.
 
     Raises:
-        PicturesUnavailable: matplotlib is not installed; nothing is written.
+        PicturesUnavailable: a package is missing; nothing is written.
     """
-    figures = _figures()
+    with required_packages():
+        from server_app.report import figures, pages
     begun = [group for group in groups if group.runs]
-    drawn = {"accuracy.png": figures.comparison_figure(begun)} if begun else {}
+    drawings = {"accuracy.png": figures.comparison_figure(begun)} if begun else {}
     if any(group.finished for group in begun):
-        drawn["matrices.png"] = figures.matrices_figure(begun)
+        drawings["matrices.png"] = figures.matrices_figure(begun)
     if any(group.megabytes[0] > 0 for group in begun):  # NaN where none was recorded
-        drawn["communication.png"] = figures.communication_figure(begun)
-    pictures = {name: figures.png(figure) for name, figure in drawn.items()}
-    page, table = comparison_page(groups, pictures, title), comparison_markdown(groups)
+        drawings["communication.png"] = figures.communication_figure(begun)
+    pictures = {name: figures.png(figure) for name, figure in drawings.items()}
+    page, table = pages.comparison_page(groups, pictures, title), comparison_markdown(groups)
     return _write(folder, pictures | {"table.md": table.encode(), "report.html": page.encode()})
 
 
-def _files_of_one(run: Run) -> dict[str, bytes]:
-    figures = _figures()
-    from server_app.report.heatmaps import drawn_maps
+def _draw_run(run: Run) -> dict[str, bytes]:
+    with required_packages():
+        from server_app.report import figures, heatmaps, pages
+    drawings = {"accuracy.png": figures.accuracy_figure(run), "forgetting.png": figures.matrix_figure(run)}
+    drawings |= heatmaps.recorded_figures(run)
+    pictures = {name: figures.png(figure) for name, figure in drawings.items()}
+    return pictures | {"report.html": pages.single_page(run, pictures).encode()}
 
-    drawn = {"accuracy.png": figures.accuracy_figure(run), "forgetting.png": figures.matrix_figure(run)}
-    drawn |= drawn_maps(run)
-    pictures = {name: figures.png(figure) for name, figure in drawn.items()}
-    return pictures | {"report.html": single_page(run, pictures).encode()}
 
-
-def _figures() -> ModuleType:
+@contextlib.contextmanager
+def required_packages() -> Iterator[None]:
+    """Turn an ImportError into :class:`PicturesUnavailable`."""
     try:
-        from server_app.report import figures
+        yield
     except ImportError as error:
-        raise PicturesUnavailable("the pictures need matplotlib: pip install 'matplotlib>=3.9'") from error
-    return figures
+        packages = "'matplotlib>=3.9' 'jinja2>=3.1'"
+        raise PicturesUnavailable(f"pictures and pages need matplotlib and jinja2: pip install {packages}") from error
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> list[Path]:

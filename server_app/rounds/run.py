@@ -17,15 +17,15 @@ from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import wait_for_nodes
 from server_app.clients.registry import ClientRegistry
 from server_app.clients.sampling import sample_clients
-from server_app.errors import RunError
+from server_app.errors import PicturesUnavailable, RunError
 from server_app.privacy.account import charge, open_account, record_asked, require_asked_clients
-from server_app.report.write import PicturesUnavailable, write_report
+from server_app.report.write import write_report
 from server_app.rounds.aggregation import RoundAggregator
 from server_app.rounds.federated_bias import local_distance, response_entropies
 from server_app.rounds.progress import describe_round
 from server_app.rounds.reply_checks import LARGEST, InvalidReply, check_counts
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
-from server_app.run_files.paths import claim, run_directory
+from server_app.run_files.paths import lock_run, run_directory
 from server_app.run_files.results import Results, RoundReport, mean_or_none
 from server_app.run_files.resume import require_same_backbone
 from server_app.run_files.tensorboard import TensorBoardWriter, require_tensorboard
@@ -72,7 +72,7 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
         log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
     with contextlib.ExitStack() as held:
         if config.resume:
-            held.enter_context(claim(directory))
+            held.enter_context(lock_run(directory))
         run = Run(config, transport, directory, initial, held)
         try:
             run.run()
@@ -151,7 +151,7 @@ class Run:
             self.results.clients = [{"name": m.name, "class_counts": m.class_counts.tolist()} for m in members]
 
     def _begun(self, held: contextlib.ExitStack) -> int:
-        held.enter_context(claim(self.directory))
+        held.enter_context(lock_run(self.directory))
         run_directory(self.config)  # another run of this name may have come first
         write_config(self.directory, self.config, self.model)
         return 0

@@ -1,14 +1,16 @@
-"""Where the project and its runs are, and how they ended; imports nothing heavy: the command line answers at once."""
+"""Folders of the project and of its runs, their locks, and how a run ended; imports nothing heavy."""
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from server_app.errors import LaunchError
 from task.config.schema import Config
@@ -25,14 +27,14 @@ def project_folder() -> Path:
     Raises:
         LaunchError: there is none, as after a plain installation.
     """
-    for place in (Path(__file__).parents[2], Path.cwd(), *Path.cwd().parents):
-        if (place / "Makefile").is_file() and (place / "server_app" / "app.py").is_file():
-            return place.resolve()
+    for folder in (Path(__file__).parents[2], Path.cwd(), *Path.cwd().parents):
+        if (folder / "Makefile").is_file() and (folder / "server_app" / "app.py").is_file():
+            return folder.resolve()
     raise LaunchError("Flower runs a project's folder, and this is none: go to a checkout, or add --in-process.")
 
 
 def run_directory(config: Config) -> Path:
-    """Absolute folder of a run: one that does not exist yet, or that of the run to resume.
+    """Absolute folder of a run: a new one, or that of the run to resume.
 
     A run without a name is called after method, data set, seed and local time.
 
@@ -42,7 +44,7 @@ def run_directory(config: Config) -> Path:
     # two runs may start in the same second
     unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     name = config.run_name or f"{config.row.name}-{config.dataset}-seed{config.seed}-{unique}"
-    directory = placed(Path(config.output_dir)) / name
+    directory = resolve_output_dir(config.output_dir) / name
     try:
         taken = (directory / "results.json").exists()
     except OSError as error:
@@ -52,41 +54,47 @@ def run_directory(config: Config) -> Path:
     return directory
 
 
-def locked(folder: Path) -> TextIO:
-    """Make a folder if need be and take its lock, which whoever inherits the file holds too, until all have closed it.
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Make a folder if need be and lock it against other processes; the lock ends with this process at the latest.
 
-    Where the file system knows no locks, there is none, and the log says so.
+    Where the file system has no locks, there is none, and the log says so.
 
     Raises:
-        OSError: BlockingIOError if another process has it, others if the folder cannot be written.
+        Timeout: another process has the lock.
+        OSError: the folder cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / ".lock", "w")  # noqa: SIM115, the lock lasts as long as it is open
+    lock = FileLock(folder / ".lock")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
+        lock.acquire(blocking=False)
+    except Timeout:
         raise
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:
         log.warning("%s cannot be locked (%s): start no second run there", folder, error)
-    return file
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-def claim(directory: Path) -> TextIO:
-    """Keep other processes out of a run's folder until the file is closed; see :func:`locked`.
+@contextlib.contextmanager
+def lock_run(directory: Path) -> Iterator[None]:
+    """Keep other processes out of a run's folder; see :func:`lock_folder`.
 
     Raises:
         ConfigError: it cannot be written, or another process writes it.
     """
-    try:
-        lock = locked(directory)
-        (directory / "results.json.part").touch()
-        (directory / "results.json.part").unlink()
-        return lock
-    except BlockingIOError as error:
-        raise ConfigError(f"{str(directory)!r} is the folder of a run that another process is at.") from error
-    except OSError as error:
-        raise ConfigError(f"output-dir = {str(directory.parent)!r} cannot be written: {error}.") from error
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock_folder(directory))
+            (directory / "results.json.part").touch()
+            (directory / "results.json.part").unlink()
+        except Timeout as error:
+            raise ConfigError(f"{str(directory)!r} is the folder of a run that another process is at.") from error
+        except OSError as error:
+            raise ConfigError(f"output-dir = {str(directory.parent)!r} cannot be written: {error}.") from error
+        yield
 
 
 def read_results(directory: Path) -> dict[str, Any]:
@@ -106,11 +114,14 @@ def mark_failed(directory: Path, reason: str) -> None:
         part.replace(directory / "results.json")
 
 
-def placed(output: Path) -> Path:
-    """An ``output-dir`` made absolute: a relative one counts from FCIL_HOME, the project, or the working directory."""
+def resolve_output_dir(output_dir: str) -> Path:
+    """The run key ``output-dir`` as an absolute path.
+
+    A relative one is below the environment variable FCIL_HOME, else the project's folder, else the working directory.
+    """
     if "FCIL_HOME" in os.environ:
-        return Path(os.environ["FCIL_HOME"]).resolve() / output
+        return Path(os.environ["FCIL_HOME"]).resolve() / output_dir
     try:
-        return project_folder() / output
+        return project_folder() / output_dir
     except LaunchError:
-        return Path.cwd() / output
+        return Path.cwd() / output_dir

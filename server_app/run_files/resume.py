@@ -1,13 +1,14 @@
 """The run key ``resume``: the settings of an earlier run, whatever else was typed."""
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from server_app.run_files.paths import placed, read_results
+from server_app.run_files.paths import read_results, resolve_output_dir
 from task.config.schema import WAITING, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
@@ -29,7 +30,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """
     if not values.get("resume"):
         return dict(values)
-    directory = placed(Path(str(values["resume"])).expanduser())
+    directory = resolve_output_dir(os.path.expanduser(str(values["resume"])))
     saved = _saved(directory)
     register(str(saved["method"]))
     known = known_keys()

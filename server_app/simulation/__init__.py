@@ -1,1 +1,1 @@
-"""A simulation of our own start: a private SuperLink and the processes below it."""
+"""Flower's simulation, started by fcil run: a private SuperLink and its processes."""

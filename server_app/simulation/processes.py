@@ -1,17 +1,21 @@
-"""Processes and signals: ending what was started, and being ended in order."""
+"""Processes and signals: ends processes with their descendants, and turns signals into exceptions."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody wants the run to end; ``number`` is the signal's."""
+    """A signal asked the run to end; ``number`` is the signal's."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -23,12 +27,12 @@ def interruptible(at_once: bool = False) -> Iterator[Callable[[], None]]:
     """Turn Ctrl-C, SIGTERM and a closed terminal into :class:`Interrupted`.
 
     Args:
-        at_once: raise it wherever the program is; otherwise only where the yielded check is called, so that it cannot
-            come between the start of a process and the line that remembers it.
+        at_once: raise it wherever the program is. Otherwise it is raised where the yielded function is called, so
+            never between the start of a process and the line that stores it.
     """
     received: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def store(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if at_once:
             check()
@@ -37,47 +41,69 @@ def interruptible(at_once: bool = False) -> Iterator[Callable[[], None]]:
         if received:
             raise Interrupted(received[0])
 
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    names = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+    numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]
     # what nohup or a shell's background job ignores stays ignored
-    heeded = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) for number in heeded}
+    handled = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, store) for number in handled}
     try:
         yield check
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)
 
 
 def end_processes(started: list["subprocess.Popen[bytes]"], mark: str, patience: float = 2.0) -> None:
-    """End processes and their offspring: politely, and by force after ``patience`` seconds.
-
-    Flower's simulation would take longer to go, as it waits for the run's thread; there is nothing to wait for.
+    """End processes and their descendants with SIGTERM, and with SIGKILL after ``patience`` seconds.
 
     Args:
-        started: ended ones are harmless.
-        mark: NAME=VALUE of a variable that only their environments hold; where there is /proc, it finds offspring
-            whose parents are gone already, as Ray's workers' often are.
+        started: may have ended already.
+        mark: NAME=VALUE of an environment variable of these processes alone. It finds descendants whose parents are
+            gone, as those of Ray's workers often are.
         patience: seconds.
     """
-    known = {process.pid for process in started if process.poll() is None}
-    asked: set[int] = set()
+    import psutil
+
+    family = {psutil.Process(process.pid) for process in started if process.poll() is None}
+    asked: set[psutil.Process] = set()
     began = time.monotonic()
     while True:
-        for process in started:
-            process.poll()  # else the dead would stay in the table
-        parents = _parents()
-        known |= {pid for pid in parents if _carries(pid, mark)}
-        while young := {pid for pid, parent in parents.items() if parent in known} - known:
-            known |= young
-        alive = known & parents.keys()
+        for child in started:
+            child.poll()  # else ended ones would stay zombies
+        family |= _relatives(family, mark)
+        alive = {process for process in family if _is_alive(process)}
         force = time.monotonic() > began + patience
         if not alive or time.monotonic() > began + 2 * patience:
             return
-        for pid in alive if force else alive - asked:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if force else signal.SIGTERM)
+        for process in alive if force else alive - asked:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill() if force else process.terminate()
         asked |= alive
         time.sleep(0.1)
+
+
+def _relatives(family: AbstractSet["psutil.Process"], mark: str) -> set["psutil.Process"]:
+    """Descendants of ``family``, and processes with the mark in their environment with their descendants."""
+    import psutil
+
+    name, _, value = mark.partition("=")
+    processes = list(psutil.process_iter(["ppid", "environ"]))  # of other people's processes the environment is None
+    relatives = {process for process in processes if (process.info["environ"] or {}).get(name) == value}
+    while True:
+        pids = {process.pid for process in family | relatives}
+        children = {process for process in processes if process.info["ppid"] in pids} - relatives
+        if not children:
+            return relatives
+        relatives |= children
+
+
+def _is_alive(process: "psutil.Process") -> bool:
+    import psutil
+
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def last_lines(path: Path, count: int = 20) -> str:
@@ -85,28 +111,3 @@ def last_lines(path: Path, count: int = 20) -> str:
     with contextlib.suppress(OSError):
         return "\n".join([x for x in path.read_text(errors="replace").splitlines() if x.strip()][-count:])
     return ""
-
-
-def _parents() -> dict[int, int]:
-    """Parent of every process that is not a zombie."""
-    if Path("/proc/self/stat").exists():
-        return dict(_parents_from_proc())
-    listed = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,state="], capture_output=True, text=True, check=True)
-    rows = (line.split() for line in listed.stdout.splitlines())
-    return {int(pid): int(parent) for pid, parent, state in rows if not state.startswith("Z")}
-
-
-def _parents_from_proc() -> Iterator[tuple[int, int]]:
-    for place in Path("/proc").iterdir():
-        if place.name.isdecimal():
-            with contextlib.suppress(OSError):
-                # the command's name, in parentheses, may hold anything
-                state, parent = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-                if state != "Z":
-                    yield int(place.name), int(parent)
-
-
-def _carries(pid: int, mark: str) -> bool:
-    with contextlib.suppress(OSError):
-        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False

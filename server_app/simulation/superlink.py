@@ -1,7 +1,6 @@
-"""One run through Flower's own programs: a SuperLink of its own, one submission, and an end that leaves nothing behind.
+"""One run through Flower's programs: a private SuperLink, one submitted run, and the end of all processes.
 
-Only the standard library is imported, so that a mistyped key is answered at once and a machine without Flower gets a
-message instead of a traceback.
+Flower itself is not imported: help and errors appear at once, and a machine without Flower gets a message.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ from task.message import Scalar
 from task.utils.cores import cores
 
 DEFAULT_CLIENTS = 10
-MOST_WORKERS = 8  # a worker holds about 1 GB
+MAX_WORKERS = 8  # a worker holds about 1 GB
 START_TIMEOUT = 60.0  # seconds for the SuperLink to answer
 POLL = 0.2  # seconds
 
@@ -40,8 +39,8 @@ insecure = true
 
 
 def default_workers(config: Config) -> int:
-    """Clients that train at once: as many as have ``threads`` cores each, within reason."""
-    return max(1, min(cores() // config.threads, config.num_clients or DEFAULT_CLIENTS, MOST_WORKERS))
+    """Number of clients that train at once: each has ``threads`` cores, and there are at most ``MAX_WORKERS``."""
+    return max(1, min(cores() // config.threads, config.num_clients or DEFAULT_CLIENTS, MAX_WORKERS))
 
 
 class FlowerRun:
@@ -52,7 +51,7 @@ class FlowerRun:
 
         Args:
             project: folder of the Flower app; Ray's workers import the clients' code from there.
-            check: called while waiting; what it raises ends the wait.
+            check: called while waiting; an exception that it raises ends the wait.
         """
         self._project = project
         self._check = check
@@ -64,9 +63,9 @@ class FlowerRun:
         Raises:
             LaunchError: Flower is not installed, or its SuperLink does not start.
         """
-        for package in ("flwr", "ray"):
+        for package, source in (("flwr", "flwr[simulation]"), ("ray", "flwr[simulation]"), ("psutil", "psutil")):
             if importlib.util.find_spec(package) is None:
-                raise LaunchError(f"{package} is not installed: pip install 'flwr[simulation]', or add --in-process.")
+                raise LaunchError(f"{package} is not installed: pip install '{source}', or add --in-process.")
         self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=_short_temporary_folder()))
         try:
             self._start_superlink()
@@ -78,12 +77,12 @@ class FlowerRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End all processes and remove all files, whatever happened."""
+        """End all processes and remove all files."""
         end_processes(self._processes, f"FLWR_HOME={self._home}")
         shutil.rmtree(self._home, ignore_errors=True)
 
     def submit(self, values: Mapping[str, Scalar], clients: int, workers: int) -> None:
-        """Hand the run to the SuperLink and follow its log; returns at once.
+        """Submit the run to the SuperLink; returns at once.
 
         Args:
             values: run keys that differ from those of pyproject.toml.
@@ -91,25 +90,25 @@ class FlowerRun:
             workers: processes that they share.
         """
         config = self._home / "run.toml"
-        # JSON's texts, numbers and true/false are TOML's as well
+        # strings, numbers and booleans look the same in JSON and TOML
         config.write_text("".join(f"{k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in values.items()))
         federation = f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={workers}"
-        # --stream rather than a second program for the log: its end is the end of the run
+        # with --stream the program prints the log and ends when the run ends
         command = ["flwr", "run", str(self._project), "fcil", "--stream", "--run-config", str(config)]
         self._submission = self._start([*command, "--federation-config", federation], self.log)
 
     @property
     def log(self) -> Path:
-        """What the run has logged so far, Flower's own lines included; gone with the context."""
+        """File with the log of the run and of Flower; removed when the context ends."""
         return self._home / "flower.log"
 
-    def going_on(self) -> bool:
-        """Whether the run, once submitted, still has something to do."""
+    def is_running(self) -> bool:
+        """Whether the submitted run has not ended yet."""
         self._check()
         return self._submission.poll() is None
 
     def status(self) -> tuple[str, str]:
-        """Flower's final word: status, such as ``finished:completed``, and details.
+        """Flower's final status, such as ``finished:completed``, and its details.
 
         Raises:
             LaunchError: Flower did not accept the run, or does not answer any more.
@@ -140,7 +139,7 @@ class FlowerRun:
             time.sleep(POLL / 2)
 
     def _start(self, command: list[str], output: Path) -> "subprocess.Popen[bytes]":
-        # a session of its own: Ctrl-C is for us alone, who then end everything in order
+        # in a session of its own it does not get Ctrl-C; this process does, and ends it in order
         with open(output, "wb") as file:
             process = subprocess.Popen(
                 command,
@@ -156,29 +155,29 @@ class FlowerRun:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """Flower's programs by name, everything they write below ``home``, no network but this machine's own."""
-    here = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    """Environment of Flower's programs: they write below ``home`` and use no network but this machine's own."""
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     quiet = {
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    own = {
+    local = {
         "FLWR_HOME": str(home),
         "RAY_TMPDIR": str(home),
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL),
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]),
     }
-    direct = {name: ",".join(filter(None, [os.environ.get(name), "127.0.0.1"])) for name in ("NO_PROXY", "no_proxy")}
-    return here | quiet | own | direct
+    no_proxy = {name: ",".join(filter(None, [os.environ.get(name), "127.0.0.1"])) for name in ("NO_PROXY", "no_proxy")}
+    return inherited | quiet | local | no_proxy
 
 
 def _short_temporary_folder() -> str:
-    """Ray makes sockets some 70 characters below, and a socket's path may have about 100."""
-    usual = tempfile.gettempdir()
-    return usual if len(usual) <= 20 or not os.path.isdir("/tmp") else "/tmp"
+    """Ray appends about 70 characters for its sockets, whose paths may have about 100."""
+    folder = tempfile.gettempdir()
+    return folder if len(folder) <= 20 or not os.path.isdir("/tmp") else "/tmp"
 
 
 def _free_port() -> int:
@@ -199,9 +198,8 @@ def _healthy(port: int) -> bool:
 
 
 def _json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a program's output, which may have other lines around it; empty when there is none."""
+    """The JSON object in a program's output, between other lines; empty when there is none."""
     text = path.read_text(errors="replace")
     with contextlib.suppress(ValueError):
-        found = json.loads(text[text.index("{") : text.rindex("}") + 1])
-        return found if isinstance(found, dict) else {}
+        return json.loads(text[text.index("{") : text.rindex("}") + 1])
     return {}

@@ -1,6 +1,5 @@
 """The transport over Flower's Grid: the same for Ray's simulated nodes and for SuperNodes on other machines."""
 
-import copy
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -8,19 +7,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from flwr.app import DEFAULT_TTL, Array, Error, Message
-from flwr.app.message import make_message
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, no_object_id_recompute
 
-from client_app.flower_records import MESSAGE_TYPES, from_records, to_records
+from client_app.flower_records import MESSAGE_TYPES, Encode, from_records, to_records
 from server_app.errors import one_line
 from server_app.transport.base import Reply
-from task.message import Kind, Packet
+from task.message import Kind, Packet, payload_bytes
 
 _LOOK = 10.0  # seconds between two looks for nodes that were started anew
 _AT_ONCE = 16  # answers that are pulled together, and so in memory together
-_LONGEST_ID = 2**64 - 1
-_RANDOM_IDS = ("_run_id", "_src_node_id", "_dst_node_id", "_src_task_id", "_dst_task_id")
 _WRAPPED = re.compile(r"<class '(?P<module>[\w.]*?)\.?(?P<kind>\w+)(?:\(\w+\))?'>:<'(?P<text>.*)'>", re.DOTALL)
 _COLOURS = re.compile(r"\x1b\[\d*m")
 
@@ -69,21 +64,6 @@ class GridTransport:
         finally:
             failed = exchange.close(timeout)
         yield from failed
-
-
-def serialised_bytes(message: Message) -> int:
-    """Size of a message as Flower sends it: the message and every object nested in it, equal objects once.
-
-    Ids, which Flower draws at random and writes in as few bytes as they need, count as the longest ones: equal runs
-    have equal traffic.
-    """
-    metadata = copy.copy(message.metadata)
-    ids = {name: _LONGEST_ID for name in _RANDOM_IDS if metadata.__dict__[name] is not None}
-    metadata.__dict__.update(ids)
-    error, content = (message.error, None) if message.has_error() else (None, message.content)
-    with no_object_id_recompute():
-        measured = make_message(metadata, content, error)
-        return sum(len(nested.deflate()) for nested in get_all_nested_objects(measured).values())
 
 
 def readable_reason(error: Error) -> str:
@@ -207,50 +187,38 @@ class _Exchange:
         self._failed.append(Reply(envelope.node, None, reason, bytes_down, 0))
 
 
-class _Encoder:
-    """Arrays of one exchange, each serialised once however many nodes get it."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[np.ndarray, Array, Array]] = {}
-
-    def for_sending(self, array: np.ndarray) -> Array:
-        return self._both(array)[1]
-
-    def for_measuring(self, array: np.ndarray) -> Array:
-        """A twin over the same bytes: measuring leaves views in an Array, and Ray cannot pickle those."""
-        return self._both(array)[2]
-
-    def _both(self, array: np.ndarray) -> tuple[np.ndarray, Array, Array]:
-        if id(array) not in self._known:
-            made = Array.from_numpy_ndarray(array)
-            twin = Array(dtype=made.dtype, shape=made.shape, stype=made.stype, data=made.data)
-            self._known[id(array)] = (array, made, twin)  # the array itself, so that its id stays taken
-        return self._known[id(array)]
-
-
 def _envelopes(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[_Envelope]:
-    encoder, envelopes = _Encoder(), []
-    with no_object_id_recompute():  # shared arrays are hashed once
-        for node, packet in packets.items():
-            # a late answer must still be accepted, or the node would seem free while it works
-            ttl = DEFAULT_TTL + timeout
-            message, twin = (
-                Message(to_records(packet, encode), node, MESSAGE_TYPES[kind], ttl=ttl)
-                for encode in (encoder.for_sending, encoder.for_measuring)
-            )
-            expires = message.metadata.created_at + ttl - 60
-            envelopes.append(_Envelope(node, serialised_bytes(twin), expires, message))
+    encode, envelopes = _shared_encoder(), []
+    for node, packet in packets.items():
+        # a late answer must still be accepted, or the node would seem free while it works
+        ttl = DEFAULT_TTL + timeout
+        message = Message(to_records(packet, encode), node, MESSAGE_TYPES[kind], ttl=ttl)
+        expires = message.metadata.created_at + ttl - 60
+        envelopes.append(_Envelope(node, payload_bytes(packet), expires, message))
     return envelopes
 
 
+def _shared_encoder() -> Encode:
+    """Serialises each array once, however many nodes get it."""
+    encoded: dict[int, tuple[np.ndarray, Array]] = {}
+
+    def encode(array: np.ndarray) -> Array:
+        if id(array) not in encoded:
+            # the array is kept too: no other one can get its id
+            encoded[id(array)] = array, Array.from_numpy_ndarray(array)
+        return encoded[id(array)][1]
+
+    return encode
+
+
 def _reply(envelope: _Envelope, message: Message) -> Reply:
-    size = serialised_bytes(message)
     if message.has_error():
-        return Reply(envelope.node, None, readable_reason(message.error), envelope.size, size)
+        return Reply(envelope.node, None, readable_reason(message.error), envelope.size, 0)
     try:
-        return Reply(envelope.node, from_records(message.content), "", envelope.size, size)
+        packet = from_records(message.content)
     except Exception as error:  # whatever a client sends must not end the run
-        return Reply(envelope.node, None, f"unreadable answer: {error}", envelope.size, size)
+        return Reply(envelope.node, None, f"unreadable answer: {error}", envelope.size, 0)
+    return Reply(envelope.node, packet, "", envelope.size, payload_bytes(packet))
 
 
 def _pause(waited: float) -> float:

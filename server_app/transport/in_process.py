@@ -1,6 +1,5 @@
 """The transport without Flower: every client in this process, one after another."""
 
-import json
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from client_app.client import handle
 from client_app.node import Node
 from server_app.transport.base import Reply
-from task.message import Kind, Packet, Scalar, detached
+from task.message import Kind, Packet, Scalar, detached, payload_bytes
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,6 @@ class InProcessTransport:
         """Hand one packet to each node in turn; yields one reply per addressed node, in the order of ``packets``.
 
         ``timeout`` (seconds) only words the error of a broken node: as each waits for the one before, none is late.
-        Bytes are those of the arrays and of the scalars as JSON.
 
         Raises:
             TypeError, ValueError: a packet holds something that cannot travel.
@@ -68,7 +66,7 @@ class InProcessTransport:
 
     def _ask(self, kind: Kind, node: int, packet: Packet, timeout: float) -> Reply:
         sent = detached(packet)
-        down = _size(sent)
+        down = payload_bytes(sent)
         if node not in self._nodes:
             return Reply(node, None, "there is no such node", 0, 0)
         if self._broken is not None and self._broken(node, kind):
@@ -80,10 +78,4 @@ class InProcessTransport:
             answer = Packet(config={"error": f"{type(error).__name__}: {error}"})
         if self._tamper is not None:
             answer = self._tamper(node, kind, answer)
-        return Reply(node, answer, "", down, _size(answer))
-
-
-def _size(packet: Packet) -> int:
-    arrays = [*packet.arrays.values(), *packet.statistics.values()]
-    # eight bytes a number, as on the wire: the text of a float would make the size depend on how long a round took
-    return sum(array.nbytes for array in arrays) + 8 * len(packet.metrics) + len(json.dumps(packet.config))
+        return Reply(node, answer, "", down, payload_bytes(answer))

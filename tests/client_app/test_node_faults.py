@@ -3,7 +3,6 @@
 A reference runs in one process and leaves out of each round whom the deployment has named in it.
 """
 
-import json
 import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,9 +19,9 @@ from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.message import Kind, Packet, Scalar
 from tests.conftest import TINY
-from tests.end_to_end.deployment import Deployment, Network, rounds_in, send, until
-from tests.end_to_end.test_own_data import NAMES, OWN, Changing, patterns, store  # noqa: F401
-from tests.server_app.test_flower import comparable
+from tests.helpers.deployment import Deployment, Network, rounds_in, send, until
+from tests.helpers.own_data import NAMES, OWN, Changing, store
+from tests.helpers.runs import comparable, results_of
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 
@@ -43,10 +42,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
             running.register(i)
             running.start_node(i, place(i))
         yield running
-
-
-def results_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
 
 
 def failed_in(folder: Path) -> list[list[str]]:
@@ -174,7 +169,7 @@ def own_settings(folder: Path, name: str) -> str:
     return f'name="{name}" data-dir="{folder / name}" state-dir="{folder}/state/{name}"'
 
 
-def test_nodes_with_images_of_their_own(deployment: Deployment, patterns: list[np.ndarray], tmp_path: Path) -> None:  # noqa: F811
+def test_nodes_with_images_of_their_own(deployment: Deployment, patterns: list[np.ndarray], tmp_path: Path) -> None:
     """One joins late and brings a class, another finds one, the first one hangs when it reads its images."""
     here, there = tmp_path / "here", tmp_path / "there"
     for folder, (name, classes) in product((here, there), BEGIN.items()):

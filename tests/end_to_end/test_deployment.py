@@ -10,9 +10,9 @@ from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.message import Scalar
 from tests.conftest import TINY
-from tests.end_to_end.deployment import PATIENCE, Deployment, Process, run_config
-from tests.end_to_end.test_make_keys import make_keys
-from tests.server_app.test_flower import comparable
+from tests.helpers.deployment import PATIENCE, Deployment, Process, run_config
+from tests.helpers.proxy import make_keys
+from tests.helpers.runs import comparable
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 

@@ -9,9 +9,8 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from flwr.common.config import parse_config_args
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from task.config.schema import OF_THE_NODE
-from tests.end_to_end.test_make_keys import make_keys
+from tests.helpers.proxy import make_keys, proxy
 
 FOLDER = Path(__file__).parents[2] / "docker"
 COMPOSE = yaml.safe_load((FOLDER / "compose.yml").read_text())
@@ -234,51 +233,6 @@ def upstream(keys: Path) -> Iterator[tuple[int, list[str]]]:
     finally:
         server.shutdown()
         server.server_close()
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def proxy(folder: Path, keys: Path, superlink: int) -> Iterator[int]:
-    """Caddy with docker/proxy.json, but for the places of its files and ports."""
-    port = free_port()
-    text = (FOLDER / "proxy.json").read_text()
-    for there, here in {
-        "/run/secrets": str(keys),
-        '":8443"': f'"127.0.0.1:{port}"',
-        "superlink:8000": f"127.0.0.1:{superlink}",
-    }.items():
-        assert there in text
-        text = text.replace(there, here)
-    (folder / "proxy.json").write_text(text)
-    command = [PROGRAMS / "caddy", "run", "--config", folder / "proxy.json"]
-    with open(folder / "proxy.log", "wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=log,
-            env={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
-        )
-    try:
-        wait_for(port, process)
-        yield port
-    finally:
-        process.terminate()
-        process.wait(20)
-
-
-def wait_for(port: int, process: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        with closing(socket.socket()) as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise AssertionError("the proxy does not start")
 
 
 def status(port: int, keys: Path, method: str, path: str) -> int:

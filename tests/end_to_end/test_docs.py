@@ -13,7 +13,7 @@ import yaml
 
 from docs import hooks
 from task.config.schema import known_keys
-from tests.documents import FENCED, PAGES, ROOT, prose
+from tests.helpers.documents import FENCED, PAGES, ROOT, prose
 
 FOLDERS = "task|client_app|strategies|server_app|benchmarks|tests|docs|docker|suites|presets"
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -3,22 +3,9 @@
 import json
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
-# timm itself needs torchvision, huggingface_hub, safetensors, pyyaml; numpy comes with them
-ABSENT = ["flwr", "ray", "matplotlib", "sklearn", "scipy", "rich", "typer", "pandas", "fontTools", "hypothesis"]
-
-BLOCK = textwrap.dedent(f"""
-    import importlib.machinery, sys
-
-    find = importlib.machinery.PathFinder.find_spec
-    importlib.machinery.PathFinder.find_spec = lambda name, path=None, target=None: (
-        None if name.split(".")[0] in {ABSENT!r} else find(name, path, target)
-    )
-    from server_app.cli.main import main
-    sys.exit(main(sys.argv[1:]))
-""")
+from tests.helpers.bare_python import BLOCK
 
 TINY = ["dataset=synthetic", "image-size=16", "num-tasks=2", "rounds-per-task=1", "local-epochs=1", "num-clients=2"]
 
@@ -35,7 +22,7 @@ def test_a_whole_run_without_flower(tmp_path: Path) -> None:
     assert results["status"] == "finished"
     assert "absent" not in results["environment"]["versions"]["torch"]
     assert (tmp_path / "run" / "model.safetensors").exists()
-    assert "need matplotlib: pip install" in done.stderr
+    assert "need matplotlib and jinja2: pip install" in done.stderr
 
 
 def test_without_flower_the_simulation_says_what_to_do(tmp_path: Path) -> None:

@@ -1,30 +1,18 @@
 """Keys of a deployment: what they are good for, who may read them, and that none is ever overwritten."""
 
-import importlib.util
 import os
 import socket
 import ssl
 import stat
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from flwr.cli.supernode.register import try_load_public_key
 
-SCRIPT = Path(__file__).parents[2] / "docker" / "make_keys.py"
-
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_keys", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-make_keys = load()
+from tests.helpers.proxy import make_keys
 
 
 @pytest.fixture(scope="module")

@@ -4,49 +4,26 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import server_app.rounds.run
 from client_app.client import _HANDLERS, Request, handle
 from client_app.node import Node, own_data_dir, state_dir
 from server_app.cli.main import main
 from server_app.errors import RunError
-from server_app.rounds.run import run_experiment
-from server_app.run_files.resume import load_resumed_keys
 from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.data.images import UnreadableImage
-from task.data.load import load_dataset
 from task.inference import load_predictor
 from task.keys import ConfigError
 from task.message import Kind, Packet
-from tests.end_to_end.test_resume import PowerCutError
-from tests.strategies.test_invariants import without_times
-from tests.task.test_node_images import paint
+from tests.helpers.own_data import NAMES, OWN, Changing, paint, store
+from tests.helpers.runs import PowerCutError, Values, run, without_times
 
-OWN = {"dataset": "own", "evaluate": "clients", "image-size": 16, "num-tasks": 2, "rounds-per-task": 1}
-OWN |= {"local-epochs": 1, "device": "cpu", "class-order": "given", "run-name": "run"}
 HOLDS = {"north": (0, 1, 2, 3), "south": (0, 1, 2), "west": (2, 3)}  # which patterns are whose
-NAMES = ("ant", "bee", "cow", "doe", "elk", "fox")
-Values = dict[str, Any]
-
-
-def store(folder: Path, c: int, images: np.ndarray) -> None:
-    (folder / NAMES[c]).mkdir(parents=True, exist_ok=True)
-    for i, image in enumerate(images):
-        Image.fromarray(image).save(folder / NAMES[c] / f"{i}.png")
-
-
-@pytest.fixture(scope="module")
-def patterns() -> list[np.ndarray]:
-    """Images by class."""
-    data = load_dataset("synthetic", "", 16, 0.0, 0)
-    return [data.train_images[np.flatnonzero(data.train_labels == c)[:20]] for c in range(6)]
 
 
 @pytest.fixture
@@ -62,39 +39,6 @@ def nodes(tmp_path: Path, patterns: list[np.ndarray], monkeypatch: pytest.Monkey
 @pytest.fixture
 def own(nodes: Path, tmp_path: Path) -> Values:
     return OWN | {"output-dir": str(tmp_path / "runs"), "data-dir": str(nodes), "num-clients": 3}
-
-
-class Changing(InProcessTransport):
-    """Nodes that connect, vanish or find data just before a train message of a server round, or while nothing goes on.
-
-    ``before`` maps server rounds to what happens; ``hidden`` are nodes that are not connected.
-    """
-
-    def __init__(self, values: Values, before: Mapping[int, Callable[[], object]] | None = None) -> None:
-        super().__init__(values, len(HOLDS))
-        self.before, self.hidden, self.aliases = dict(before or {}), set[int](), dict[int, int]()
-
-    def nodes(self) -> list[int]:
-        return [n for n in [*super().nodes(), *self.aliases] if n not in self.hidden]
-
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
-        server_round = next(iter(packets.values())).config.get("server-round", 0) if packets else 0
-        if kind == "train" and server_round in self.before:
-            self.before.pop(server_round)()  # type: ignore[call-overload]
-        replies = []
-        for node, packet in packets.items():
-            if node in self.hidden:
-                replies.append(Reply(node, None, "gone", 0, 0))
-            else:
-                [found] = super().exchange(kind, {self.aliases.get(node, node): packet}, timeout)
-                replies.append(Reply(node, found.packet, found.error, found.bytes_down, found.bytes_up))
-        return replies
-
-
-def run(values: Values, transport: InProcessTransport | None = None) -> Values:
-    config = parse(load_resumed_keys(values))
-    directory = run_experiment(config, transport or InProcessTransport(config.flat(), config.num_clients))
-    return json.loads((directory / "results.json").read_text())
 
 
 def test_nodes_with_images_of_their_own_learn_together(own: Values, nodes: Path) -> None:

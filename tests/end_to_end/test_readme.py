@@ -22,7 +22,7 @@ from task.config.schema import known_keys
 from task.data.load import load_dataset
 from task.data.registry import SOURCES
 from task.methods import METHODS
-from tests.documents import PAGES, ROOT, blocks, commands, prose, section
+from tests.helpers.documents import PAGES, ROOT, blocks, commands, prose, section
 
 ALL = [(page, words) for page in PAGES for words in commands(page)]
 FCIL = [(page, words[1:]) for page, words in ALL if words[0].endswith("fcil")]

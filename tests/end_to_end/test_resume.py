@@ -32,40 +32,7 @@ from task.keys import ConfigError
 from task.message import Kind, Packet
 from task.methods import METHODS, load_class
 from task.utils.atomic import write_atomically
-from tests.strategies.test_invariants import without_times
-
-Values = dict[str, Any]
-
-
-class PowerCutError(BaseException):
-    """Ends a run where it stands."""
-
-
-def run(values: Values, cut_in_round: int = 0) -> None:
-    """A whole run, or one whose power is cut while clients train in a server round."""
-    config = parse(load_resumed_keys(values))
-
-    def tamper(node: int, kind: str, packet: Any) -> Any:
-        if kind == "train" and int(packet.config.get("server-round", 0)) == cut_in_round:
-            raise PowerCutError
-        return packet
-
-    transport = InProcessTransport(config.flat(), config.num_clients or 4)
-    original = transport.exchange
-
-    def exchange(kind: str, packets: Any, timeout: float) -> Any:
-        for node, packet in packets.items():
-            tamper(node, kind, packet)
-        return original(kind, packets, timeout)
-
-    transport.exchange = exchange
-    run_experiment(config, transport)
-
-
-def interrupted(values: Values, cut_in_round: int) -> Path:
-    with pytest.raises(PowerCutError):
-        run(values, cut_in_round)
-    return Path(values["output-dir"]) / values["run-name"]
+from tests.helpers.runs import Values, interrupt, run, without_times
 
 
 def all_of(folder: Path) -> tuple[Any, ...]:
@@ -93,7 +60,7 @@ def test_a_resumed_run_ends_as_if_nothing_had_happened(method: str, tiny: Values
     """Cut in the last round, so that all of a method's memory is needed."""
     whole, cut = two_runs(tiny, method=method)
     run(whole)
-    folder = interrupted(cut, cut_in_round=4)
+    folder = interrupt(cut, cut_in_round=4)
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
     run({"resume": str(folder)})
     assert all_of(folder) == all_of(folder.with_name("whole"))
@@ -120,7 +87,7 @@ def test_a_resumed_run_ends_the_same_whatever_clients_learn(
     rounds, own = WORLDS[scenario]
     whole, cut = two_runs(tiny, **own)
     run(whole)
-    folder = interrupted(cut, cut_in_round=rounds)
+    folder = interrupt(cut, cut_in_round=rounds)
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == rounds - 1
     run({"resume": str(folder)})
     assert all_of(folder) == all_of(folder.with_name("whole"))
@@ -130,9 +97,8 @@ def test_a_resumed_run_ends_the_same_whatever_clients_learn(
 def test_it_may_be_cut_anywhere_and_twice(cut_in_round: int, tiny: Values) -> None:
     whole, cut = two_runs(tiny, prompt="dualprompt", method="fedavg")
     run(whole)
-    folder = interrupted(cut, cut_in_round)
-    with pytest.raises(PowerCutError):
-        run({"resume": str(folder)}, cut_in_round=4)
+    folder = interrupt(cut, cut_in_round)
+    interrupt({"resume": str(folder)}, cut_in_round=4)
     run({"resume": str(folder)})
     assert all_of(folder) == all_of(folder.with_name("whole"))
 
@@ -143,7 +109,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
 ) -> None:
     whole, cut = two_runs(tiny)
     run(whole)
-    folder = interrupted(cut, cut_in_round=4)
+    folder = interrupt(cut, cut_in_round=4)
     kept = sorted((folder / "checkpoint").iterdir())
     assert [p.name for p in kept] == ["000002.ckpt", "000003.ckpt"]
     raw = kept[1].read_bytes()
@@ -155,7 +121,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
 
 
 def test_two_processes_cannot_write_one_run(tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = interrupted(tiny, cut_in_round=2)
+    folder = interrupt(tiny, cut_in_round=2)
     config = parse(load_resumed_keys({"resume": str(folder)}))
     first, second = (InProcessTransport(config.flat(), 3) for _ in range(2))
     original, refused = first.exchange, list[str]()
@@ -231,7 +197,7 @@ def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_returns(
 ) -> None:
     """A fresh run waits for all its nodes instead."""
     values = tiny | {"rounds-per-task": 2, "quorum": 2, "start-timeout": 0.2}
-    folder = interrupted(values, cut_in_round=2)
+    folder = interrupt(values, cut_in_round=2)
     config = parse(load_resumed_keys({"resume": str(folder)}))
     transport, connected = InProcessTransport(config.flat(), 3), [0, 2]
     monkeypatch.setattr(transport, "nodes", lambda: list(connected))
@@ -254,7 +220,7 @@ def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_returns(
 def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
     whole, cut = two_runs(tiny)
     run(whole)
-    folder = interrupted(cut, cut_in_round=3)
+    folder = interrupt(cut, cut_in_round=3)
     for values, words in [
         ({"resume": str(tmp_path / "nowhere")}, "nowhere.*no folder of a run"),
         ({"resume": str(folder.with_name("whole"))}, "finished run"),
@@ -273,7 +239,7 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
 
 def test_other_backbone_weights_are_refused(tiny: Values) -> None:
     _, cut = two_runs(tiny)
-    folder = interrupted(cut, 3)
+    folder = interrupt(cut, 3)
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(re.sub(r"backbone-sha256: \w+", "backbone-sha256: " + "0" * 64, text))
     with pytest.raises(ConfigError, match="began with other backbone weights"):
@@ -327,7 +293,7 @@ def test_a_write_that_ends_half_way_leaves_the_earlier_file(tmp_path: Path) -> N
 
 def test_a_private_run_that_has_lost_its_account_is_not_resumed(tiny: Values) -> None:
     private = {"privacy-clip": 1.0, "privacy-feature-clip": 1.0, "privacy-noise": 1.0, "privacy-seeded": True}
-    folder = interrupted(tiny | private | {"rounds-per-task": 2}, cut_in_round=4)
+    folder = interrupt(tiny | private | {"rounds-per-task": 2}, cut_in_round=4)
     (folder / "checkpoint" / "asked.jsonl").unlink()
     with pytest.raises(ConfigError, match="has lost lines"):
         run({"resume": str(folder)})
@@ -353,7 +319,7 @@ def test_lost_lines_of_rounds_do_not_keep_a_run_from_going_on(
 ) -> None:
     whole, cut = two_runs(tiny)
     run(whole)
-    folder = interrupted(cut, cut_in_round=4)
+    folder = interrupt(cut, cut_in_round=4)
     path = folder / "rounds.jsonl"
     path.write_bytes(path.read_bytes()[:-9]) if damage == "torn" else path.unlink()
     run({"resume": str(folder)})
@@ -367,7 +333,7 @@ def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -
     name = "tests.strategies.outside_method:ROW"
     try:
         _, cut = two_runs(tiny, method=name, **{"pulled-pull": 7.5})
-        folder = interrupted(cut, cut_in_round=2)
+        folder = interrupt(cut, cut_in_round=2)
         METHODS.pop(name)  # as a fresh process would begin
         assert parse(load_resumed_keys({"resume": str(folder)})).options.pull == 7.5
     finally:
@@ -376,7 +342,7 @@ def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -
 
 def test_another_version_of_the_code_is_named(tiny: Values, caplog: pytest.LogCaptureFixture) -> None:
     _, cut = two_runs(tiny)
-    folder = interrupted(cut, cut_in_round=3)
+    folder = interrupt(cut, cut_in_round=3)
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("code-sha256: ", "code-sha256: 0"))
     with caplog.at_level(logging.WARNING):

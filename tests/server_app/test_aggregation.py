@@ -19,7 +19,7 @@ from strategies.base import RoundContext, Update
 from task.config.parsing import parse
 from task.message import Kind, Packet
 from tests.conftest import QUICK
-from tests.strategies.test_invariants import without_times
+from tests.helpers.runs import without_times
 
 Values = dict[str, Any]
 

@@ -1,6 +1,5 @@
 """Suites: what is refused before anything runs, what is skipped and begun anew, how they end, and their table."""
 
-import fcntl
 import json
 import os
 import re
@@ -12,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from filelock import FileLock, Timeout
 
 from server_app.bench import runner as bench
 from server_app.bench.runner import Bench
-from server_app.bench.suite import Planned, read_suite
+from server_app.bench.suite import PlannedRun, read_suite
 from server_app.cli import main as cli
 from server_app.run_files.paths import read_results
 from server_app.run_files.writers import origin
@@ -219,7 +219,7 @@ log.open("a").write(f"ends {folder.parent.name}\\n")
     def with_pause(pause=0.0):
         results = json.dumps(run_results((0.9, 0.8, 0.7)) | {"metrics": {"final_average_accuracy": 0.75}})
 
-        def command(self: Bench, run: Planned) -> list[str]:
+        def command(self: Bench, run: PlannedRun) -> list[str]:
             words = [str(run.directory), results, str(pause), yaml.safe_dump(run.config.flat())]
             return [sys.executable, "-c", program, *words]
 
@@ -372,8 +372,7 @@ def test_a_key_that_a_run_is_too_old_to_have_had_its_default(write):
 
 def test_a_folder_serves_one_suite_at_a_time(write, quick, tmp_path, capsys):
     (tmp_path / "out").mkdir()
-    with open(tmp_path / "out" / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with FileLock(tmp_path / "out" / ".lock"):
         assert cli.main(["bench", str(write())]) == 1
     assert f"{tmp_path / 'out'} is in use" in capsys.readouterr().err
     assert cli.main(["bench", str(write())]) == 0
@@ -390,12 +389,11 @@ def wait_for(condition, seconds=60.0):
 
 
 def lock_is_free(folder):
-    with open(folder / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            return True
+    except Timeout:
+        return False
 
 
 def start(path):
@@ -420,7 +418,8 @@ def test_a_suite_that_was_ended_is_continued(write, tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
     assert err == "fcil: stopped; the same command continues the suite\n"
     assert "finished  means/seed0" in out
-    assert lock_is_free(tmp_path / "out")  # no run is left
+    assert lock_is_free(tmp_path / "out")
+    assert lock_is_free(head)  # the run is gone
     assert read_results(head)["status"] == "failed"
     _, rows = table(tmp_path / "out")
     assert rows["means", "synthetic"][0] == "0"
@@ -439,17 +438,21 @@ def test_a_suite_that_was_ended_is_continued(write, tmp_path):
 
 
 def test_a_run_that_outlives_its_suite_keeps_the_folder(write, quick, tmp_path, capsys):
-    """SIGKILL leaves a run behind: a second suite must not start another in the same folder."""
+    """SIGKILL leaves a run behind, which has the lock of its folder: a second suite must not start another there."""
+    run = "import sys, time; from pathlib import Path; from server_app.run_files.paths import lock_run\n"
+    run += "with lock_run(Path(sys.argv[1])): print('locked', flush=True); time.sleep(8)"
     program = "import sys; from server_app.bench import runner, suite; from pathlib import Path\n"
-    program += "runner.Bench._command = lambda self, run: [sys.executable, '-c', 'import time; time.sleep(4)']\n"
+    program += f"runner.Bench._command = lambda self, run: [sys.executable, '-c', {run!r}, str(run.directory)]\n"
     program += "runner.Bench(suite.read_suite(Path(sys.argv[1]), {}), 1, False, print).run()"
     process = subprocess.Popen([sys.executable, "-c", program, str(write())], cwd=ROOT, stdout=subprocess.DEVNULL)
-    wait_for((tmp_path / "out" / "means" / "seed0" / "run.log").exists)
+    folder = tmp_path / "out" / "means" / "seed0"
+    wait_for(lambda: (folder / "run.log").exists() and (folder / "run.log").read_text() == "locked\n")
     process.kill()
     process.wait()
     assert cli.main(["bench", str(write())]) == 1
-    assert "is in use" in capsys.readouterr().err
-    wait_for(lambda: lock_is_free(tmp_path / "out"))
+    assert f"{folder} is in use" in capsys.readouterr().err
+    assert (folder / "run.log").read_text() == "locked\n"
+    wait_for(lambda: lock_is_free(folder))  # the lock of a process ends with it
 
 
 def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path, request):

@@ -1,6 +1,5 @@
 """What clients may do wrong, and what a run does about it."""
 
-import json
 import subprocess
 import sys
 import textwrap
@@ -11,33 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from server_app.errors import RunError
-from server_app.rounds.run import run_experiment
-from server_app.transport.in_process import InProcessTransport
 from strategies.base import RoundContext, Update
-from task.config.parsing import parse
 from task.keys import ConfigError
 from task.message import Kind, Packet
 from task.models.model import Model
 from tests.conftest import TINY
+from tests.helpers.runs import folder_of, model_of, results_of, run
 
 Change = Callable[[Packet], object]
-
-
-def results_of(values: dict) -> dict:
-    return json.loads((Path(values["output-dir"]) / values["run-name"] / "results.json").read_text())
-
-
-def model_of(values: dict) -> dict[str, np.ndarray]:
-    return safetensors.numpy.load_file(Path(values["output-dir"]) / values["run-name"] / "model.safetensors")
-
-
-def run(values: dict, **faults: object) -> dict:
-    config = parse(values)
-    run_experiment(config, InProcessTransport(config.flat(), config.num_clients, **faults))  # type: ignore[arg-type]
-    return results_of(values)
 
 
 def on_training(node: int, change: Change) -> Callable[[int, Kind, Packet], Packet]:
@@ -158,7 +140,7 @@ def test_without_a_quorum_the_run_stops_and_keeps_what_it_has(tiny: dict) -> Non
 
     with pytest.raises(RunError, match=r"task 2, round 1: 1 of 3 clients answered, the quorum is 2"):
         run(tiny | {"quorum": 2}, broken=broken)
-    results = results_of(tiny)
+    results = results_of(folder_of(tiny))
     assert results["status"] == "failed"
     assert "quorum is 2" in results["error"]
     assert results["accuracy_matrix"][0][0] is not None
@@ -242,14 +224,14 @@ def test_a_bad_evaluation_is_named_and_left_out(change: Change, tiny: dict) -> N
 def test_a_refinement_that_diverges_ends_the_run_with_a_reason(tiny: dict) -> None:
     with pytest.raises(RunError, match="lower the server's learning rate"):
         run(tiny | {"hgp-learning-rate": 1e30})
-    assert results_of(tiny)["rounds"][0]["dropped"]
+    assert results_of(folder_of(tiny))["rounds"][0]["dropped"]
 
 
 def test_a_refinement_that_measures_no_number_ends_the_run_with_its_reason(tiny: dict) -> None:
     """The loss is NaN as well as the model: results.json, which takes none, must not hide the reason."""
     with pytest.raises(RunError, match="lower the server's learning rate"):
         run(tiny | {"method": "ccvr", "prompt": "none", "ccvr-logit-temperature": 1e-40})
-    assert results_of(tiny)["status"] == "failed"
+    assert results_of(folder_of(tiny))["status"] == "failed"
 
 
 def test_a_task_that_nobody_could_learn_ends_the_run(tiny: dict) -> None:
@@ -359,10 +341,10 @@ def test_bad_settings_leave_no_folder_behind(tiny: dict, tmp_path: Path) -> None
 
 def test_an_existing_run_is_never_overwritten(tiny: dict) -> None:
     run(tiny)
-    before = results_of(tiny)
+    before = results_of(folder_of(tiny))
     with pytest.raises(ConfigError, match="run-name = 'run' is taken"):
         run(tiny)
-    assert results_of(tiny) == before
+    assert results_of(folder_of(tiny)) == before
 
 
 def test_a_killed_run_leaves_whole_files_up_to_its_last_round(tiny: dict) -> None:
@@ -387,7 +369,7 @@ def test_a_killed_run_leaves_whole_files_up_to_its_last_round(tiny: dict) -> Non
     finally:
         process.kill()
         process.wait()
-    results = results_of(tiny)
+    results = results_of(folder_of(tiny))
     assert results["status"] == "running"
     assert {"config.yaml", "accuracy.png", "forgetting.png", "report.html"} <= {p.name for p in folder.iterdir()}
     assert len(results["rounds"]) >= 2

@@ -16,7 +16,7 @@ from task.metrics import prototype_distance
 from task.models.evaluation import extract_features
 from task.models.model import build_model
 from task.scenario.scenario import build_scenario
-from tests.strategies.test_invariants import run, train_message, without_times
+from tests.helpers.runs import run, train_message, without_times
 
 
 def test_local_models_answer_and_the_global_one_stays(tiny):

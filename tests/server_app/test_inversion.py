@@ -9,11 +9,11 @@ import torch
 from scipy import ndimage
 
 from server_app.cli import main as cli
-from server_app.privacy.inversion import invert, lifted, ssim, total_variation
+from server_app.privacy.inversion import differentiable_features, invert, ssim, total_variation
 from task.config.parsing import parse
 from task.models.model import build_model
 from task.utils.seeding import torch_rng
-from tests.server_app.test_faults import run
+from tests.helpers.runs import run
 
 
 def test_ssim_of_flat_images_by_hand() -> None:
@@ -47,7 +47,7 @@ def test_the_inversion_finds_an_image_with_the_features_of_another(tiny: dict) -
     model = build_model(parse(tiny), [6])
     secret = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        targets = lifted(model, secret)
+        targets = differentiable_features(model, secret)
     images, distances = invert(model, targets, (8, 8, 1), 60, torch_rng(0, "test"))
     _, start = invert(model, targets, (8, 8, 1), 1, torch_rng(0, "test"))
     assert images.shape == (2, 1, 8, 8)

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_hex
 
 import server_app.report
+from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report import figures
 from server_app.report import heatmaps as maps
 from server_app.report.compare import group_runs
 from server_app.report.pages import single_page
-from server_app.report.write import PicturesUnavailable, ReportError, load_run, write_report
+from server_app.report.runs import load_run
+from server_app.report.write import write_report
 
 MATRIX = [[0.80, None, None], [0.90, 0.70, None], [0.60, 0.75, 0.45]]
 SEEN = [0.80, 0.80, 0.5625]
@@ -191,7 +193,7 @@ def test_page_is_self_contained(make_run):
         ({"done": 1}, "This run has not finished. 1 of 3 tasks are finished. The numbers cover the finished tasks"),
         ({"done": 0}, "This run has not finished. 0 of 3 tasks are finished. No task is finished yet"),
         ({"done": 2, "status": "failed"}, "This run failed. 2 of 3 tasks are finished."),
-        ({"done": 2, "status": "failed", "error": "no <quorum>"}, "finished tasks only.no <quorum>"),
+        ({"done": 2, "status": "failed", "error": "no <quorum>"}, "finished tasks only. no <quorum>"),
         ({"done": 2, "status": "finished"}, "This run has not finished. 2 of 3 tasks"),
     ],
 )
@@ -221,8 +223,9 @@ def test_page_begins_with_the_outcome_in_words_and_the_pictures(make_run, change
     folder = make_run(**changes)
     write_report([folder])
     page = page_of(folder)
-    assert sentence in page.text
-    assert page.text.index(sentence) < page.text.index("Metric")
+    text = " ".join(page.text.split())
+    assert sentence in text
+    assert text.index(sentence) < text.index("Metric")
     assert page.tags.index("p") < page.tags.index("img") < page.tags.index("table")
 
 
@@ -401,7 +404,7 @@ def test_what_was_recorded_is_drawn_and_shown(make_run):
     assert write_report([folder]) == [folder / name for name in names]
     page = page_of(folder)
     assert page.tags.count("img") == 5
-    for title in ("What is taken for what", "Who holds what", "How local models differ"):
+    for title in ("Confusion of classes", "Training images of each client", "How local models differ"):
         assert title in page.text
 
 
@@ -442,13 +445,13 @@ def test_bias_picture_shows_shares_of_the_largest_entropy(make_run):
     only = {"response_entropies": [[], [], []], "prototype_distance": [2.5, None, None]}
     assert len(maps.bias_figure(load_run(make_run("only", federated_bias=only))).axes) == 1
     nothing = {"response_entropies": [[], [], []], "prototype_distance": [None] * 3}
-    assert maps.drawn_maps(load_run(make_run("nothing", federated_bias=nothing))) == {}
+    assert maps.recorded_figures(load_run(make_run("nothing", federated_bias=nothing))) == {}
 
 
 @pytest.mark.parametrize(("classes", "tasks", "clients"), [(1, 1, 1), (10, 5, 10), (30, 3, 30), (200, 20, 100)])
 def test_labels_of_maps_can_be_read(make_run, classes, tasks, clients):
     run = load_run(make_run(**recorded(classes, tasks, clients)))
-    for name, figure in maps.drawn_maps(run).items():
+    for name, figure in maps.recorded_figures(run).items():
         figure.draw_without_rendering()
         for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
             boxes = [label.get_window_extent() for label in axis.get_ticklabels() if label.get_text()]
@@ -456,26 +459,6 @@ def test_labels_of_maps_can_be_read(make_run, classes, tasks, clients):
             assert not overlapping, name
         assert all(text.get_window_extent().x1 <= figure.bbox.x1 for text in figure.texts)
         assert figure.bbox.width <= 13 * figure.dpi
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"confusion": [[1, 2], [3, 4]]}, "confusion must be"),
-        ({"confusion": [[-1] * 4] * 4}, "confusion must be"),
-        ({"confusion": [[1], [2, 3]]}, "results.json"),
-        ({"clients": [{"name": "alice"}]}, "clients must each have"),
-        ({"clients": ["alice"]}, "clients must each have"),
-        ({"clients": [{"name": "alice", "class_counts": [1, 2]}]}, "clients must each have"),
-        ({"federated_bias": {"prototype_distance": [1]}}, "federated_bias must have"),
-        ({"federated_bias": {"response_entropies": [[1]]}}, "federated_bias must have"),
-        ({"federated_bias": {"response_entropies": [1, 2, 3]}}, "federated_bias must have"),
-        ({"confusion": [[1] * 4] * 4, "tasks": [[9], [1], [2]]}, "ids of the classes"),
-    ],
-)
-def test_broken_records_are_named(make_run, changes, message):
-    with pytest.raises(ReportError, match=message):
-        load_run(make_run(**changes))
 
 
 @pytest.mark.parametrize("num_tasks", [1, 2, 12, 20, 25])
@@ -514,20 +497,21 @@ def test_fifty_tasks_are_drawn(make_run):
     assert "50.0" in page
 
 
-def test_without_matplotlib_the_error_names_the_command(make_run, monkeypatch):
+@pytest.mark.parametrize(("package", "module"), [("matplotlib", "figures"), ("jinja2", "pages")])
+def test_without_a_package_the_error_names_the_command(make_run, monkeypatch, package, module):
     folder = make_run()
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "server_app.report.figures")
-    monkeypatch.delattr(server_app.report, "figures")
-    with pytest.raises(PicturesUnavailable, match="pip install 'matplotlib"):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"server_app.report.{module}")
+    monkeypatch.delattr(server_app.report, module)
+    with pytest.raises(PicturesUnavailable, match=re.escape("pip install 'matplotlib>=3.9' 'jinja2>=3.1'")):
         write_report([folder])
     assert [p.name for p in folder.iterdir()] == ["results.json"]
 
 
-def test_matplotlib_is_loaded_late_and_pyplot_never(make_run):
+def test_packages_are_loaded_late_and_pyplot_never(make_run):
     program = (
         "import sys; from pathlib import Path; import server_app.report.write as r\n"
-        "assert 'matplotlib' not in sys.modules, 'loaded on import'\n"
+        "assert not {'matplotlib', 'jinja2'} & sys.modules.keys(), 'loaded on import'\n"
         "r.write_report([Path(sys.argv[1])])\n"
         "assert 'matplotlib.pyplot' not in sys.modules, 'pyplot was used'\n"
     )
@@ -733,46 +717,33 @@ def test_missing_results(tmp_path):
         write_report([tmp_path])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "cannot be read"),
-        ('{"schema": 1', "cannot be read"),
-        ("[1, 2]", "holds a list"),
-        ("\xff", "cannot be read"),
-        ("null", "holds a NoneType"),
-    ],
-)
-def test_broken_results(tmp_path, text, message):
+@pytest.mark.parametrize("text", ["", '{"schema": 1', "[1, 2]", "\xff", "null", "{}", '{"schema": 1}'])
+def test_a_file_that_is_no_results_json_is_named(tmp_path, text):
     path = tmp_path / "results.json"
     path.write_text(text, encoding="latin-1")
-    with pytest.raises(ReportError, match=f"{re.escape(str(path))}.*{message}"):
+    with pytest.raises(ReportError, match=f"{re.escape(str(path))} is no results.json of schema 1"):
         load_run(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "reason"),
     [
-        ({"schema": 2}, "schema is 2; this version reads schema 1"),
-        ({"status": None}, "status is None; it must be text"),
-        ({"num_tasks": "5"}, "num_tasks is '5'; it must be a whole number"),
-        ({"num_tasks": 0, "accuracy_matrix": []}, "num_tasks is 0; at least 1"),
-        ({"num_tasks": 5}, "accuracy_matrix has 3 rows, but num_tasks is 5"),
-        ({"accuracy_matrix": 7}, "accuracy_matrix is 7; it must be a list"),
+        ({"schema": 2}, "its schema is 2"),
+        ({"status": None}, "'status'"),
+        ({"num_tasks": "5"}, "str"),
+        ({"num_tasks": 5}, "reshape"),
+        ({"accuracy_matrix": 7}, "int"),
         ({"accuracy_matrix": [[0.5, None, None], [0.5, 50, None], [None] * 3]}, "after task 2 on task 2 is 50"),
         ({"accuracy_matrix": [[0.5, None, None], [None] * 3, [0.5] * 3]}, "after task 2 on task 1 is missing"),
-        ({"per_task_seen_accuracy": [0.5, 60.0, None]}, "per_task_seen_accuracy must be 3 fractions"),
-        ({"per_task_seen_accuracy": [0.5]}, "per_task_seen_accuracy must be 3 fractions"),
-        ({"rounds": {}}, "rounds is {}; it must be a list"),
-        ({"rounds": [3]}, "rounds must hold one object"),
-        ({"rounds": [{"failures": ["carol"]}]}, "failures of a round must hold one object"),
-        ({"tasks": [1, 2, 3]}, "tasks must hold one list"),
-        ({"communication": 5}, "communication is 5; it must be an object"),
+        ({"confusion": [[1, 2], [3, 4]]}, "reshape"),
+        ({"clients": [{"name": "alice"}]}, "'class_counts'"),
+        ({"federated_bias": {"prototype_distance": [1]}}, "reshape"),
     ],
 )
-def test_impossible_results_name_the_path_and_the_entry(make_run, changes, message):
+def test_results_of_another_form_name_the_path_and_the_reason(make_run, changes, reason):
     folder = make_run(**changes)
-    with pytest.raises(ReportError, match=f"{re.escape(str(folder / 'results.json'))}: .*{message}"):
+    expected = f"{re.escape(str(folder / 'results.json'))} is no results.json of schema 1 .*{reason}"
+    with pytest.raises(ReportError, match=expected):
         load_run(folder)
 
 

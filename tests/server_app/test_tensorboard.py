@@ -20,8 +20,8 @@ from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.keys import ConfigError
 from task.message import Kind, Packet
-from tests.end_to_end.test_resume import interrupted
-from tests.end_to_end.test_resume import run as run_resumable
+from tests.helpers.runs import interrupt
+from tests.helpers.runs import run as run_resumable
 
 Values = dict[str, Any]
 
@@ -93,7 +93,7 @@ def test_tensorboard_has_what_the_results_have(tiny: Values) -> None:
 def test_tensorboard_of_a_resumed_run_is_that_of_a_whole_one(tiny: Values) -> None:
     values = tiny | {"tensorboard": True, "rounds-per-task": 2}
     whole, _ = run(values | {"run-name": "whole"})
-    cut = interrupted(values | {"run-name": "cut"}, cut_in_round=3)
+    cut = interrupt(values | {"run-name": "cut"}, cut_in_round=3)
     run_resumable({"resume": str(cut)})
     times = {"round/seconds"}
     assert {t: v for t, v in scalars(cut).items() if t not in times} == {

@@ -8,7 +8,7 @@ from strategies.base import Update
 from task.config.parsing import parse
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
-from tests.server_app.test_faults import run
+from tests.helpers.runs import run
 
 SENT: Arrays = {"a": np.float32([1, 1]), "b": np.float32([[2]]), "kept": np.float32([9])}
 

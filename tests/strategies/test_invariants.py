@@ -12,11 +12,8 @@ import safetensors.numpy
 import torch
 
 from client_app.client import Node, handle
-from server_app.rounds.run import run_experiment
-from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
-from task.config.schema import Config
-from task.message import Packet, Scalar
+from task.message import Scalar
 from task.methods import METHODS
 from task.models.evaluation import extract_features
 from task.models.load import load_backbone
@@ -24,6 +21,7 @@ from task.models.model import build_model
 from task.models.vit import digest
 from task.scenario.scenario import build_scenario
 from tests.conftest import TINY
+from tests.helpers.runs import run, train_message, without_times
 
 # every prompt with fedavg, every method with its first: the cost of all pairs would buy little
 PAIRS = [(m.name, prompt) for m in METHODS.values() for prompt in m.prompts[: None if m.name == "fedavg" else 1]]
@@ -47,26 +45,6 @@ FOUR_OF_TWELVE: dict[str, Scalar] = {
     "clients-per-round": 4,
     "rounds-per-task": 2,
 }
-
-
-def run(values: dict[str, Scalar], **transport: Any) -> dict[str, Any]:
-    """Results of a whole run in process."""
-    config = parse(values)
-    directory = run_experiment(config, InProcessTransport(config.flat(), config.num_clients, **transport))
-    return json.loads((directory / "results.json").read_text())
-
-
-def without_times(results: dict[str, Any]) -> dict[str, Any]:
-    """Results less what may differ between two equal runs."""
-    rounds = [{k: v for k, v in r.items() if k != "seconds"} for r in results["rounds"]]
-    return {k: v for k, v in results.items() if k != "seconds"} | {"rounds": rounds}
-
-
-def train_message(config: Config, task: int = 0) -> Packet:
-    """The server's message of the first round of a task."""
-    model = build_model(config, build_scenario(config).task_sizes(task))
-    place = {"task": task + 1, "round": 1, "server-round": task + 1, "ends-task": True, "pool": "client-0000"}
-    return Packet(arrays=model.export(), config=place | {"backbone-sha256": model.backbone.sha256})
 
 
 class Finished(NamedTuple):

@@ -342,7 +342,7 @@ def test_defaults_are_the_papers():
 
 def test_a_round_after_the_first_receives_what_was_merged(tiny, monkeypatch):
     """Through whole messages: in the first round of each task nothing arrives, in the others the task's classes."""
-    from tests.strategies.test_invariants import run
+    from tests.helpers.runs import run
 
     seen = []
     original = InjectedPrototypes.__init__

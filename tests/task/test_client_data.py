@@ -24,7 +24,7 @@ from task.scenario.client_data import client_task_data, ever_held, learnable
 from task.scenario.partition import partition
 from task.scenario.scenario import build_scenario
 from task.utils.seeding import torch_rng
-from tests.strategies.test_invariants import run
+from tests.helpers.runs import run
 
 STATELESS = {"partition": "split-ratio", "num-clients": 4, "rounds-per-task": 3, "imbalance-ratio": 0.5}
 EACH = {

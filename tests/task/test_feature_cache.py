@@ -21,7 +21,7 @@ from task.models.vit import ViT
 from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
 from task.scenario.scenario import build_scenario
-from tests.strategies.test_invariants import run, train_message, without_times
+from tests.helpers.runs import run, train_message, without_times
 
 
 @pytest.fixture(autouse=True)

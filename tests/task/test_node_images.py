@@ -19,13 +19,7 @@ from task.keys import ConfigError
 from task.scenario.class_stream import class_order
 from task.scenario.scenario import build_scenario
 from task.scenario.task_plan import TaskPlan, first_task_plan
-
-
-def paint(folder: Path, count: int, first: int = 0, shade: int = 128) -> None:
-    """Image files ``first`` to ``first + count`` of one shade."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for i in range(first, first + count):
-        Image.fromarray(np.full((8, 8, 3), shade, np.uint8)).save(folder / f"{i:03d}.png")
+from tests.helpers.own_data import paint
 
 
 @pytest.fixture

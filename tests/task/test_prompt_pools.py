@@ -11,7 +11,7 @@ from task.models.model import build_model
 from task.prompts.dualprompt import DualPrompt
 from task.prompts.l2p import L2P
 from task.scenario.scenario import build_scenario
-from tests.strategies.test_invariants import train_message
+from tests.helpers.runs import train_message
 
 D = 16
 

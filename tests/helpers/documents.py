@@ -4,7 +4,7 @@ import re
 import shlex
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/LEDGER.md", "docker/README.md")
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")

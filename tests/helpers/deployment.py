@@ -14,11 +14,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from server_app.simulation.processes import _parents, end_processes, last_lines
+import psutil
+
+from server_app.simulation.processes import end_processes, last_lines
 from server_app.simulation.superlink import _environment
 from task.message import Scalar
-from tests.end_to_end.test_docker import free_port, proxy
-from tests.end_to_end.test_make_keys import make_keys
+from tests.helpers.proxy import free_port, make_keys, proxy
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 600  # seconds; every message starts a process that imports PyTorch
@@ -77,15 +78,12 @@ class Programs:
 
     def workers(self, name: str, program: str) -> list[int]:
         """Processes of one of Flower's programs that work for what was started under this name."""
-        home = f"FLWR_HOME={self.folder / name}".encode()
-        found = []
-        for pid in _parents():
-            with contextlib.suppress(OSError):
-                place = Path(f"/proc/{pid}")
-                here = home in (place / "environ").read_bytes().split(b"\0")
-                if here and program.encode() in (place / "cmdline").read_bytes():
-                    found.append(pid)
-        return found
+        home = str(self.folder / name)
+        return [
+            process.pid
+            for process in psutil.process_iter(["environ", "cmdline"])
+            if (process.info["environ"] or {}).get("FLWR_HOME") == home and program in " ".join(process.info["cmdline"])
+        ]
 
     def kill(self, name: str) -> None:
         """SIGKILL to a program and to what it has started itself."""

@@ -1,0 +1,100 @@
+"""The HTML of the report pages, in Jinja's language; in Python strings, as the app bundle carries no .html files.
+
+Every value is escaped. The page's Content-Security-Policy lets nothing load or run even if one were not.
+"""
+
+STYLE = """
+body { margin: 0; background: #f6f7f9; color: #1c2430; font: 15px/1.5 system-ui, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 1080px; margin: 0 auto; padding: 32px 24px 64px; }
+section { background: #fff; border: 1px solid #dde2e8; border-radius: 10px; padding: 20px 24px; margin-top: 20px; }
+h1 { font-size: 28px; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 0 0 12px; }
+.badge { border-radius: 99px; padding: 3px 12px; font-size: 13px; vertical-align: 5px; background: #dcebf7; }
+.finished { background: #d8f0e6; } .failed { background: #fbe0d0; }
+.sub, .hint, th { color: #5b6675; } .sub { margin: 6px 0 0; overflow-wrap: anywhere; } .hint { font-size: 13px; }
+.lead { font-size: 18px; margin: 20px 0 0; max-width: 46em; }
+.notice { border-left: 5px solid #d55e00; background: #fff7f2; }
+.notice p { margin: 10px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+.scroll { overflow: auto; max-height: 540px; } @media print { .scroll { max-height: none; } }
+img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; min-width: 40%; }
+th, td { text-align: right; padding: 5px 12px; border-bottom: 1px solid #dde2e8; vertical-align: top; }
+td { white-space: nowrap; } th { position: sticky; top: 0; background: #fff; }
+.t { text-align: left; white-space: normal; overflow-wrap: break-word; }
+.t:first-child:nth-last-child(n+5) { min-width: 11em; }
+"""
+
+PAGE = (
+    """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<style>"""
+    + STYLE
+    + """</style>
+<title>{{ title }}</title></head>
+<body><main>
+{% block top %}
+<h1>{{ title }}</h1>
+{% endblock %}
+{% for section in sections %}
+<section><h2>{{ section.name }}</h2>
+{% if section.png %}
+<img alt="{{ section.name }}" src="data:image/png;base64,{{ section.png }}">
+{% elif section.rows %}
+<div class="scroll"><table>
+<tr>
+{% for cell in section.head %}
+<th{% if loop.index <= section.text %} class="t"{% endif %}>{{ cell }}</th>
+{% endfor %}
+</tr>
+{% for row in section.rows %}
+<tr>
+{% for cell in row %}
+<td{% if loop.index <= section.text %} class="t"{% endif %}>{{ cell | as_text }}</td>
+{% endfor %}
+</tr>
+{% endfor %}
+</table></div>
+{% else %}
+none
+{% endif %}
+{% if section.note %}
+<p class="hint">{{ section.note }}</p>
+{% endif %}
+</section>
+{% endfor %}
+</main></body></html>
+"""
+)
+
+RUN = """{% extends "page" %}
+{% block top %}
+{% set done, status = run.matrix | length, run.results["status"] %}
+<h1>{{ title }} <span class="badge {{ status }}">{{ status }}</span></h1>
+<p class="sub">{{ facts }}</p>
+{% if not run.finished %}
+<section class="notice">
+<strong>{{ "This run failed." if status == "failed" else "This run has not finished." }}</strong>
+{{ done }} of {{ run.seen | length }} tasks are finished.
+{{ "The numbers cover the finished tasks only." if done else "No task is finished yet, so there is no accuracy." }}
+{% if run.results.get("error") %}
+<p>{{ run.results["error"] }}</p>
+{% endif %}
+</section>
+{% endif %}
+{% if done %}
+<p class="lead">
+After learning {{ "one task" if done == 1 else done ~ " tasks one after another" }}, the model recognises
+<strong>{{ "%.1f %%" | format(100 * run.metrics["final_average_accuracy"]) }}</strong> of the test images
+{%- if done > 1 %}
+{% set lost = 100 * run.metrics["forgetting"] %}
+, averaged over the tasks; on the tasks before the last it is
+<strong>{{ "%.1f percentage points" | format(lost | abs) }}</strong>
+{{ "below its earlier best: that much it has forgotten" if lost >= 0 else
+   "above its earlier best: it has forgotten nothing" }}
+{%- endif %}.</p>
+{% endif %}
+{% endblock %}
+"""
+
+TEMPLATES = {"page": PAGE, "run": RUN}

@@ -1,0 +1,68 @@
+"""docker/make_keys.py as a module, and the proxy of docker/ as a plain process."""
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import ModuleType
+
+DOCKER = Path(__file__).parents[2] / "docker"
+
+
+def _load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_keys", DOCKER / "make_keys.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make_keys = _load()
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def proxy(folder: Path, keys: Path, superlink: int) -> Iterator[int]:
+    """Caddy with docker/proxy.json, but for the places of its files and ports."""
+    port = free_port()
+    text = (DOCKER / "proxy.json").read_text()
+    for there, here in {
+        "/run/secrets": str(keys),
+        '":8443"': f'"127.0.0.1:{port}"',
+        "superlink:8000": f"127.0.0.1:{superlink}",
+    }.items():
+        assert there in text
+        text = text.replace(there, here)
+    (folder / "proxy.json").write_text(text)
+    command = [Path(sys.executable).parent / "caddy", "run", "--config", folder / "proxy.json"]
+    with open(folder / "proxy.log", "wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=log,
+            env={"HOME": str(folder), "PATH": "/usr/bin:/bin"},
+        )
+    try:
+        _wait_for(port, process)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _wait_for(port: int, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        with closing(socket.socket()) as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the proxy does not start")

@@ -1,0 +1,96 @@
+"""Runs in this process: whole, tampered with or interrupted, and what of their results two equal runs share."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from server_app.rounds.run import run_experiment
+from server_app.run_files.resume import load_resumed_keys
+from server_app.transport.base import Reply
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.config.schema import Config
+from task.message import Kind, Packet
+from task.models.model import build_model
+from task.scenario.scenario import build_scenario
+from tests.conftest import TINY
+
+Values = dict[str, Any]
+TWO: Values = TINY | {"num-clients": 2}
+
+
+def settings(folder: Path, name: str) -> Values:
+    """Run keys of a run of two clients whose results go below ``folder``."""
+    return {**TWO, "output-dir": str(folder), "run-name": name}
+
+
+class PowerCutError(BaseException):
+    """Ends a run where it stands."""
+
+
+def run(values: Values, transport: InProcessTransport | None = None, **faults: Any) -> dict[str, Any]:
+    """Results of a whole run, or of the rest of one that is resumed; ``faults`` as the transport takes them."""
+    config = parse(load_resumed_keys(values))
+    transport = transport or InProcessTransport(config.flat(), config.num_clients or 4, **faults)
+    return results_of(run_experiment(config, transport))
+
+
+def folder_of(values: Values) -> Path:
+    """Folder of a run that has a name."""
+    return Path(values["output-dir"]) / values["run-name"]
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    """What results.json in a run's folder holds."""
+    return json.loads((folder / "results.json").read_text())
+
+
+def model_of(values: Values) -> dict[str, np.ndarray]:
+    """Arrays of the model that a run has written."""
+    return safetensors.numpy.load_file(folder_of(values) / "model.safetensors")
+
+
+def without_times(results: dict[str, Any]) -> dict[str, Any]:
+    """Results without what may differ between two equal runs."""
+    rounds = [{k: v for k, v in r.items() if k != "seconds"} for r in results["rounds"]]
+    return {k: v for k, v in results.items() if k != "seconds"} | {"rounds": rounds}
+
+
+def comparable(folder: Path) -> dict[str, Any]:
+    """results.json of a run without what the clock or the machine decides: equal through every transport."""
+    results = without_times(results_of(folder))
+    del results["environment"]
+    return results
+
+
+def train_message(config: Config, task: int = 0) -> Packet:
+    """The server's message of the first round of a task."""
+    model = build_model(config, build_scenario(config).task_sizes(task))
+    place = {"task": task + 1, "round": 1, "server-round": task + 1, "ends-task": True, "pool": "client-0000"}
+    return Packet(arrays=model.export(), config=place | {"backbone-sha256": model.backbone.sha256})
+
+
+class PowerCut(InProcessTransport):
+    """The power goes when the train messages of a server round are sent."""
+
+    def __init__(self, config: Config, cut_in_round: int) -> None:
+        super().__init__(config.flat(), config.num_clients or 4)
+        self._cut_in_round = cut_in_round
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+        if kind == "train" and any(p.config["server-round"] == self._cut_in_round for p in packets.values()):
+            raise PowerCutError
+        return super().exchange(kind, packets, timeout)
+
+
+def interrupt(values: Values, cut_in_round: int) -> Path:
+    """Folder of a run that ended while clients were training in a server round."""
+    config = parse(load_resumed_keys(values))
+    with pytest.raises(PowerCutError):
+        run_experiment(config, PowerCut(config, cut_in_round))
+    return Path(config.output_dir) / config.run_name

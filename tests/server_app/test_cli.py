@@ -1,0 +1,185 @@
+"""The fcil command: what it is told, what it shows, how it ends."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import client_app.client
+from server_app.cli import main as cli
+from server_app.cli import run as run_command
+from server_app.cli.progress import Progress
+from server_app.simulation import superlink as launcher
+from task.message import Packet
+from tests.helpers.runs import settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def boom(*_: object) -> Packet:
+    raise ZeroDivisionError("boom")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "metod=hgp"], "Did you mean 'method'"),
+        (["run", "seed=x"], "seed = 'x'"),
+        (["run", "datasets"], "write dataset=... instead"),
+        (["run", "clients-per-round=11"], "more than num-clients = 10"),
+        (["run", "--in-process", "seed=1", "quorum=0"], "quorum = 0"),
+    ],
+)
+def test_mistakes_end_at_once_with_one_message(capsys, words, message):
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fcil: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [[], ["run", "--workers=0"], ["run", "--bogus"], ["report"], ["report", "x", "-y"]])
+def test_command_lines_without_a_meaning(words):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+
+
+def test_settings_may_stand_on_both_sides_of_an_option(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    seen = []
+    monkeypatch.setattr(run_command, "_run_here", lambda values, progress: seen.append(values) or 1)
+    cli.main(
+        ["run", "seed=3", "--in-process", f"output-dir={tmp_path}", "data-dir=data", "dataset=folder", "run-name=r"]
+    )
+    assert seen == [
+        {
+            "seed": 3,
+            "output-dir": str(tmp_path),
+            "data-dir": str(tmp_path / "data"),
+            "dataset": "folder",
+            "run-name": "r",
+            "num-clients": 10,
+        }
+    ]
+    assert capsys.readouterr().out == f"results go to {tmp_path / 'r'}\n"
+
+
+@pytest.mark.pictures
+def test_run_in_process_shows_progress_and_results(tmp_path, capsys):
+    words = [f"{key}={value}" for key, value in settings(tmp_path, "shown").items()]
+    assert cli.main(["run", "--in-process", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"task 1/2, round 1/1  2 clients  loss \d\.\d+  accuracy on all seen classes \d+\.\d%  "
+        r"\d:\d\d, about \d:\d\d left",
+        lines[1],
+    )
+    assert re.fullmatch(r"final average accuracy \d+\.\d%, forgetting -?\d+\.\d%", lines[3])
+    shown = [tmp_path / "shown" / n for n in ("results.json", "accuracy.png", "forgetting.png", "report.html")]
+    assert [Path(line) for line in lines[4:]] == shown
+    assert all(path.exists() for path in shown)
+    assert cli.main(["run", "--in-process", *words]) == 2
+    assert "taken" in capsys.readouterr().err
+    assert cli.main(["report", str(tmp_path / "shown")]) == 0
+    written = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    assert set(shown[1:]) < set(written)
+    assert all(path.exists() for path in written)
+    assert cli.main(["report", str(tmp_path / "nothing")]) == 1
+
+
+def test_a_run_that_fails_in_process(tmp_path, capsys, monkeypatch):
+    words = [f"{key}={value}" for key, value in settings(tmp_path, "bad").items()]
+    assert cli.main(["run", "--in-process", *words, "dataset=npz", f"data-dir={tmp_path}/none.npz"]) == 2
+    monkeypatch.setattr(client_app.client, "_hello", boom)
+    monkeypatch.setitem(client_app.client._HANDLERS, "hello", boom)
+    assert cli.main(["run", "--in-process", *words]) == 1
+    assert "fcil: the run failed: " in capsys.readouterr().err
+
+
+def test_progress_shows_what_the_run_warns_of(tmp_path, capsys):
+    progress = Progress(tmp_path)
+    progress.log = tmp_path / "flower.log"
+    yellow = "\x1b[93mWARNING \x1b[0m:   "
+    progress.log.write_text(
+        f"{yellow}default simulated SuperNodes\nINFO :      results go to /runs/a\n{yellow}no image of b\n"
+    )
+    progress.show()
+    with open(progress.log, "a") as file:
+        file.write(f"\x1b[36m(ClientAppActor pid=5)\x1b[0m {yellow}terminating\nWARNING :   c is damaged\n")
+    progress.show()
+    progress.show()
+    assert capsys.readouterr().out.splitlines() == ["warning: no image of b", "warning: c is damaged"]
+
+
+def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
+    line = {
+        "task": 2,
+        "round": 1,
+        "num_tasks": 2,
+        "rounds_per_task": 2,
+        "participants": ["a", "b"],
+        "failures": [{"name": "a", "reason": "gone"}],
+        "train_loss": None,
+        "seen_accuracy": None,
+        "elapsed": 3700.0,
+    }
+    (tmp_path / "rounds.jsonl").write_text(json.dumps(line) + "\n")
+    progress = Progress(tmp_path)
+    with open(tmp_path / "rounds.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n" + json.dumps(line)[:20])
+    progress.show()
+    progress.show()
+    assert capsys.readouterr().out.splitlines() == [
+        "task 2/2, round 1/2  2 clients, 1 failed  1:01:40, about 1:01:40 left",
+        "    a: gone",
+    ]
+    with open(tmp_path / "rounds.jsonl", "a") as file:
+        file.write("\n" + json.dumps(line) + "\n")  # after half a line that a crash has left
+    progress.show()
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["task 2/2", "    a: gone"]
+    (tmp_path / "rounds.jsonl").write_text("")  # resumed before the first round
+    progress.show()
+    (tmp_path / "rounds.jsonl").write_text(json.dumps(line | {"failures": [], "elapsed": 60.0}) + "\n")
+    progress.show()
+    assert capsys.readouterr().out.splitlines() == ["task 2/2, round 1/2  2 clients  1:00, about 3:00 left"]
+
+
+def test_without_flower_the_message_names_the_way_out(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: None)
+    assert cli.main(["run", f"output-dir={tmp_path}"]) == 1
+    assert "--in-process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
+def test_help_loads_nothing_heavy(words):
+    heavy = {"torch", "timm", "flwr", "ray", "matplotlib", "jinja2", "psutil"}
+    script = (
+        "import sys; from server_app.cli.main import main\n"
+        f"try: main({words})\n"
+        f"except SystemExit: sys.exit(' '.join({heavy} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 1  # sys.exit of a text, also of an empty one
+    assert done.stderr.strip() == ""
+
+
+def test_in_process_runs_need_no_flower(tmp_path):
+    words = ["run", "--in-process", *(f"{key}={value}" for key, value in settings(tmp_path, "bare").items())]
+    script = "import sys; sys.modules |= dict(flwr=None, ray=None); from server_app.cli.main import main; "
+    script += f"sys.exit(main({words}))"
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
+
+
+def test_the_command_starts_where_there_is_no_fcntl(tmp_path):
+    """As on Windows, which has no SIGHUP either."""
+    script = "import signal, sys; sys.modules |= dict(fcntl=None, resource=None); del signal.SIGHUP\n"
+    script += "from server_app.cli.main import main; main(['run', '--help'])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "KEY=VALUE" in done.stdout

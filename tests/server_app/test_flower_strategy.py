@@ -1,0 +1,77 @@
+"""The Strategy adapter: runs in anybody's ServerApp."""
+
+import json
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
+
+from client_app.app import app as client
+from client_app.flower_records import to_records
+from server_app.flower_strategy import HGP, FCILStrategy, FedAvg
+from task.keys import ConfigError
+from task.message import Packet
+from tests.helpers.flower import LoopbackGrid
+from tests.helpers.runs import TWO
+
+KEYS = {key.replace("-", "_"): value for key, value in TWO.items() if key != "rounds-per-task"}
+
+
+def test_strategy_runs_in_anybodys_server_app(tmp_path):
+    strategy = HGP(**KEYS, output_dir=str(tmp_path), run_name="adapter")
+    evaluated = []
+    result = strategy.start(
+        grid=LoopbackGrid(client, 2),
+        initial_arrays=ArrayRecord(),
+        num_rounds=2,
+        evaluate_fn=lambda number, arrays: evaluated.append((number, list(arrays))) or MetricRecord({"mine": 1.0}),
+    )
+    results = json.loads((tmp_path / "adapter" / "results.json").read_text())
+    assert results["rounds_per_task"] == 1
+    assert [results["method"], results["status"]] == ["hgp", "finished"]
+    assert evaluated == [(2, list(result.arrays))]
+    assert result.arrays
+    assert sorted(result.train_metrics_clientapp) == [1, 2]
+    assert result.train_metrics_clientapp[1]["train_loss"] == results["rounds"][0]["train_loss"]
+    assert result.train_metrics_clientapp[1]["participants"] == 2
+    assert result.evaluate_metrics_serverapp == {
+        1: {"accuracy": results["per_task_seen_accuracy"][0]},
+        2: {"accuracy": results["per_task_seen_accuracy"][1], "mine": 1.0},
+    }
+    assert "accuracy" in str(result)
+
+
+def test_strategy_starts_from_given_arrays(tmp_path):
+    def start(name: str, arrays: ArrayRecord) -> ArrayRecord:
+        keys = KEYS | {"num_tasks": 1, "rounds_per_task": 1, "learning_rate": 1e-9}
+        strategy = FedAvg(**keys, output_dir=str(tmp_path), run_name=name)
+        return strategy.start(LoopbackGrid(client, 2), arrays).arrays
+
+    seeded = start("seeded", ArrayRecord())
+    [name] = [k for k in seeded if "prompt" in k]
+    first = {k: a.numpy() for k, a in seeded.items()}
+    first[name] = np.full_like(first[name], 0.125)
+    moved = start("given", to_records(Packet(arrays=first))["arrays"])
+    np.testing.assert_allclose(moved[name].numpy(), 0.125, atol=1e-4)
+    assert not np.allclose(seeded[name].numpy(), 0.125, atol=1e-4)
+
+
+def test_strategy_refuses_what_it_cannot_do():
+    grid = LoopbackGrid(client, 2)
+    with pytest.raises(ConfigError, match="num-task"):
+        HGP(num_task=5)
+    with pytest.raises(ValueError, match="num_rounds = 7 does not fit: num_tasks = 5 times rounds_per_task = 5 is 25"):
+        HGP(num_tasks=5).start(grid, ArrayRecord(), num_rounds=7)
+    with pytest.raises(ValueError, match="num_rounds = 10 does not fit"):
+        HGP(num_tasks=5, rounds_per_task=3).start(grid, ArrayRecord(), num_rounds=10)
+    with pytest.raises(ValueError, match="lr"):
+        HGP().start(grid, ArrayRecord(), train_config=ConfigRecord({"lr": 0.1}))
+    strategy = FCILStrategy(method="head-only")
+    assert strategy.config.method == "head-only"
+    strategy.summary()
+    for step in (strategy.configure_train, strategy.configure_evaluate):
+        with pytest.raises(NotImplementedError, match="start"):
+            step(1, ArrayRecord(), ConfigRecord(), grid)
+    for step in (strategy.aggregate_train, strategy.aggregate_evaluate):
+        with pytest.raises(NotImplementedError, match="start"):
+            step(1, [])
