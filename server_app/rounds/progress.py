@@ -1,11 +1,11 @@
-"""How far a run is, in words; imports nothing heavy."""
+"""A finished round in words; imports nothing heavy."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
-    """A finished round for people, and below it a line for each client that failed.
+    """Lines about a finished round: one of its outcome, and one for each client that failed.
 
     Args:
         line: of rounds.jsonl.

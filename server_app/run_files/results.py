@@ -1,10 +1,11 @@
 """What a run has measured so far, in the form of results.json."""
 
+import contextlib
 import math
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -90,6 +91,22 @@ class Results:
     def add_round(self, report: RoundReport) -> None:
         """Note a finished round."""
         self.rounds.append(report)
+
+    def add_training(self, metrics: Sequence[Mapping[str, int | float]], report: RoundReport) -> None:
+        """Note what the clients of a round have measured; ``metrics`` of each that has trained."""
+        trained = [m for m in metrics if math.isfinite(m.get("loss", math.nan))]
+        sizes = [m["num-examples"] for m in trained]
+        report.train_loss = mean_or_none([m["loss"] for m in trained], sizes)
+        report.train_accuracy = mean_or_none([m.get("accuracy", math.nan) for m in trained], sizes)
+        for key in ("train", "statistics"):
+            self.seconds[f"client_{key}"] += sum(float(m.get(f"seconds-{key}", 0.0)) for m in metrics)
+
+    @contextlib.contextmanager
+    def measure_seconds(self, name: str) -> Iterator[None]:
+        """Add the seconds that something takes to ``seconds``."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - started
 
     def add_evaluation(self, task: int, confusion: np.ndarray) -> None:
         """Note the accuracy after ``task`` (from 0); int64 [classes, classes], rows the true class."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import server_app.rounds.run
+import server_app.rounds.drawing
 from server_app.cli import main as cli
 from server_app.rounds.run import run_experiment
 from server_app.run_files.results import Results
@@ -127,7 +127,7 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         seen.append((results["status"], len(results["rounds"])))
         time.sleep(1.0)
 
-    monkeypatch.setattr(server_app.rounds.run, "write_report", draw)
+    monkeypatch.setattr(server_app.rounds.drawing, "write_report", draw)
     return seen
 
 
