@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from server_app.clients.client_info import ClientInfo, read_hello
 from server_app.errors import RunError, one_line
-from server_app.transport.base import Transport, in_order
+from server_app.transport.base import Transport, sort_replies
 from task.config.schema import Config
 from task.data.images import Dataset
 from task.message import Packet
@@ -76,7 +76,7 @@ def say_hello(
     """
     packet = Packet(config={"run-config": json.dumps(config.for_clients())})
     packets = dict.fromkeys(nodes, packet)
-    replies = in_order(transport.exchange("hello", packets, config.round_timeout), packets)
+    replies = sort_replies(transport.exchange("hello", packets, config.round_timeout), packets)
     clients, absent = [], []
     for reply in replies:
         try:

@@ -8,7 +8,7 @@ from server_app.clients.client_info import ClientInfo
 from server_app.errors import RunError
 from server_app.rounds.reply_checks import InvalidReply, check_counts
 from server_app.run_files.results import RoundReport
-from server_app.transport.base import Reply, in_order
+from server_app.transport.base import Reply, sort_replies
 from strategies.base import RoundContext
 from task.config.schema import Config
 from task.data.images import Dataset
@@ -43,7 +43,7 @@ def sum_client_counts(
     Raises:
         RunError: fewer usable answers than the quorum.
     """
-    ordered = in_order(replies, [client.node for client in clients])
+    ordered = sort_replies(replies, [client.node for client in clients])
     report.bytes_up += sum(reply.bytes_up for reply in ordered)
     report.bytes_down += sum(reply.bytes_down for reply in ordered)
     seen, counts = context.schedule.seen_classes(context.task), []

@@ -303,7 +303,7 @@ class Run:
             "round": context.server_round,
             "arrays": self.model.export(),
             "strategy": attributes,
-            "results": self.results.memory(),
+            "results": self.results.export_state(),
             "plan": self.plan,
         }
         write_checkpoint(self.directory / "checkpoint", context.server_round, state)

@@ -16,9 +16,9 @@ Broken = Callable[[int, Kind], bool]
 
 
 class InProcessTransport:
-    """Nodes 0 to ``num_clients`` - 1, which know their partition-id as simulated nodes do.
+    """Nodes 0 to ``num_clients`` - 1, whose partition-ids are these numbers, as in Flower's simulation.
 
-    Packets are copied both ways, so that nothing is shared, and what cannot travel by wire cannot travel here.
+    Packets are copied both ways and checked as on the wire, so that nothing is shared.
     """
 
     def __init__(
@@ -36,13 +36,16 @@ class InProcessTransport:
             values: the run's flat configuration, as every node gets it.
             num_clients: how many nodes there are.
             node_settings: node config of every node, or of each, beside its partition-id and num-partitions.
-            tamper: (node, kind, answer) to the answer that arrives instead; for tests of what clients may do wrong.
-            broken: (node, kind) to whether this node never answers.
+            tamper: gets node, kind and answer; returns the answer that arrives instead. For tests.
+            broken: gets node and kind; returns whether this node does not answer. For tests.
         """
-        given = node_settings or {}
-        each = [given] * num_clients if isinstance(given, Mapping) else given
-        place, run = {"num-partitions": num_clients}, secrets.token_hex(8)
-        self._nodes = {i: Node(values, {**own, **place, "partition-id": i}, run) for i, own in enumerate(each)}
+        settings = node_settings or {}
+        by_node = [settings] * num_clients if isinstance(settings, Mapping) else settings
+        run = secrets.token_hex(8)
+        self._nodes = {
+            i: Node(values, {**own, "num-partitions": num_clients, "partition-id": i}, run)
+            for i, own in enumerate(by_node)
+        }
         self._tamper = tamper
         self._broken = broken
 
@@ -51,13 +54,13 @@ class InProcessTransport:
         return list(self._nodes)
 
     def busy(self) -> set[int]:
-        """None: a node that never answers does not even start."""
+        """None: each node answers before the next one is asked."""
         return set()
 
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
         """Hand one packet to each node in turn; yields one reply per addressed node, in the order of ``packets``.
 
-        ``timeout`` (seconds) only words the error of a broken node: as each waits for the one before, none is late.
+        ``timeout`` (seconds) only appears in the error of a broken node: no node can be late.
 
         Raises:
             TypeError, ValueError: a packet holds something that cannot travel.
