@@ -8,12 +8,12 @@ The nodes run this project's ClientApp, ``client_app.app:app``; what they need t
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import safetensors.numpy
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -109,24 +109,11 @@ class FCILStrategy(Strategy):
         for key, value in self.config.flat().items():
             log.info("\t├── %s: %s", key, value)
 
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> NoReturn:
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError: a run is one whole, see :meth:`start`."""
-        self._refuse()
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> NoReturn:
-        """Raise NotImplementedError: a run is one whole, see :meth:`start`."""
-        self._refuse()
-
-    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> NoReturn:
-        """Raise NotImplementedError: a run is one whole, see :meth:`start`."""
-        self._refuse()
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> NoReturn:
-        """Raise NotImplementedError: a run is one whole, see :meth:`start`."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} runs as a whole: call its start method")
+
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _refuse
 
 
 class HGP(FCILStrategy):

@@ -51,11 +51,11 @@ def check_reply(
         if type(value) not in (int, float) or not abs(value) <= MAX_METRIC:
             raise InvalidReply(f"{name} is {value!r}; a number of at most {MAX_METRIC:g} was expected")
     examples = packet.metrics.get("num-examples")
-    held = int(client.class_counts[list(classes)].sum())
-    if type(examples) is not int or not 0 <= examples <= held:
-        raise InvalidReply(f"num-examples is {examples!r}; a whole number from 0 to {held} was expected")
-    if examples == 0 and held and config.own_data:
-        raise InvalidReply(f"it has {held} images of the task and used none: its data-dir may have changed")
+    num_held = int(client.class_counts[list(classes)].sum())
+    if type(examples) is not int or not 0 <= examples <= num_held:
+        raise InvalidReply(f"num-examples is {examples!r}; a whole number from 0 to {num_held} was expected")
+    if examples == 0 and num_held and config.own_data:
+        raise InvalidReply(f"it has {num_held} images of the task and used none: its data-dir may have changed")
     if examples == 0:
         return Update(client.name, 0, {}, {})
     _check_arrays(packet.arrays, shapes if config.row.client else {})
@@ -113,16 +113,21 @@ def _check_numbers(
 
 
 def _check_statistics(
-    kind: ClientStatistics, statistics: Arrays, held: np.ndarray, classes: Sequence[int], arrays: Shapes, config: Config
+    kind: ClientStatistics,
+    statistics: Arrays,
+    class_counts: np.ndarray,
+    classes: Sequence[int],
+    arrays: Shapes,
+    config: Config,
 ) -> None:
-    """Check statistics; ``held`` int64 [classes] are the client's images, ``arrays`` the trained arrays."""
+    """Check statistics; ``class_counts`` int64 [classes] are the client's images, ``arrays`` the trained arrays."""
     class_ids, counts = statistics.get("class_ids", np.empty(0)), statistics.get("counts", np.empty(0))
     integers = class_ids.dtype == counts.dtype == np.int64
     if not integers or class_ids.ndim != 1 or class_ids.shape != counts.shape or not len(class_ids):
         raise InvalidReply("class_ids and counts must be int64 lists of equal length, not empty")
     if len(set(class_ids.tolist())) < len(class_ids) or not set(class_ids.tolist()) <= set(classes):
         raise InvalidReply(f"class_ids {class_ids.tolist()} are not distinct classes of the task {sorted(classes)}")
-    if (counts < 1).any() or (counts > held[class_ids]).any():
+    if (counts < 1).any() or (counts > class_counts[class_ids]).any():
         raise InvalidReply(f"counts {counts.tolist()} are below 1 or above what the client said to hold")
     shapes = kind.expected(len(class_ids), arrays, config.options)
     if set(statistics) != {"class_ids", "counts", *shapes}:

@@ -200,10 +200,11 @@ class Run:
         return self.transport.exchange(kind, {client.node: packet for client in clients}, self.config.round_timeout)
 
     def _require_quorum(self, report: RoundReport, context: RoundContext) -> None:
-        answered, asked = len(report.participants) - len(report.failures), len(report.participants)
+        participants = len(report.participants)
+        answered = participants - len(report.failures)
         problem = ""
         if answered < self.config.quorum:
-            problem = f"{answered} of {asked} clients answered, the quorum is {self.config.quorum}"
+            problem = f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
         elif context.ends_task and all(r.fruitless for r in self.results.rounds if r.task == report.task):
             problem = "every client with data for the task has failed in each of its rounds"
         if problem:

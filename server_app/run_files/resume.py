@@ -17,7 +17,7 @@ from task.utils.versions import code_sha256, versions
 
 log = logging.getLogger(__name__)
 
-_PLACE = {"resume", "output-dir", "run-name"}
+_LOCATION = {"resume", "output-dir", "run-name"}
 
 
 def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -35,17 +35,17 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     register(str(saved["method"]))
     keys = known_keys()
     for name, value in values.items():
-        if name in keys and name not in _PLACE.union(WAITING) and value not in (keys[name].default, saved.get(name)):
+        if name in keys and name not in _LOCATION.union(WAITING) and value not in (keys[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
     if read_results(directory).get("status") == "finished":
         raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
-    place: dict[str, Scalar] = {
+    location: dict[str, Scalar] = {
         "resume": str(directory),
         "output-dir": str(directory.parent),
         "run-name": directory.name,
     }
     waiting = {name: values[name] for name in WAITING if values.get(name, keys[name].default) != keys[name].default}
-    return {name: value for name, value in saved.items() if name in keys} | place | waiting
+    return {name: value for name, value in saved.items() if name in keys} | location | waiting
 
 
 def require_same_backbone(directory: Path, backbone_sha256: str) -> None:

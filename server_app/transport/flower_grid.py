@@ -150,12 +150,12 @@ class _Exchange:
 
     def collect(self) -> Iterator[Reply]:
         """Pull the answers that are there, a few at a time; again if more may have come while the caller was busy."""
-        more = True
-        while more:
-            more, message_ids = False, [*self._sent, *self._unanswered]
+        any_answers = True
+        while any_answers:
+            any_answers, message_ids = False, [*self._sent, *self._unanswered]
             for start in range(0, len(message_ids), _BATCH):
                 answers = self._pull(message_ids[start : start + _BATCH])
-                more = more or bool(answers)
+                any_answers = any_answers or bool(answers)
                 while answers:
                     reply, yielded = _reply(*answers.pop()), time.monotonic()
                     yield reply

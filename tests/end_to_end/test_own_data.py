@@ -133,7 +133,7 @@ def test_a_node_that_uses_nothing_of_what_it_has_is_a_failure(own: Values) -> No
     def forget(node: int, kind: Kind, answer: Packet) -> Packet:
         return Packet(metrics={"num-examples": 0}) if (node, kind) == (1, "train") else answer
 
-    results = run(own, InProcessTransport(parse(own).flat(), 3, tamper=forget))
+    results = run(own, tamper=forget)
     held = sum(results["clients"][1]["class_counts"][:2])
     (failure,) = results["rounds"][0]["failures"]
     assert failure["reason"].startswith(f"it has {held} images of the task and used none")
@@ -142,7 +142,7 @@ def test_a_node_that_uses_nothing_of_what_it_has_is_a_failure(own: Values) -> No
 def test_a_node_that_missed_hello_is_asked_again_once_it_is_free(own: Values) -> None:
     deaf, busy = {2}, {2}
     transport = Changing(parse(own).flat(), {1: deaf.clear, 2: busy.clear})
-    transport.busy, transport._broken = lambda: busy, lambda node, kind: node in deaf
+    transport.busy, transport.broken = lambda: busy, lambda node, kind: node in deaf
     results = run(own | {"rounds-per-task": 3}, transport)
     assert results["absent"] == [{"name": "node 2", "reason": "no answer within 3600 s"}]
     took_part = [len(r["participants"]) for r in results["rounds"]]
@@ -318,8 +318,8 @@ def test_a_node_that_comes_back_under_another_name_is_one_client_still(own: Valu
 )
 def test_a_late_node_that_does_not_fit_is_named(spoil: Callable[[Packet], object], reason: str, own: Values) -> None:
     class Odd(Changing):
-        def _ask(self, kind: Kind, node: int, packet: Packet, timeout: float) -> Reply:
-            reply = super()._ask(kind, node, packet, timeout)
+        def _ask(self, kind: Kind, node: int, packet: Packet) -> Reply:
+            reply = super()._ask(kind, node, packet)
             if node == 2 and kind == "hello" and reply.packet:
                 spoil(reply.packet)
             return reply

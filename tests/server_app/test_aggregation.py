@@ -19,12 +19,12 @@ from strategies.base import RoundContext, Update
 from task.config.parsing import parse
 from task.message import Kind, Packet
 from tests.conftest import QUICK
-from tests.helpers.runs import without_times
+from tests.helpers.runs import FaultyTransport, without_times
 
 Values = dict[str, Any]
 
 
-class Backwards(InProcessTransport):
+class Backwards(FaultyTransport):
     """The last node that is asked answers first."""
 
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
@@ -46,7 +46,7 @@ class Counting(InProcessTransport):
             yield reply
 
 
-def results(values: Values, transport: type[InProcessTransport] = InProcessTransport, **faults: Any) -> Values:
+def results(values: Values, transport: type[FaultyTransport] = FaultyTransport, **faults: Any) -> Values:
     config = parse(values)
     folder = run_experiment(config, transport(config.flat(), config.num_clients, **faults))
     return without_times(json.loads((folder / "results.json").read_text()))
