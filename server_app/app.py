@@ -14,10 +14,9 @@ from task.keys import ConfigError
 
 
 class RunFailed(RuntimeError):
-    """What ends a run early, in words for people.
+    """A run that failed, with a message for people.
 
-    Flower takes nothing but an exception for a failed run and logs it with its traceback, which here would only bury
-    the message: there is none to show.
+    Flower logs the exception with its traceback, which would hide the message; so this one has no traceback.
     """
 
     __traceback__: Any = property(lambda self: None, lambda self, value: None)
@@ -33,7 +32,7 @@ def main(grid: Grid, context: Context) -> None:
     Raises:
         RunFailed: a bad run config, or a run that could not go on.
     """
-    # here and not above: the clients' side of a simulation starts while this thread imports torch
+    # not at the top: in a simulation the clients' side starts while this thread imports torch
     from server_app.rounds.run import run_experiment
 
     _log_where_flower_logs()
@@ -44,7 +43,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _log_where_flower_logs() -> None:
-    """Progress goes into ``flwr log``; without a handler of their own our loggers would show warnings only."""
+    """Give our loggers Flower's handlers, so that progress appears in ``flwr log``."""
     for name in ("server_app", "strategies", "task"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO)

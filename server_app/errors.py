@@ -1,4 +1,4 @@
-"""What ends a run, in words for people."""
+"""Errors that end a command, with messages for people."""
 
 
 class RunError(RuntimeError):
@@ -21,11 +21,11 @@ class PicturesUnavailable(RuntimeError):
     """Matplotlib or Jinja is not installed; the message says how to install them."""
 
 
-LONGEST_REASON = 300  # characters
+MAX_REASON = 300  # characters
 
 
 def one_line(text: str) -> str:
-    """``text`` as one printable line of at most LONGEST_REASON characters: a client may call anything its reason."""
-    start = "".join(c if c.isprintable() else " " for c in text[: 10 * LONGEST_REASON])
+    """``text``, which may come from a client, as one printable line of at most MAX_REASON characters."""
+    start = "".join(c if c.isprintable() else " " for c in text[: 10 * MAX_REASON])
     line = " ".join(start.split())
-    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 1] + "…"
+    return line if len(line) <= MAX_REASON else line[: MAX_REASON - 1] + "…"

@@ -8,12 +8,12 @@ The nodes run this project's ClientApp, ``client_app.app:app``; what they need t
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import safetensors.numpy
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -32,7 +32,7 @@ EvaluateFunction = Callable[[int, ArrayRecord], MetricRecord | None]
 class FCILStrategy(Strategy):
     """Any method of the table; ``method`` is one of the run keys. Subclasses fix it.
 
-    Its ``start`` is the whole run: tasks, hello, quorum and checks have no place in the loop of Flower's base class.
+    Its ``start`` is a whole run: the loop of Flower's base class has no tasks, hello, quorum or checks.
     """
 
     method: str | None = None
@@ -81,7 +81,7 @@ class FCILStrategy(Strategy):
         """
         if extra := [*(train_config or {}), *(evaluate_config or {})]:
             raise ValueError(f"{extra} would not be read: give run keys to {type(self).__name__}(...) instead")
-        config = self._planned(num_rounds, timeout)
+        config = self._fit_config(num_rounds, timeout)
         directory = run_experiment(config, GridTransport(grid), arrays_of(initial_arrays) or None)
         result = read_result(directory, config)
         last = config.num_tasks * config.rounds_per_task
@@ -89,14 +89,15 @@ class FCILStrategy(Strategy):
             result.evaluate_metrics_serverapp.setdefault(last, MetricRecord()).update(metrics)
         return result
 
-    def _planned(self, num_rounds: int | None, timeout: float | None) -> Config:
+    def _fit_config(self, num_rounds: int | None, timeout: float | None) -> Config:
+        """The run keys with the arguments of :meth:`start`."""
         values = dict(self._values)
-        tasks, each = self.config.num_tasks, self.config.rounds_per_task
-        if num_rounds is not None and num_rounds != tasks * each:
+        tasks, rounds = self.config.num_tasks, self.config.rounds_per_task
+        if num_rounds is not None and num_rounds != tasks * rounds:
             if "rounds-per-task" in values or num_rounds % tasks:
                 raise ValueError(
-                    f"num_rounds = {num_rounds} does not fit: num_tasks = {tasks} times rounds_per_task = {each} "
-                    f"is {tasks * each}"
+                    f"num_rounds = {num_rounds} does not fit: num_tasks = {tasks} times rounds_per_task = {rounds} "
+                    f"is {tasks * rounds}"
                 )
             values["rounds-per-task"] = num_rounds // tasks
         if timeout is not None:
@@ -108,24 +109,11 @@ class FCILStrategy(Strategy):
         for key, value in self.config.flat().items():
             log.info("\t├── %s: %s", key, value)
 
-    def configure_train(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> NoReturn:
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise NotImplementedError: a run is one whole, see :meth:`start`."""
-        self._only_start()
-
-    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> NoReturn:
-        """Raise NotImplementedError: a run is one whole, see :meth:`start`."""
-        self._only_start()
-
-    def configure_evaluate(self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid) -> NoReturn:
-        """Raise NotImplementedError: a run is one whole, see :meth:`start`."""
-        self._only_start()
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> NoReturn:
-        """Raise NotImplementedError: a run is one whole, see :meth:`start`."""
-        self._only_start()
-
-    def _only_start(self) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} runs as a whole: call its start method")
+
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _refuse
 
 
 class HGP(FCILStrategy):
@@ -153,6 +141,6 @@ def read_result(directory: Path, config: Config) -> Result:
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, Any]:
-    """Counts of lists and the numbers of a line of rounds.jsonl; the server's own metrics beside the others."""
+    """The numbers in a line of rounds.jsonl, the server's metrics among them; a list counts as its length."""
     flat = {name: len(value) if isinstance(value, list) else value for name, value in line.items()} | line["server"]
     return {name: value for name, value in flat.items() if type(value) in (int, float)}

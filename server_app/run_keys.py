@@ -1,4 +1,4 @@
-"""Run keys as people type them on the command line; imports nothing heavy."""
+"""Run keys from the command line; imports nothing heavy."""
 
 import difflib
 import tomllib
@@ -16,7 +16,7 @@ _PATHS = ("data-dir", "backbone-weights")
 
 
 def read_words(words: Sequence[str]) -> dict[str, Scalar]:
-    """Typed run keys from words such as ``method=hgp``, which win over those of a .toml file if the first word is one.
+    """Typed run keys from words such as ``method=hgp``; the first may be a .toml file, over which the others win.
 
     Raises:
         ConfigError: a word that is no setting, a key given twice, an unknown key, a bad value, an unreadable file.
@@ -69,25 +69,25 @@ def read_pairs(words: Sequence[str]) -> dict[str, Scalar]:
 
 
 def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """The same run keys for another working directory, and with the number of clients.
+    """The run keys with absolute paths and the number of clients.
 
     Raises:
         ConfigError: values that are no run, or a run that cannot be resumed.
     """
     if values.get("resume"):
         return load_resumed_keys({**values, "resume": str(Path(str(values["resume"])).expanduser().absolute())})
-    found = dict(values)
-    for key in _PATHS:  # the workers' folder is the project's, not the user's
-        if found.get(key) and Path(str(found[key])).exists():
-            found[key] = str(Path(str(found[key])).resolve())
-    if not parse(found).num_clients:
-        # so that the server waits for all of them
-        found["num-clients"] = (_rehearsed(found) if found.get("dataset") == OWN else 0) or DEFAULT_CLIENTS
-    return found
+    keys = dict(values)
+    for name in _PATHS:  # the workers' working directory is the project's
+        if keys.get(name) and Path(str(keys[name])).exists():
+            keys[name] = str(Path(str(keys[name])).resolve())
+    if not parse(keys).num_clients:
+        # a number, so that the server waits for all of them
+        keys["num-clients"] = (_count_node_folders(keys) if keys.get("dataset") == OWN else 0) or DEFAULT_CLIENTS
+    return keys
 
 
-def _rehearsed(values: Mapping[str, Scalar]) -> int:
-    """Simulated nodes with data of their own: one for each folder in data-dir."""
+def _count_node_folders(values: Mapping[str, Scalar]) -> int:
+    """Number of simulated nodes with data of their own: the folders in data-dir."""
     from task.data.image_folders import class_folders
 
     return len(class_folders(Path(str(values.get("data-dir") or "nowhere")).expanduser()))

@@ -1,4 +1,4 @@
-"""The start of a run: waiting for nodes, and the hello round."""
+"""Waiting for nodes at the start of a run, and asking them who they are."""
 
 import json
 import logging
@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server_app.clients.client_info import ClientInfo, _member
+from server_app.clients.client_info import ClientInfo, read_hello
 from server_app.errors import RunError, one_line
-from server_app.transport.base import Transport, in_order
+from server_app.transport.base import Transport, sort_replies
 from task.config.schema import Config
 from task.data.images import Dataset
 from task.message import Packet
@@ -16,12 +16,12 @@ from task.message import Packet
 log = logging.getLogger(__name__)
 
 START_TIMEOUT = 60.0  # seconds for a first node to connect
-SETTLED = 2.0  # seconds without a new node after which the connected ones are taken for all
+SETTLED = 2.0  # seconds without a new node after which no more are waited for, where no number is given
 
 
 @dataclass(frozen=True)
 class AbsentNode:
-    """A node that cannot take part: its handle, its name as far as known, why, and whether it gave that answer."""
+    """A node that cannot take part, and why; ``answered`` is whether it said so itself."""
 
     node: int
     name: str
@@ -29,15 +29,14 @@ class AbsentNode:
     answered: bool
 
 
-def wait_for_nodes(transport: Transport, expected: int, patience: float, least: int | None = None) -> list[int]:
-    """Handles of the connected nodes: at least ``expected``, or when that is 0 all there are once no more appear.
+def wait_for_nodes(transport: Transport, expected: int, patience: float, minimum: int | None = None) -> list[int]:
+    """Wait for nodes to connect; returns their handles.
 
     Args:
         transport: reaches them.
-        expected: how many there should be, 0 for as many as connect.
-        patience: seconds without a new node after which the missing ones are given up; START_TIMEOUT at least for the
-            first one.
-        least: with how many to make do when no more appear; none but ``expected`` if not given.
+        expected: number of nodes; 0 for all that connect before SETTLED seconds pass without a new one.
+        patience: seconds without a new node after which waiting ends; at least START_TIMEOUT for the first node.
+        minimum: number of nodes that are enough when waiting ends; ``expected`` if not given.
 
     Raises:
         RunError: too few nodes.
@@ -50,7 +49,7 @@ def wait_for_nodes(transport: Transport, expected: int, patience: float, least: 
         if (expected and len(nodes) >= expected) or (not expected and nodes and now - since >= SETTLED):
             return nodes
         if now - since > (patience if seen else max(patience, START_TIMEOUT)):
-            if least and len(nodes) >= least:
+            if minimum and len(nodes) >= minimum:
                 log.warning("going on with %d of %d nodes; the others may join later", len(nodes), expected)
                 return nodes
             raise RunError(
@@ -64,33 +63,36 @@ def wait_for_nodes(transport: Transport, expected: int, patience: float, least: 
 def say_hello(
     transport: Transport, nodes: Sequence[int], config: Config, dataset: Dataset | None
 ) -> tuple[list[ClientInfo], list[AbsentNode]]:
-    """Say hello to some nodes; those that can take part by name, and why each of the others cannot.
+    """Ask nodes who they are and what they hold.
 
     Args:
         transport: reaches them.
         nodes: their handles.
         config: the run keys.
         dataset: the run's, or None where each node has its own.
+
+    Returns:
+        the nodes that can take part, sorted by name, and the others.
     """
     packet = Packet(config={"run-config": json.dumps(config.for_clients())})
     packets = dict.fromkeys(nodes, packet)
-    replies = in_order(transport.exchange("hello", packets, config.round_timeout), packets)
-    members, absent = [], []
+    replies = sort_replies(transport.exchange("hello", packets, config.round_timeout), packets)
+    clients, absent = [], []
     for reply in replies:
         try:
-            members.append(_member(reply, dataset))
-        except Exception as error:  # whatever a node says of itself must not end the run
+            clients.append(read_hello(reply, dataset))
+        except Exception as error:  # a wrong answer of one node must not end the run
             reason = one_line(str(error) or type(error).__name__)
             log.warning("node %s does not take part: %s", reply.node, reason)
             absent.append(AbsentNode(reply.node, f"node {reply.node}", reason, answered=reply.packet is not None))
-    return sorted(members, key=lambda m: m.name), absent
+    return sorted(clients, key=lambda client: client.name), absent
 
 
-def mismatch(member: ClientInfo, backbone: str, code: str) -> str:
-    """Why a client would compute something else than the server, with what to do about it; else an empty text."""
-    if member.backbone_sha256 != backbone:
+def find_mismatch(client: ClientInfo, backbone_sha256: str, code_sha256: str) -> str:
+    """Why a client would compute something else than the server, and what to do about it; else an empty text."""
+    if client.backbone_sha256 != backbone_sha256:
         return "other backbone weights than the server: give every node the same backbone-weights"
-    if member.code_sha256 != code:
+    if client.code_sha256 != code_sha256:
         return (
             "another copy of the code than the server: a simulation imports it from the folder in which the local "
             "SuperLink was started: stop that SuperLink, or use 'fcil run', which starts its own"

@@ -4,9 +4,10 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from server_app.clients.class_names import misspelt, overview, require_agreement
+from server_app.clients.class_names import describe_spellings, require_classes
 from server_app.clients.client_info import ClientInfo
-from server_app.clients.hello import AbsentNode, mismatch, say_hello
+from server_app.clients.hello import AbsentNode, find_mismatch, say_hello
+from server_app.clients.overview import describe_clients
 from server_app.errors import RunError
 from server_app.transport.base import Transport
 from task.config.schema import Config
@@ -14,14 +15,14 @@ from task.data.images import Dataset
 
 log = logging.getLogger(__name__)
 
-_TRIES = 3  # hellos to a node that gives no answer
+_MAX_TRIES = 3  # hellos to a node that gives no answer
 
 
 class ClientRegistry:
     """Who takes part.
 
     Attributes:
-        members: sorted by name.
+        clients: sorted by name.
         absent: name and reason of each node that cannot take part.
     """
 
@@ -31,126 +32,142 @@ class ClientRegistry:
         nodes: Sequence[int],
         config: Config,
         dataset: Dataset | None,
-        ground: tuple[str, str],
+        checksums: tuple[str, str],
     ) -> None:
-        """Say hello to the nodes that are there.
+        """Say hello to the connected nodes.
 
         Args:
             transport: reaches them.
             nodes: their handles.
-            config: the run keys, the number of clients known.
+            config: the run keys, with the number of clients.
             dataset: the run's, or None where each node has its own.
-            ground: SHA-256 of the server's backbone weights and of its copy of the code.
+            checksums: SHA-256 of the server's backbone weights and of its copy of the code.
 
         Raises:
             RunError: too few that can take part, two of one name, or nodes that cannot work together.
         """
-        self.config, self._transport, self._dataset, self._ground = config, transport, dataset, ground
-        self.members, absent = say_hello(transport, nodes, self.config, dataset)
-        self._asked: set[int] = set()
-        self._tries: Counter[int] = Counter()
+        self.config, self._transport, self._dataset, self._checksums = config, transport, dataset, checksums
+        self._asked: set[int] = set()  # nodes that get no further hello
+        self._tries: Counter[int] = Counter()  # hellos that a node has not answered
+        self._warnings: set[str] = set()
         self.absent: list[dict[str, str]] = []
-        self._note(absent)
-        self._tick_off(self.members, absent)
+        self.clients, absent = say_hello(transport, nodes, config, dataset)
+        self._note_absent(absent)
+        self._note_asked(self.clients, absent)
         self._require_enough(absent)
-        self._require_same()
+        self._require_compatible()
         self._warn_of_statistics()
         if config.own_data:
-            require_agreement(self.members, config)
-        for line in overview(self.members):
-            log.info(line)
+            require_classes(self.clients)
+        self._log_clients(self.clients)
 
-    def _tick_off(self, found: Sequence[ClientInfo], absent: Sequence[AbsentNode]) -> None:
-        """Who has spoken is not asked again; who was silent or broke down is, once it is free, but not for ever."""
-        self._tries.update(a.node for a in absent)
-        gone = {a.node for a in absent if a.answered or self._tries[a.node] >= _TRIES}
-        self._asked |= {m.node for m in found} | gone
+    def _note_asked(self, clients: Sequence[ClientInfo], absent: Sequence[AbsentNode]) -> None:
+        """A node that has answered gets no further hello, and one that gives no answer gets a few."""
+        self._tries.update(node.node for node in absent)
+        given_up = {node.node for node in absent if node.answered or self._tries[node.node] >= _MAX_TRIES}
+        self._asked |= {client.node for client in clients} | given_up
+
+    def _note_absent(self, absent: Sequence[AbsentNode]) -> None:
+        by_name = {entry["name"]: entry for entry in self.absent}
+        by_name |= {node.name: {"name": node.name, "reason": node.reason} for node in absent}
+        self.absent[:] = by_name.values()
 
     def _require_enough(self, absent: Sequence[AbsentNode]) -> None:
-        wrong = [a for a in absent if a.answered and self.config.own_data]
-        if wrong:  # somebody's data are not where they should be: better said now than in the morning
-            raise RunError(f"{len(wrong)} nodes cannot take part. First reason: {wrong[0].reason}")
-        if len(self.members) < self.config.quorum:
-            first = absent[0].reason if absent else "no answer"
+        refusing = [node for node in absent if node.answered and self.config.own_data]
+        if refusing:  # its data are not where they should be: somebody should correct that before the run
+            raise RunError(f"{len(refusing)} nodes cannot take part. First reason: {refusing[0].reason}")
+        if len(self.clients) < self.config.quorum:
+            reason = absent[0].reason if absent else "no answer"
             raise RunError(
-                f"{len(self.members)} clients answered hello, the quorum is {self.config.quorum}. First reason: {first}"
+                f"{len(self.clients)} clients answered hello, the quorum is {self.config.quorum}. "
+                f"First reason: {reason}"
             )
 
-    def _require_same(self) -> None:
-        twice = [name for name, times in Counter(m.name for m in self.members).items() if times > 1]
-        if twice:
-            raise RunError(f"several nodes are called {twice}: give each its own name or partition-id.")
-        odd = [(m.name, reason) for m in self.members if (reason := mismatch(m, *self._ground))]
-        if odd:
-            raise RunError(f"{len(odd)} clients have {odd[0][1]}. The first is {odd[0][0]}.")
+    def _require_compatible(self) -> None:
+        counts = Counter(client.name for client in self.clients)
+        duplicates = [name for name, count in counts.items() if count > 1]
+        if duplicates:
+            raise RunError(f"several nodes are called {duplicates}: give each its own name or partition-id.")
+        reasons = {client.name: find_mismatch(client, *self._checksums) for client in self.clients}
+        mismatches = [(name, reason) for name, reason in reasons.items() if reason]
+        if mismatches:
+            name, reason = mismatches[0]
+            raise RunError(f"{len(mismatches)} clients have {reason}. The first is {name}.")
 
     def _warn_of_statistics(self) -> None:
-        most = max((int(m.own_counts.max(initial=0)) for m in self.members), default=0)
-        if self.config.min_class_count > most:
+        largest = max((int(client.own_counts.max(initial=0)) for client in self.clients), default=0)
+        if self.config.min_class_count > largest:
             log.warning(
                 "min-class-count = %d: no client has more than %d images of a class, so %s gets no statistics at all",
-                *(self.config.min_class_count, most, self.config.method),
+                *(self.config.min_class_count, largest, self.config.method),
             )
 
-    def admit_new(self) -> list[ClientInfo]:
-        """Say hello to nodes that have connected or become free since; returns those that take part from now on.
+    def _log_clients(self, clients: Sequence[ClientInfo]) -> None:
+        for line in describe_clients(clients) if clients else []:
+            log.info(line)
 
-        One that comes back under the name of a client that is gone takes its place. One that says it cannot take part
-        is noted among the absent, and not asked again while it stays connected.
+    def admit_new(self) -> list[ClientInfo]:
+        """Say hello to nodes that have connected or become free since the last hello.
+
+        A node that comes back under the name of a client that is gone replaces it. A node that cannot take part is
+        noted among the absent and not asked again while it stays connected.
+
+        Returns:
+            the clients that take part from now on.
         """
         connected = set(self._transport.nodes())
-        fresh = sorted(connected - self._asked - self._transport.busy())
+        nodes = sorted(connected - self._asked - self._transport.busy())
         self._asked &= connected
-        if not fresh:
+        if not nodes:
             return []
-        found, absent = say_hello(self._transport, fresh, self.config, self._dataset)
-        self._tick_off(found, absent)
-        welcome = []
-        for member in found:
-            if reason := self._objection(member, connected):
-                absent.append(AbsentNode(member.node, member.name, reason, answered=True))
-                log.warning("%s does not take part: %s", member.name, reason)
+        clients, absent = say_hello(self._transport, nodes, self.config, self._dataset)
+        self._note_asked(clients, absent)
+        admitted = []
+        for client in clients:
+            if reason := self._find_objection(client, connected):
+                absent.append(AbsentNode(client.node, client.name, reason, answered=True))
+                log.warning("%s does not take part: %s", client.name, reason)
             else:
-                welcome.append(member)
-                self._enter(member)
-        self._note(absent)
-        for line in overview(welcome) if welcome else []:
-            log.info(line)
-        return welcome
+                admitted.append(client)
+                self._add(client)
+        self._note_absent(absent)
+        self._log_clients(admitted)
+        return admitted
 
-    def _objection(self, newcomer: ClientInfo, connected: set[int]) -> str:
-        if reason := mismatch(newcomer, *self._ground):
+    def _find_objection(self, newcomer: ClientInfo, connected: set[int]) -> str:
+        """Why a node cannot be a client now, or an empty text."""
+        if reason := find_mismatch(newcomer, *self._checksums):
             return reason
-        namesake = next((m for m in self.members if m.name == newcomer.name), None)
-        if namesake and namesake.node != newcomer.node and namesake.node in connected:
-            self._asked.discard(newcomer.node)  # the one before may only not have been missed yet: ask again
+        nodes = {client.name: client.node for client in self.clients}
+        node = nodes.get(newcomer.name, newcomer.node)
+        if node != newcomer.node and node in connected:
+            self._asked.discard(newcomer.node)  # the other node may be gone without being missed yet
             return "a node of this name takes part already"
-        if self.config.own_data and not self.config.similar_classes:
-            known = {m.name: set(m.classes) for m in self.members if m is not namesake}
-            return misspelt(known | {newcomer.name: set(newcomer.classes)})
         return ""
 
-    def _enter(self, member: ClientInfo) -> None:
-        # also one that has come back under another name: a node can be only one client
-        others = [m for m in self.members if m.name != member.name and m.node != member.node]
-        self.members = sorted([*others, member], key=lambda m: m.name)
+    def _add(self, client: ClientInfo) -> None:
+        # a node may also come back under another name, and is one client still
+        others = [c for c in self.clients if c.name != client.name and c.node != client.node]
+        self.clients = sorted([*others, client], key=lambda c: c.name)
 
-    def ask_again(self) -> None:
-        """Let every connected member say anew what it holds; one that does not answer keeps what it said before."""
+    def update_holdings(self) -> None:
+        """Ask the connected clients again what they hold; one that does not answer keeps its earlier answer."""
         connected = set(self._transport.nodes())
-        found, absent = say_hello(
-            self._transport, [m.node for m in self.members if m.node in connected], self.config, self._dataset
-        )
-        for member in found:
-            if not self._objection(member, connected - {member.node}):
-                self._enter(member)
-        for a in absent:
-            log.warning("%s said nothing new: %s", a.name, a.reason)
+        nodes = [client.node for client in self.clients if client.node in connected]
+        clients, absent = say_hello(self._transport, nodes, self.config, self._dataset)
+        for client in clients:
+            if not self._find_objection(client, connected - {client.node}):
+                self._add(client)
+        for node in absent:
+            log.warning("%s said nothing new: %s", node.name, node.reason)
 
-    def _note(self, absent: Sequence[AbsentNode]) -> None:
-        newest = {entry["name"]: entry for entry in self.absent}
-        self.absent[:] = (newest | {a.name: {"name": a.name, "reason": a.reason} for a in absent}).values()
+    def assign_class_ids(self, class_names: Sequence[str]) -> None:
+        """Count each client's images by the class ids of a run whose nodes have images of their own.
 
-    def place(self, class_names: Sequence[str]) -> None:
-        """Count what members hold under the class ids of a run whose nodes have data of their own."""
-        self.members = [m.placed(class_names) for m in self.members]
+        Names that differ only in case, punctuation or white space are one class; the log warns of it once.
+        """
+        self.clients = [client.assign_class_ids(class_names) for client in self.clients]
+        for line in describe_spellings(self.clients, class_names):
+            if line not in self._warnings:
+                self._warnings.add(line)
+                log.warning(line)

@@ -7,10 +7,10 @@ from task.config.schema import Config
 from task.utils.seeding import numpy_rng
 
 
-def sample_clients(members: Sequence[ClientInfo], config: Config, server_round: int) -> list[ClientInfo]:
-    """The clients of one round: all, or ``clients-per-round`` drawn from the run's own stream by name."""
-    wanted = config.clients_per_round or len(members)
-    if wanted >= len(members):
-        return list(members)
-    chosen = numpy_rng(config.seed, "participants", server_round).choice(len(members), wanted, replace=False)
-    return [members[i] for i in sorted(chosen)]
+def sample_clients(clients: Sequence[ClientInfo], config: Config, server_round: int) -> list[ClientInfo]:
+    """The clients of one round: all, or ``clients-per-round`` drawn with the run's seed; ``clients`` sorted by name."""
+    number = config.clients_per_round or len(clients)
+    if number >= len(clients):
+        return list(clients)
+    drawn = numpy_rng(config.seed, "participants", server_round).choice(len(clients), number, replace=False)
+    return [clients[i] for i in sorted(drawn)]

@@ -1,4 +1,4 @@
-"""One round's answers, taken in one by one as they come and let go as soon as the run's settings allow it."""
+"""The answers of one round: checked, averaged and shown to the method one by one as they come."""
 
 import copy
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from server_app.clients.client_info import ClientInfo
-from server_app.rounds.reply_checks import InvalidReply, check_reply, too_far
+from server_app.rounds.reply_checks import InvalidReply, check_reply, find_excessive
 from server_app.run_files.results import RoundReport
 from server_app.transport.base import Reply
 from strategies.averaging import WeightedMean
@@ -19,84 +19,86 @@ Measure = Callable[[Update], list[float]]
 
 
 class RoundAggregator:
-    """Checks each answer, averages its arrays, shows them to the method and lets them go.
+    """Checks each answer, adds its arrays to the mean, shows it to the method and lets its arrays go.
 
-    What comes of a round does not depend on the order in which its answers come: the mean knows no order, and all else
-    is put into the order in which the clients were drawn.
+    The outcome of a round does not depend on the order of the answers: the mean is exact in any order, and all else is
+    sorted by the order in which the clients were drawn.
 
     Attributes:
-        sent: arrays of the model before the round.
-        known: what the strategy knew then.
+        sent_arrays: of the model before the round, as they were sent.
+        strategy_state: attributes of the strategy before the round.
         mean: of the accepted arrays so far.
-        updates: the accepted answers of clients that have trained, without their arrays.
-        entropies: of their responses, as far as they are measured.
+        updates: accepted answers of clients that have trained, without their arrays.
+        entropies: of the local models' responses to the test images; empty unless they are measured.
         seconds: that the mean and the method have taken so far.
     """
 
     def __init__(
-        self, config: Config, strategy: Strategy, model: Model, context: RoundContext, drawn: Sequence[ClientInfo]
+        self, config: Config, strategy: Strategy, model: Model, context: RoundContext, clients: Sequence[ClientInfo]
     ) -> None:
-        self.sent = model.export()
-        self.known = {name: copy.copy(value) for name, value in vars(strategy).items()}
+        self.sent_arrays = model.export()
+        self.strategy_state = {name: copy.copy(value) for name, value in vars(strategy).items()}
         self.mean = WeightedMean()
         self.updates: list[Update] = []
         self.entropies: list[float] = []
         self.seconds = 0.0
-        self._config, self._strategy, self._model, self._moment = config, strategy, model, context
-        self._measured: dict[str, list[float]] = {}
-        self._drawn = {member.node: member for member in drawn}
-        self._spec = {name: tuple(value.shape) for name, value in model.trained().items()}
+        self._config, self._strategy, self._model, self._context = config, strategy, model, context
+        self._entropies: dict[str, list[float]] = {}  # by client
+        self._clients = {client.node: client for client in clients}
+        self._shapes = {name: tuple(value.shape) for name, value in model.trained().items()}
         self._classes = learnable(config, context.schedule, context.task)
 
-    def take(self, replies: Iterable[Reply], report: RoundReport, measure: Measure) -> None:
-        """Take in all answers of the round.
+    def collect(self, replies: Iterable[Reply], report: RoundReport, measure: Measure) -> None:
+        """Use all answers of the round.
 
         Args:
             replies: as they come, one from each drawn client.
             report: gets bytes, idle clients and failures.
-            measure: entropies of an accepted update's responses, asked while its arrays are there.
+            measure: entropies of an accepted update's responses, called while its arrays are there.
         """
-        held, refused = list[Update](), dict[str, str]()
+        waiting, refused = list[Update](), dict[str, str]()
         for reply in replies:
             report.bytes_up += reply.bytes_up
             report.bytes_down += reply.bytes_down
-            name = self._drawn[reply.node].name
+            client = self._clients[reply.node]
             try:
-                update = self._checked(reply)
+                update = check_reply(reply, client, self._shapes, self._classes, self._context.ends_task, self._config)
             except InvalidReply as error:
-                refused[name] = str(error)
+                refused[client.name] = str(error)
                 continue
             if not update.num_examples:
-                report.idle.append(name)
-            elif self._config.max_update_ratio:  # the median is known when all have come
-                held.append(update)
+                report.idle.append(client.name)
+            elif self._config.max_update_ratio:  # the median needs the updates of all clients
+                waiting.append(update)
             else:
-                refused |= self._settle([update], measure)
-        refused |= self._settle(held, measure)
-        self._put_in_order(refused, report)
+                refused |= self._use([update], measure)
+        refused |= self._use(waiting, measure)
+        self._sort(refused, report)
 
-    def _checked(self, reply: Reply) -> Update:
-        member = self._drawn[reply.node]
-        return check_reply(reply, member, self._spec, self._classes, self._moment.ends_task, self._config)
-
-    def _settle(self, updates: Sequence[Update], measure: Measure) -> dict[str, str]:
-        """Use those that do not go too far; returns why the others are refused."""
-        refused = too_far(updates, self.sent, self._config)
+    def _use(self, updates: Sequence[Update], measure: Measure) -> dict[str, str]:
+        """Use the updates that do not go too far; returns the reason for each of the others."""
+        refused = find_excessive(updates, self.sent_arrays, self._config)
         for update in updates:
             if update.client in refused:
                 continue
-            self._measured[update.client] = measure(update)
+            self._entropies[update.client] = measure(update)
             started = time.perf_counter()
             if update.arrays:
                 self.mean.add(update.arrays, self._strategy.weight(update))
-            self._strategy.receive(self._model, update, self._moment)
+            self._strategy.receive(self._model, update, self._context)
             self.seconds += time.perf_counter() - started
             self.updates.append(replace(update, arrays={}))
         return refused
 
-    def _put_in_order(self, refused: dict[str, str], report: RoundReport) -> None:
-        place = {member.name: i for i, member in enumerate(self._drawn.values())}
-        self.updates.sort(key=lambda update: place[update.client])
-        self.entropies = [entropy for update in self.updates for entropy in self._measured[update.client]]
-        report.idle.sort(key=place.__getitem__)
-        report.failures += [{"name": name, "reason": refused[name]} for name in sorted(refused, key=place.__getitem__)]
+    def _sort(self, refused: dict[str, str], report: RoundReport) -> None:
+        order = {client.name: i for i, client in enumerate(self._clients.values())}
+        self.updates.sort(key=lambda update: order[update.client])
+        self.entropies = [entropy for update in self.updates for entropy in self._entropies[update.client]]
+        report.idle.sort(key=order.__getitem__)
+        report.failures += [{"name": name, "reason": refused[name]} for name in sorted(refused, key=order.__getitem__)]
+
+    def undo(self) -> None:
+        """Put the model and the strategy back as they were before the round."""
+        self._model.load(self.sent_arrays)
+        vars(self._strategy).clear()
+        vars(self._strategy).update(self.strategy_state)

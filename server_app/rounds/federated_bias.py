@@ -1,4 +1,4 @@
-"""Federated bias: what the local models of a task say before they become one (HGP sections 2 and 4.3)."""
+"""Federated bias: how far the local models of a task are apart before aggregation (HGP sections 2 and 4.3)."""
 
 import math
 from collections.abc import Sequence
@@ -13,33 +13,33 @@ from task.models.model import Model
 
 
 def response_entropies(model: Model, updates: Sequence[Update], dataset: Dataset, order: np.ndarray) -> list[float]:
-    """Entropy in nats of what each local model answers to the test images of all seen classes.
+    """Entropy, in nats, of the classes that each local model predicts for the test images of all seen classes.
 
     Args:
-        model: the global one, which holds the local arrays one after another and is left as it was.
-        updates: those of clients that have trained.
-        dataset: its test part is used.
+        model: the global one; it is loaded with the local arrays one after another, and then as it was before.
+        updates: of clients that have trained, with their arrays.
+        dataset: its test images are used.
         order: class id of each head row, int64 [seen].
 
     Returns:
-        one for each update; none where no test image is of a seen class.
+        one for each update; empty where no test image is of a seen class.
     """
-    before, found = model.export(), []
+    before, entropies = model.export(), []
     for update in updates:
         model.load(update.arrays)
         counts = confusion_counts(model, dataset, order, np.arange(len(dataset.test_labels)))
-        found += [response_entropy(counts.sum(axis=0))] if counts.any() else []
+        entropies += [response_entropy(counts.sum(axis=0))] if counts.any() else []
     model.load(before)
-    return found
+    return entropies
 
 
 def local_distance(updates: Sequence[Update]) -> float:
-    """How far the clients' prototypes of a class are apart, see :func:`task.metrics.prototype_distance`.
+    """Distance between the clients' prototypes of a class, see :func:`task.metrics.prototype_distance`.
 
     NaN where the method sends no class means, or no two clients hold the same class.
     """
-    sent = [u.statistics for u in updates if "means" in u.statistics]
-    if not sent:
+    statistics = [u.statistics for u in updates if "means" in u.statistics]
+    if not statistics:
         return math.nan
-    class_ids, means = (np.concatenate([found[name] for found in sent]) for name in ("class_ids", "means"))
+    class_ids, means = (np.concatenate([s[name] for s in statistics]) for name in ("class_ids", "means"))
     return prototype_distance(class_ids, means)

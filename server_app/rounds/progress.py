@@ -1,24 +1,24 @@
-"""How far a run is, in words; imports nothing heavy."""
+"""A finished round in words; imports nothing heavy."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
-    """A finished round for people, and below it a line for each client that failed.
+    """Lines about a finished round: one of its outcome, and one for each client that failed.
 
     Args:
         line: of rounds.jsonl.
         number: of this round within the run, from 1.
     """
     failures, tasks, rounds = line["failures"], line["num_tasks"], line["rounds_per_task"]
-    left = line["elapsed"] / number * (tasks * rounds - number)
+    seconds_left = line["elapsed"] / number * (tasks * rounds - number)
     parts = [
         f"task {line['task']}/{tasks}, round {line['round']}/{rounds}",
         f"{len(line['participants'])} clients" + (f", {len(failures)} failed" if failures else ""),
         f"loss {line['train_loss']:.3f}" if line["train_loss"] is not None else "",
         f"accuracy on all seen classes {line['seen_accuracy']:.1%}" if line["seen_accuracy"] is not None else "",
-        f"{_clock(line['elapsed'])}, about {_clock(left)} left",
+        f"{_clock(line['elapsed'])}, about {_clock(seconds_left)} left",
     ]
     return ["  ".join(filter(None, parts)), *(f"    {f['name']}: {f['reason']}" for f in failures)]
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from server_app.clients.client_info import MOST_IMAGES, ClientInfo, failure
+from server_app.clients.client_info import MAX_IMAGES, ClientInfo, failure
 from server_app.errors import one_line
 from server_app.transport.base import Reply
 from strategies.base import Update
@@ -15,28 +15,28 @@ from task.methods import load_class
 from task.prototypes.gaussians import cholesky_fails
 from task.prototypes.statistics import ClientStatistics
 
-LARGEST = ClientStatistics.largest  # of trained arrays
-LARGEST_METRIC = 1e12  # of loss, accuracy, seconds, images: sums over clients and rounds stay finite
-FEWEST_FOR_MEDIAN = 3
-Spec = Mapping[str, tuple[int, ...]]  # array name -> shape
+MAX_VALUE = ClientStatistics.largest  # of trained arrays
+MAX_METRIC = 1e12  # of loss, accuracy, seconds, images: sums over clients and rounds stay finite
+MIN_FOR_MEDIAN = 3  # updates
+Shapes = Mapping[str, tuple[int, ...]]  # by name of the array
 
 
 class InvalidReply(ValueError):
-    """An answer is not used; the message is the reason that the results name."""
+    """An answer that is not used; the message is the reason, as the results name it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(one_line(reason))
 
 
 def check_reply(
-    reply: Reply, member: ClientInfo, arrays: Spec, classes: Sequence[int], ends_task: bool, config: Config
+    reply: Reply, client: ClientInfo, shapes: Shapes, classes: Sequence[int], ends_task: bool, config: Config
 ) -> Update:
-    """The update in a reply, or the reason why there is none.
+    """Check the answer to a train message; returns the update in it.
 
     Args:
         reply: what the transport brought.
-        member: who was asked; it cannot have more images than it said at hello that it may.
-        arrays: names and shapes of the trained arrays that must come.
+        client: who was asked; it can report no more images than in its answer to hello.
+        shapes: of the trained arrays that must come.
         classes: class ids that it may learn in the task.
         ends_task: whether this is the task's last round, in which some statistics travel.
         config: the run keys.
@@ -48,59 +48,61 @@ def check_reply(
         raise InvalidReply(reason)
     packet = reply.packet or Packet()
     for name, value in packet.metrics.items():
-        if type(value) not in (int, float) or not abs(value) <= LARGEST_METRIC:
-            raise InvalidReply(f"{name} is {value!r}; a number of at most {LARGEST_METRIC:g} was expected")
+        if type(value) not in (int, float) or not abs(value) <= MAX_METRIC:
+            raise InvalidReply(f"{name} is {value!r}; a number of at most {MAX_METRIC:g} was expected")
     examples = packet.metrics.get("num-examples")
-    most = int(member.class_counts[list(classes)].sum())
-    if type(examples) is not int or not 0 <= examples <= most:
-        raise InvalidReply(f"num-examples is {examples!r}; a whole number from 0 to {most} was expected")
-    if examples == 0 and most and config.own_data:
-        raise InvalidReply(f"it has {most} images of the task and used none: its data-dir may have changed")
+    num_held = int(client.class_counts[list(classes)].sum())
+    if type(examples) is not int or not 0 <= examples <= num_held:
+        raise InvalidReply(f"num-examples is {examples!r}; a whole number from 0 to {num_held} was expected")
+    if examples == 0 and num_held and config.own_data:
+        raise InvalidReply(f"it has {num_held} images of the task and used none: its data-dir may have changed")
     if examples == 0:
-        return Update(member.name, 0, {}, {})
-    _check_arrays(packet.arrays, arrays if config.row.client else {})
+        return Update(client.name, 0, {}, {})
+    _check_arrays(packet.arrays, shapes if config.row.client else {})
     kind = load_class(config.row.statistics)()
     if kind.carries and (ends_task or not kind.at_task_end) and (packet.statistics or not config.min_class_count):
-        _check_statistics(kind, packet.statistics, member.class_counts, classes, arrays, config)
+        _check_statistics(kind, packet.statistics, client.class_counts, classes, shapes, config)
     elif packet.statistics:
         raise InvalidReply(f"statistics {sorted(packet.statistics)} came; none were expected")
-    # a method may take what is large out of its own dict
-    return Update(member.name, examples, packet.arrays, dict(packet.statistics), packet.metrics)
+    # a new dict: a method may remove large statistics from it
+    return Update(client.name, examples, packet.arrays, dict(packet.statistics), packet.metrics)
 
 
 def update_norm(update: Update, sent: Arrays) -> float:
-    """L2 norm, over all trained arrays together, of what a client changed; ``sent`` are the arrays that it got."""
+    """L2 norm, over all trained arrays together, of the change that a client made to the arrays it was sent."""
     return math.sqrt(sum(np.square(a - sent[name].astype(np.float64)).sum() for name, a in update.arrays.items()))
 
 
-def too_far(updates: Sequence[Update], sent: Arrays, config: Config) -> dict[str, str]:
-    """Clients whose update is longer than the run allows, and the reason.
+def find_excessive(updates: Sequence[Update], sent: Arrays, config: Config) -> dict[str, str]:
+    """Name and reason of each client whose update has a larger norm than the run allows.
 
-    The median of the run key ``max-update-ratio`` is that of the updates that ``max-update-norm`` lets through.
+    The median of the run key ``max-update-ratio`` is over the updates that ``max-update-norm`` accepts.
     """
     if not (config.max_update_norm or config.max_update_ratio):
         return {}
     norms = {u.client: update_norm(u, sent) for u in updates if u.arrays}
-    most = config.max_update_norm or math.inf
-    found = {name: f"max-update-norm = {most:g}" for name, norm in norms.items() if norm > most}
-    left = [norm for name, norm in norms.items() if name not in found]
-    if config.max_update_ratio and len(left) >= FEWEST_FOR_MEDIAN:
-        median = float(np.median(left))
-        words = f"max-update-ratio = {config.max_update_ratio:g} times the median {median:.4g}"
-        far = [name for name, norm in norms.items() if norm > config.max_update_ratio * median]
-        found = dict.fromkeys(far, words) | found
-    return {name: f"its update has the norm {norms[name]:.4g}, which is above {limit}" for name, limit in found.items()}
+    max_norm = config.max_update_norm or math.inf
+    limits = {name: f"max-update-norm = {max_norm:g}" for name, norm in norms.items() if norm > max_norm}
+    accepted = [norm for norm in norms.values() if norm <= max_norm]
+    if config.max_update_ratio and len(accepted) >= MIN_FOR_MEDIAN:
+        median = float(np.median(accepted))
+        limit = f"max-update-ratio = {config.max_update_ratio:g} times the median {median:.4g}"
+        excessive = [name for name, norm in norms.items() if norm > config.max_update_ratio * median]
+        limits = dict.fromkeys(excessive, limit) | limits
+    return {
+        name: f"its update has the norm {norms[name]:.4g}, which is above {limit}" for name, limit in limits.items()
+    }
 
 
-def _check_arrays(arrays: Arrays, spec: Spec) -> None:
-    if set(arrays) != set(spec):
-        raise InvalidReply(f"arrays {sorted(arrays)} came; {sorted(spec)} were expected")
-    for name, shape in spec.items():
+def _check_arrays(arrays: Arrays, shapes: Shapes) -> None:
+    if set(arrays) != set(shapes):
+        raise InvalidReply(f"arrays {sorted(arrays)} came; {sorted(shapes)} were expected")
+    for name, shape in shapes.items():
         _check_numbers(name, arrays[name], shape)
 
 
 def _check_numbers(
-    name: str, array: np.ndarray, shape: tuple[int, ...], dtype: type = np.float32, largest: float = LARGEST
+    name: str, array: np.ndarray, shape: tuple[int, ...], dtype: type = np.float32, largest: float = MAX_VALUE
 ) -> None:
     if array.dtype != dtype or array.shape != shape:
         raise InvalidReply(f"{name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} was expected")
@@ -111,62 +113,70 @@ def _check_numbers(
 
 
 def _check_statistics(
-    kind: ClientStatistics, found: Arrays, owned: np.ndarray, classes: Sequence[int], arrays: Spec, config: Config
+    kind: ClientStatistics,
+    statistics: Arrays,
+    class_counts: np.ndarray,
+    classes: Sequence[int],
+    arrays: Shapes,
+    config: Config,
 ) -> None:
-    class_ids, counts = found.get("class_ids", np.empty(0)), found.get("counts", np.empty(0))
-    whole = class_ids.dtype == counts.dtype == np.int64
-    if not whole or class_ids.ndim != 1 or class_ids.shape != counts.shape or not len(class_ids):
+    """Check statistics; ``class_counts`` int64 [classes] are the client's images, ``arrays`` the trained arrays."""
+    class_ids, counts = statistics.get("class_ids", np.empty(0)), statistics.get("counts", np.empty(0))
+    integers = class_ids.dtype == counts.dtype == np.int64
+    if not integers or class_ids.ndim != 1 or class_ids.shape != counts.shape or not len(class_ids):
         raise InvalidReply("class_ids and counts must be int64 lists of equal length, not empty")
     if len(set(class_ids.tolist())) < len(class_ids) or not set(class_ids.tolist()) <= set(classes):
         raise InvalidReply(f"class_ids {class_ids.tolist()} are not distinct classes of the task {sorted(classes)}")
-    if (counts < 1).any() or (counts > owned[class_ids]).any():
+    if (counts < 1).any() or (counts > class_counts[class_ids]).any():
         raise InvalidReply(f"counts {counts.tolist()} are below 1 or above what the client said to hold")
     shapes = kind.expected(len(class_ids), arrays, config.options)
-    if set(found) != {"class_ids", "counts", *shapes}:
-        raise InvalidReply(f"statistics {sorted(found)} came; class_ids, counts and {sorted(shapes)} were expected")
+    if set(statistics) != {"class_ids", "counts", *shapes}:
+        raise InvalidReply(
+            f"statistics {sorted(statistics)} came; class_ids, counts and {sorted(shapes)} were expected"
+        )
     for name, shape in shapes.items():
-        _check_numbers(name, found[name], shape, kind.dtype, kind.largest)
-    for name in kind.not_negative & found.keys():
-        if (found[name] < 0).any():
+        _check_numbers(name, statistics[name], shape, kind.dtype, kind.largest)
+    for name in kind.not_negative & statistics.keys():
+        if (statistics[name] < 0).any():
             raise InvalidReply(f"{name} are negative")
-    for name in kind.semi_definite & found.keys():
-        if cholesky_fails(found[name], arrays["head.weight"][1]):
+    for name in kind.semi_definite & statistics.keys():
+        if cholesky_fails(statistics[name], arrays["head.weight"][1]):
             raise InvalidReply(f"{name} are not positive semi-definite")
 
 
-def check_counts(reply: Reply, most: np.ndarray, seen: Sequence[int]) -> np.ndarray:
-    """Images of each true class by predicted class, int64 [classes, classes], from an answer to an evaluate message.
+def check_counts(reply: Reply, limits: np.ndarray, seen: Sequence[int]) -> np.ndarray:
+    """Check the answer to an evaluate message; returns images by true and predicted class, int64 [classes, classes].
 
     Args:
         reply: what the transport brought.
-        most: int64 [classes], images of each class that the client can have been asked about.
-        seen: class ids that can be asked for and predicted.
+        limits: int64 [classes], test images of each class that the client can have.
+        seen: class ids so far, which alone can be true or predicted.
 
     Raises:
         InvalidReply: names what is wrong.
     """
     if reason := failure(reply):
         raise InvalidReply(reason)
-    arrays, classes = (reply.packet or Packet()).arrays, len(most)
+    arrays, classes = (reply.packet or Packet()).arrays, len(limits)
     correct, total = arrays.get("correct", np.empty(0)), arrays.get("total", np.empty(0))
     if not correct.dtype == total.dtype == np.int64 or not correct.shape == total.shape == (classes,):
         raise InvalidReply(f"correct and total must be int64 [{classes}] both")
-    if (correct < 0).any() or (correct > total).any() or (total > most).any():
+    if (correct < 0).any() or (correct > total).any() or (total > limits).any():
         raise InvalidReply("correct and total are no counts of the images that this client evaluates")
-    confusion = _dense(arrays.get("confusion", np.empty(0)), classes, seen)
+    confusion = _count_cells(arrays.get("confusion", np.empty(0)), classes, seen)
     if (confusion.diagonal() != correct).any() or (confusion.sum(axis=1) != total).any():
         raise InvalidReply("confusion does not add up to correct and total")
     return confusion
 
 
-def _dense(cells: np.ndarray, classes: int, seen: Sequence[int]) -> np.ndarray:
-    """Counts [classes, classes] from the cells that are not zero."""
+def _count_cells(cells: np.ndarray, classes: int, seen: Sequence[int]) -> np.ndarray:
+    """int64 [classes, classes] from its cells that are not zero: int64 [K, 3], true class, predicted class, images."""
     if cells.dtype != np.int64 or cells.ndim != 2 or cells.shape[1] != 3:
         raise InvalidReply("confusion must be int64 [K, 3]: true class, predicted class, images")
     true, predicted, images = cells.T
     if not np.isin(cells[:, :2], seen).all() or len(np.unique(cells[:, :2], axis=0)) < len(cells):
         raise InvalidReply("confusion names a class that has not been seen, or a pair of classes twice")
-    if ((images < 1) | (images > MOST_IMAGES)).any():
+    if ((images < 1) | (images > MAX_IMAGES)).any():
         raise InvalidReply("confusion holds no counts of images")
     counts = np.zeros((classes, classes), np.int64)
     counts[true, predicted] = images

@@ -1,6 +1,6 @@
-"""Checkpoints of a run: what it needs to go on after its last whole round as if nothing had happened.
+"""Checkpoints of a run: all it needs to go on after its last finished round.
 
-A checkpoint is pickled, so that a method may keep whatever it likes in its server half: resume runs of your own only.
+A checkpoint is a pickle, because a method may keep any object in its server half: resume only runs of your own.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ State = dict[str, Any]
 
 
 def write_checkpoint(folder: Path, server_round: int, state: State) -> None:
-    """Save ``state`` as that of ``server_round`` and drop all but the last two; OSError leaves those before whole."""
+    """Save the state after ``server_round`` and delete all but the last two; an OSError leaves the earlier ones."""
     folder.mkdir(exist_ok=True)
     content = pickle.dumps(state)
     write_atomically(folder / f"{server_round:06d}.ckpt", hashlib.sha256(content).digest() + content)
@@ -28,7 +28,7 @@ def write_checkpoint(folder: Path, server_round: int, state: State) -> None:
 
 
 def read_checkpoint(folder: Path) -> State:
-    """The newest state that is whole; a damaged one is named in the log.
+    """The newest undamaged state; the log names damaged ones.
 
     Raises:
         ConfigError: there is none.

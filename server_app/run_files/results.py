@@ -1,10 +1,11 @@
-"""What a run has measured so far, in the form of results.json."""
+"""What a run has measured so far, and results.json made of it."""
 
+import contextlib
 import math
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -41,12 +42,12 @@ class RoundReport:
 
     @property
     def fruitless(self) -> bool:
-        """Whether nobody's training came through though somebody had data."""
+        """Whether every client with data has failed."""
         return bool(self.failures) and len(self.failures) + len(self.idle) == len(self.participants)
 
 
 class Results:
-    """Collects and writes; ``directory`` gets results.json after every round and rounds.jsonl line by line."""
+    """Collects what a run measures and writes results.json and rounds.jsonl into its ``directory``."""
 
     def __init__(self, directory: Path, config: Config, scenario: Scenario) -> None:
         tasks = [list(classes) for classes in scenario.schedule.tasks]
@@ -67,20 +68,20 @@ class Results:
         self.privacy: dict[str, Any] = {}
         self.environment: dict[str, Any] = {"versions": versions(), "machine": platform.machine()}
 
-    def memory(self) -> dict[str, Any]:
-        """What :meth:`restore` needs: all that was measured."""
-        given = {"directory", "config", "tasks", "class_names", "environment", "clients", "absent"}
-        given |= {"status", "error", "started"}
-        return {name: value for name, value in vars(self).items() if name not in given}
+    def export_state(self) -> dict[str, Any]:
+        """All that was measured, for :meth:`restore`."""
+        not_measured = {"directory", "config", "tasks", "class_names", "environment", "clients", "absent"}
+        not_measured |= {"status", "error", "started"}
+        return {name: value for name, value in vars(self).items() if name not in not_measured}
 
-    def restore(self, memory: dict[str, Any]) -> None:
-        """Go on from what was measured before; lines of rounds.jsonl that came after it are dropped."""
-        vars(self).update(memory)
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to an exported state; later lines of rounds.jsonl are removed."""
+        vars(self).update(state)
         self.started = time.perf_counter() - self.seconds["total"]
         keep_lines(self.directory / "rounds.jsonl", len(self.rounds))
 
     def extend(self, scenario: Scenario) -> None:
-        """Make room for a task more, of classes that were not known before."""
+        """Make room for one more task, of new classes."""
         self.tasks = [list(classes) for classes in scenario.schedule.tasks]
         self.class_names = scenario.dataset.class_names
         self.matrix = [[*row, None] for row in self.matrix] + [[None] * len(self.tasks)]
@@ -91,34 +92,53 @@ class Results:
         """Note a finished round."""
         self.rounds.append(report)
 
+    def add_training(self, metrics: Sequence[Mapping[str, int | float]], report: RoundReport) -> None:
+        """Note what the clients of a round have measured; ``metrics`` of each that has trained."""
+        trained = [m for m in metrics if math.isfinite(m.get("loss", math.nan))]
+        sizes = [m["num-examples"] for m in trained]
+        report.train_loss = mean_or_none([m["loss"] for m in trained], sizes)
+        report.train_accuracy = mean_or_none([m.get("accuracy", math.nan) for m in trained], sizes)
+        for key in ("train", "statistics"):
+            self.seconds[f"client_{key}"] += sum(float(m.get(f"seconds-{key}", 0.0)) for m in metrics)
+
+    @contextlib.contextmanager
+    def measure_seconds(self, name: str) -> Iterator[None]:
+        """Add the seconds that something takes to ``seconds``."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - started
+
     def add_evaluation(self, task: int, confusion: np.ndarray) -> None:
         """Note the accuracy after ``task`` (from 0); int64 [classes, classes], rows the true class."""
         correct, total = confusion.diagonal(), confusion.sum(axis=1)
         self.confusion = confusion.tolist()
         for j, classes in enumerate(self.tasks[: task + 1]):
-            self.matrix[task][j] = _share(correct[classes].sum(), total[classes].sum())
+            self.matrix[task][j] = _accuracy(correct[classes].sum(), total[classes].sum())
         self.samples = [int(total[classes].sum()) for classes in self.tasks[: task + 1]]
-        self.seen[task] = _share(correct.sum(), total.sum())
-        known = per_class_accuracy(correct, total)
+        self.seen[task] = _accuracy(correct.sum(), total.sum())
+        accuracies = per_class_accuracy(correct, total).tolist()
         self.per_class = {
-            n: None if math.isnan(a) else a for n, a in zip(self.class_names, known.tolist(), strict=True)
+            name: None if math.isnan(a) else a for name, a in zip(self.class_names, accuracies, strict=True)
         }
 
     def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:
-        """Note the response entropies, in nats, of the local models of ``task`` (from 0) and how far apart they are.
+        """Note the federated bias of the local models of ``task`` (from 0).
 
-        No entropy was measured, or no two clients hold the same class, where there is none or NaN.
+        Args:
+            task: from 0.
+            entropies: of their responses in nats; empty if they are not measured.
+            distance: between their prototypes; NaN if no two clients hold the same class.
         """
         self.entropies[task] = list(entropies)
         self.distances[task] = distance if math.isfinite(distance) else None
 
     def write(self) -> None:
-        """Bring results.json up to date."""
+        """Write results.json."""
         self.seconds["total"] = time.perf_counter() - self.started
         write_json(self.directory / "results.json", self.as_dict())
 
     def write_round(self) -> dict[str, Any]:
-        """Bring both files up to date after a round (and its evaluation, if it had one); returns the line about it."""
+        """Write both files after a round and its evaluation; returns its line of rounds.jsonl."""
         last = self.rounds[-1]
         line = vars(last) | {
             "num_tasks": len(self.tasks),
@@ -164,13 +184,13 @@ class Results:
         }
 
     def _task_means(self) -> list[float | None]:
-        """Mean over the tasks seen so far, each counting alike, after each task."""
-        known = [[a for a in row if a is not None] for row in self.matrix]
-        return [mean_or_none(row, [1.0] * len(row)) for row in known]
+        """After each task, the mean of the accuracies on the tasks so far."""
+        rows = [[a for a in row if a is not None] for row in self.matrix]
+        return [mean_or_none(row, [1.0] * len(row)) for row in rows]
 
     def _bias(self) -> dict[str, list[Any]]:
-        """Of each task: response entropies of its local models, their mean, that as share of ln(classes), distance."""
-        means = [mean_or_none(found, [1.0] * len(found)) for found in self.entropies]
+        """By task: entropies of the local models' responses, their mean, its share of ln(classes), and the distance."""
+        means = [mean_or_none(entropies, [1.0] * len(entropies)) for entropies in self.entropies]
         seen = accumulate(len(classes) for classes in self.tasks)
         return {
             "response_entropies": self.entropies,
@@ -183,8 +203,8 @@ class Results:
         }
 
     def _metrics(self) -> dict[str, float]:
-        done = len(self.samples)
-        return summarize([row[:done] for row in self.matrix[:done]], self.samples) if any(self.samples) else {}
+        tasks = len(self.samples)
+        return summarize([row[:tasks] for row in self.matrix[:tasks]], self.samples) if any(self.samples) else {}
 
     def _communication(self) -> dict[str, float]:
         up, down = sum(r.bytes_up for r in self.rounds), sum(r.bytes_down for r in self.rounds)
@@ -198,18 +218,18 @@ class Results:
 
 
 def sharing(config: Config, scenario: Scenario) -> dict[str, int]:
-    """Common and private classes of each client and repeated private ones, where clients have streams of their own."""
+    """Where clients have class sequences of their own: numbers of common, private and repeated private classes."""
     if not scenario.streams:
         return {}
     return consensus_sizes(len(scenario.dataset.class_names), config.num_clients, config.consensus_rate)._asdict()
 
 
-def _share(correct: int, total: int) -> float | None:
-    """Accuracy; None without a test image, as of a task that brings no class."""
+def _accuracy(correct: int, total: int) -> float | None:
+    """None without a test image."""
     return float(correct / total) if total else None
 
 
 def mean_or_none(values: Sequence[float], weights: Sequence[float]) -> float | None:
-    """Weighted mean; None where there is nothing to average or it is not finite."""
+    """Weighted mean; None if there are no values or it is not finite."""
     total = float(np.average(values, weights=weights)) if values else math.nan
     return total if math.isfinite(total) else None

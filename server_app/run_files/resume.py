@@ -1,4 +1,4 @@
-"""The run key ``resume``: the settings of an earlier run, whatever else was typed."""
+"""The run key ``resume``: the run keys of the run that is resumed."""
 
 import logging
 import os
@@ -17,13 +17,13 @@ from task.utils.versions import code_sha256, versions
 
 log = logging.getLogger(__name__)
 
-_OWN = {"resume", "output-dir", "run-name"}
+_LOCATION = {"resume", "output-dir", "run-name"}
 
 
 def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """``values`` themselves, or those of the run that they say to resume, in its folder.
+    """The run keys of the run to resume, or ``values`` themselves where the key ``resume`` is not given.
 
-    A key that says something else than the run does is a mistake, unless it only has its default.
+    Other keys in ``values`` must have their default or the run's value, but for those about waiting, which may differ.
 
     Raises:
         ConfigError: no such run, a finished one, or another setting than it had.
@@ -31,41 +31,41 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     if not values.get("resume"):
         return dict(values)
     directory = resolve_output_dir(os.path.expanduser(str(values["resume"])))
-    saved = _saved(directory)
+    saved = _read_saved_keys(directory)
     register(str(saved["method"]))
-    known = known_keys()
+    keys = known_keys()
     for name, value in values.items():
-        if name in known and name not in _OWN.union(WAITING) and value not in (known[name].default, saved.get(name)):
+        if name in keys and name not in _LOCATION.union(WAITING) and value not in (keys[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
     if read_results(directory).get("status") == "finished":
         raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
-    place: dict[str, Scalar] = {
+    location: dict[str, Scalar] = {
         "resume": str(directory),
         "output-dir": str(directory.parent),
         "run-name": directory.name,
     }
-    waiting = {name: values[name] for name in WAITING if values.get(name, known[name].default) != known[name].default}
-    return {name: value for name, value in saved.items() if name in known} | place | waiting
+    waiting = {name: values[name] for name in WAITING if values.get(name, keys[name].default) != keys[name].default}
+    return {name: value for name, value in saved.items() if name in keys} | location | waiting
 
 
 def require_same_backbone(directory: Path, backbone_sha256: str) -> None:
-    """The run must have begun with this backbone; other code or versions are named in the log.
+    """Check that the run began with this backbone; the log warns if it began with other code or versions.
 
     Raises:
         ConfigError: it began with other weights.
     """
-    saved: dict[str, Any] = _saved(directory)
+    saved: dict[str, Any] = _read_saved_keys(directory)
     if saved["backbone-sha256"] != backbone_sha256:
         raise ConfigError(f"resume = {str(directory)!r} began with other backbone weights than these.")
     if saved.get("code-sha256") != code_sha256() or saved.get("versions") != versions():
         log.warning("the run began with other code or versions: it may end otherwise than without the interruption")
 
 
-def _saved(directory: Path) -> dict[str, Scalar]:
+def _read_saved_keys(directory: Path) -> dict[str, Scalar]:
     try:
-        found = yaml.safe_load((directory / "config.yaml").read_text())
+        saved = yaml.safe_load((directory / "config.yaml").read_text())
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"resume = {str(directory)!r} is no folder of a run ({error}).") from error
-    if not isinstance(found, dict) or "backbone-sha256" not in found:
+    if not isinstance(saved, dict) or "backbone-sha256" not in saved:
         raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run.")
-    return found
+    return saved

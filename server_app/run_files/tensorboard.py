@@ -1,4 +1,4 @@
-"""What a run measures, for TensorBoard: optional, in the run's folder under ``tensorboard``."""
+"""Optional event files for TensorBoard, in the folder ``tensorboard`` of a run."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ FOLDER = "tensorboard"
 
 
 def require_tensorboard(config: Config) -> None:
-    """See that what the run key ``tensorboard`` asks for can be written.
+    """Check that TensorBoard is installed if the run key ``tensorboard`` asks for it.
 
     Raises:
         ConfigError: the package is not installed.
@@ -22,22 +22,22 @@ def require_tensorboard(config: Config) -> None:
 
 
 class TensorBoardWriter:
-    """Scalars of every round, by its number within the run; writes nothing unless the run key asks for it."""
+    """Writes scalars of every round if the run key ``tensorboard`` asks for it."""
 
-    def __init__(self, config: Config, directory: Path, done: int) -> None:
-        """Open the run's events; those of an earlier attempt at a round after the first ``done`` are dropped."""
+    def __init__(self, config: Config, directory: Path, finished_rounds: int) -> None:
+        """Open the event file; events of an interrupted run after its finished rounds are removed."""
         self._writer = None
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(directory / FOLDER), purge_step=done + 1)
+            self._writer = SummaryWriter(str(directory / FOLDER), purge_step=finished_rounds + 1)
 
     def add(self, line: Mapping[str, Any], accuracies: Sequence[float | None], number: int) -> None:
         """Note a round.
 
         Args:
             line: of rounds.jsonl.
-            accuracies: on each task after the current one; None for what has not been measured.
+            accuracies: on each task at the end of the current one; None where not measured.
             number: of the round within the run, from 1.
         """
         if self._writer is None:
@@ -55,7 +55,7 @@ class TensorBoardWriter:
         for name, value in scalars.items():
             if value is not None:
                 self._writer.add_scalar(name, value, number)
-        self._writer.flush()  # to be seen at once
+        self._writer.flush()  # so that it can be seen while the run goes on
 
     def close(self) -> None:
         """End the thread that writes."""

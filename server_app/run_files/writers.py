@@ -1,4 +1,4 @@
-"""Files of a run: written so that a crash at any moment leaves the previous version whole."""
+"""Files of a run; a crash while one is written leaves its previous version."""
 
 import errno
 import json
@@ -28,47 +28,47 @@ log = logging.getLogger(__name__)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write strict JSON, a list of numbers on one line: NaN is refused, since other programs cannot read it."""
+    """Write strict JSON, each list of numbers on one line; NaN, which other programs cannot read, is refused."""
     text = json.dumps(value, indent=1, allow_nan=False)
-    # within a text JSON writes no line end, so what is matched is a list and nothing that looks like one
-    text = re.sub(r"\[\n[-+.0-9enul,\s]*\]", lambda found: " ".join(found[0].split()), text)
+    # JSON texts hold no line ends, so that only lists can match
+    text = re.sub(r"\[\n[-+.0-9enul,\s]*\]", lambda match: " ".join(match[0].split()), text)
     write_atomically(path, (text + "\n").encode())
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Add one line of JSON in place of what a power cut has left of one.
+    """Add one line of JSON; an incomplete last line, as a power cut leaves it, is replaced.
 
     Raises:
         OSError: the disk is full; the lines before stay whole.
     """
     line = (json.dumps(value, allow_nan=False) + "\n").encode()
     with open(path, "ab", buffering=0) as file:
-        file.truncate(whole := len(b"".join(_whole_lines(path))))
+        file.truncate(size := len(b"".join(_complete_lines(path))))
         if file.write(line) < len(line):
-            file.truncate(whole)
+            file.truncate(size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         os.fsync(file.fileno())
 
 
 def read_lines(path: Path) -> list[Any]:
-    """What :func:`append_line` has written; nothing if there is no such file."""
-    return [json.loads(line) for line in (_whole_lines(path) if path.exists() else [])]
+    """The lines that :func:`append_line` has written; none if there is no such file."""
+    return [json.loads(line) for line in (_complete_lines(path) if path.exists() else [])]
 
 
 def keep_lines(path: Path, count: int) -> None:
-    """Cut a file after its first ``count`` lines; one that has lost some keeps what it has."""
-    lines = _whole_lines(path) if path.exists() else []
+    """Cut a file after its first ``count`` lines; the log warns if it has fewer."""
+    lines = _complete_lines(path) if path.exists() else []
     if len(lines) < count:
         log.warning("%s has %d of %d lines", path, len(lines), count)
     write_atomically(path, b"".join(lines[:count]))
 
 
-def _whole_lines(path: Path) -> list[bytes]:
+def _complete_lines(path: Path) -> list[bytes]:
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def write_config(directory: Path, config: Config, model: "Model") -> None:
-    """config.yaml: every run key, what the open ones came to, versions, the backbone's digest, the code's revision."""
+    """Write config.yaml: run keys, device and image size, SHA-256 of the backbone, and :func:`origin`."""
     content = {
         **config.flat(),
         "used": {"device": str(model.device), "image-size": model.backbone.image_size},
@@ -79,7 +79,7 @@ def write_config(directory: Path, config: Config, model: "Model") -> None:
 
 
 def origin() -> dict[str, Any]:
-    """What makes a run now, as config.yaml has it: digest of the clients' code, commit, versions."""
+    """SHA-256 of the clients' code, commit and versions of this process, as config.yaml has them."""
     return {"code-sha256": code_sha256(), "git-revision": _revision(), "versions": versions()}
 
 
@@ -94,5 +94,5 @@ def _revision() -> str:
 
 
 def write_model(path: Path, arrays: Arrays, metadata: ModelMetadata) -> None:
-    """Arrays of a model as a safetensors file; its header is the metadata."""
+    """Write a model as a safetensors file with its metadata in the header."""
     write_atomically(path, safetensors.numpy.save(arrays, metadata.as_header()))

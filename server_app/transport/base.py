@@ -1,4 +1,4 @@
-"""How the round loop reaches its clients: two small implementations stand behind this one interface."""
+"""The interface through which the round loop reaches its clients; it has two implementations."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,21 +26,21 @@ class Transport(Protocol):
     """Nodes, send and receive."""
 
     def nodes(self) -> list[int]:
-        """Handles of the connected nodes, in any order; stable while a node stays connected."""
+        """Handles of the connected nodes, in any order; a node keeps its handle while it stays connected."""
 
     def busy(self) -> set[int]:
-        """Those that still owe the answer to a message of an earlier exchange."""
+        """Handles of nodes that have not answered a message of an earlier exchange yet."""
 
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
         """Send one packet to each node; yields one reply per addressed node as they come, in any order.
 
-        Nothing is sent before the first reply is asked for, and all must be. What the caller does not keep is not kept
-        here either. A node that failed, vanished or did not answer within ``timeout`` seconds yields a reply with
+        The messages are sent when the first reply is requested, and the caller must iterate to the end. Replies are
+        not kept here. A node that failed, vanished or did not answer within ``timeout`` seconds yields a reply with
         ``error``.
         """
 
 
-def in_order(replies: Iterable[Reply], nodes: Iterable[int]) -> list[Reply]:
-    """All replies of an exchange, in the order of the nodes that it addressed."""
+def sort_replies(replies: Iterable[Reply], nodes: Iterable[int]) -> list[Reply]:
+    """All replies of an exchange, in the order of ``nodes``, which it addressed."""
     by_node = {reply.node: reply for reply in replies}
     return [by_node[node] for node in nodes]

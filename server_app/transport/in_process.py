@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from client_app.client import handle
 from client_app.node import Node
@@ -11,14 +11,11 @@ from task.message import Kind, Packet, Scalar, detached, payload_bytes
 
 log = logging.getLogger(__name__)
 
-Tamper = Callable[[int, Kind, Packet], Packet]
-Broken = Callable[[int, Kind], bool]
-
 
 class InProcessTransport:
-    """Nodes 0 to ``num_clients`` - 1, which know their partition-id as simulated nodes do.
+    """Nodes 0 to ``num_clients`` - 1, whose partition-ids are these numbers, as in Flower's simulation.
 
-    Packets are copied both ways, so that nothing is shared, and what cannot travel by wire cannot travel here.
+    Packets are copied both ways and checked as on the wire, so that nothing is shared.
     """
 
     def __init__(
@@ -26,9 +23,6 @@ class InProcessTransport:
         values: Mapping[str, Scalar],
         num_clients: int,
         node_settings: Mapping[str, Scalar] | Sequence[Mapping[str, Scalar]] | None = None,
-        *,
-        tamper: Tamper | None = None,
-        broken: Broken | None = None,
     ) -> None:
         """Build the nodes; nothing runs yet.
 
@@ -36,46 +30,41 @@ class InProcessTransport:
             values: the run's flat configuration, as every node gets it.
             num_clients: how many nodes there are.
             node_settings: node config of every node, or of each, beside its partition-id and num-partitions.
-            tamper: (node, kind, answer) to the answer that arrives instead; for tests of what clients may do wrong.
-            broken: (node, kind) to whether this node never answers.
         """
-        given = node_settings or {}
-        each = [given] * num_clients if isinstance(given, Mapping) else given
-        place, run = {"num-partitions": num_clients}, secrets.token_hex(8)
-        self._nodes = {i: Node(values, {**own, **place, "partition-id": i}, run) for i, own in enumerate(each)}
-        self._tamper = tamper
-        self._broken = broken
+        all_settings = node_settings or {}
+        by_node = [all_settings] * num_clients if isinstance(all_settings, Mapping) else all_settings
+        run = secrets.token_hex(8)
+        self._nodes = {
+            i: Node(values, {**settings, "num-partitions": num_clients, "partition-id": i}, run)
+            for i, settings in enumerate(by_node)
+        }
 
     def nodes(self) -> list[int]:
         """All of them, always connected."""
         return list(self._nodes)
 
     def busy(self) -> set[int]:
-        """None: a node that never answers does not even start."""
+        """None: each node answers before the next one is asked."""
         return set()
 
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
         """Hand one packet to each node in turn; yields one reply per addressed node, in the order of ``packets``.
 
-        ``timeout`` (seconds) only words the error of a broken node: as each waits for the one before, none is late.
+        ``timeout`` is not used: no node can be late.
 
         Raises:
             TypeError, ValueError: a packet holds something that cannot travel.
         """
-        return (self._ask(kind, node, packet, timeout) for node, packet in packets.items())
+        return (self._ask(kind, node, packet) for node, packet in packets.items())
 
-    def _ask(self, kind: Kind, node: int, packet: Packet, timeout: float) -> Reply:
+    def _ask(self, kind: Kind, node: int, packet: Packet) -> Reply:
         sent = detached(packet)
-        down = payload_bytes(sent)
         if node not in self._nodes:
             return Reply(node, None, "there is no such node", 0, 0)
-        if self._broken is not None and self._broken(node, kind):
-            return Reply(node, None, f"no answer within {timeout:g} s", down, 0)
+        bytes_down = payload_bytes(sent)
         try:
             answer = detached(handle(kind, sent, self._nodes[node]))
         except Exception as error:  # as Flower's glue does, which must always answer
             log.exception("no answer to a %s message", kind)
             answer = Packet(config={"error": f"{type(error).__name__}: {error}"})
-        if self._tamper is not None:
-            answer = self._tamper(node, kind, answer)
-        return Reply(node, answer, "", down, payload_bytes(answer))
+        return Reply(node, answer, "", bytes_down, payload_bytes(answer))

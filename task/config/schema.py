@@ -82,9 +82,6 @@ class Config:
     unreadable_share: float = key(
         0.05, "of a node's image files that may be unreadable", minimum=0, maximum=1, only=("dataset", OWN)
     )
-    similar_classes: bool = key(
-        False, "accept class names of different nodes that look like misspellings", only=("dataset", OWN)
-    )
     augmentation: str = key(
         AUTO, "of training images; auto is the data set's own choice", choices=(AUTO, "none", "crop", "crop-flip")
     )

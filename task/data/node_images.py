@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from task.data.class_names import find_same_class
 from task.data.custom import npz
 from task.data.image_folders import class_folders, images_by_class, require_classes
 from task.data.images import Dataset, ImageFiles, read_rgb
@@ -130,11 +131,17 @@ def open_inventory(inventory: Inventory, side: int) -> Dataset:
 
 
 def _travelling(names: Sequence[str], root: Path) -> list[str]:
-    """Class names as all nodes write them: two systems may write one letter in two ways."""
+    """Class names in Unicode's NFC, as two systems may write one letter in two ways."""
     odd = [name for name in names if not name.isprintable()]
     if odd:
         raise ConfigError(f"data-dir = {str(root)!r}: rename the class {odd[0]!r}, it cannot be shown.")
-    return [unicodedata.normalize("NFC", name) for name in names]
+    normalised = [unicodedata.normalize("NFC", name) for name in names]
+    if same := find_same_class(normalised):
+        raise ConfigError(
+            f"data-dir = {str(root)!r}: the classes {same[0]!r} and {same[1]!r} differ only in case, punctuation or "
+            "white space, which makes them one class: rename or merge one of the folders."
+        )
+    return normalised
 
 
 def _part(

@@ -6,6 +6,7 @@ from functools import lru_cache
 import numpy as np
 
 from task.config.schema import Config
+from task.data.class_names import class_ids
 from task.data.images import Dataset
 from task.data.load import load_dataset
 from task.data.node_images import Inventory, open_inventory
@@ -77,9 +78,8 @@ def _laid_out(dataset: Dataset, schedule: Schedule, streams: Streams | None = No
 
 def _own(plan: TaskPlan, holdings: Dataset) -> Dataset:
     """A node's images under the class ids of the plan."""
-    ids = {name: c for c, name in enumerate(plan.class_names)}
-    place = np.array([ids.get(name, -1) for name in holdings.class_names], np.int64)
-    labels = {"train_labels": place[holdings.train_labels], "test_labels": place[holdings.test_labels]}
+    ids = class_ids(holdings.class_names, plan.class_names)
+    labels = {"train_labels": ids[holdings.train_labels], "test_labels": ids[holdings.test_labels]}
     return replace(holdings, class_names=plan.class_names, **labels)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from task.config.schema import APPEARING, Config
+from task.data.class_names import choose_spellings, normal_form
 from task.keys import ConfigError
 from task.scenario.class_stream import class_order, split_tasks
 
@@ -25,8 +26,13 @@ class TaskPlan:
     image_shape: tuple[int, int]
 
     def extended(self, names: Iterable[str]) -> Self:
-        """The same with one more task, of new classes in the order of their names."""
-        new = sorted(set(names) - set(self.class_names))
+        """The same with one more task, of new classes in the order of their names.
+
+        Args:
+            names: of all nodes together, for :func:`task.data.class_names.choose_spellings`.
+        """
+        known = set(map(normal_form, self.class_names))
+        new = sorted(name for form, name in choose_spellings(names).items() if form not in known)
         ids = range(len(self.class_names), len(self.class_names) + len(new))
         return replace(self, class_names=(*self.class_names, *new), tasks=(*self.tasks, tuple(ids)))
 
@@ -44,16 +50,21 @@ class TaskPlan:
 def first_task_plan(config: Config, names: Iterable[str], image_shape: tuple[int, int]) -> TaskPlan:
     """The plan at the start of a run: class ids follow the names, tasks the run keys class-order and num-tasks.
 
+    Args:
+        config: the run keys.
+        names: class names of all nodes together, for :func:`task.data.class_names.choose_spellings`.
+        image_shape: height and width in pixels.
+
     Raises:
         ConfigError: more tasks than classes.
     """
-    known = tuple(sorted(set(names)))
+    class_names = tuple(sorted(choose_spellings(names).values()))
     if config.class_order == APPEARING:
-        return TaskPlan((), (), image_shape).extended(known)
+        return TaskPlan((), (), image_shape).extended(class_names)
     try:
         tasks: Sequence[Sequence[int]] = split_tasks(
-            class_order(len(known), config.seed, config.class_order), config.num_tasks
+            class_order(len(class_names), config.seed, config.class_order), config.num_tasks
         )
     except ValueError as error:
-        raise ConfigError(f"{error} that the nodes hold together: {', '.join(known)}.") from error
-    return TaskPlan(known, tuple(map(tuple, tasks)), image_shape)
+        raise ConfigError(f"{error} that the nodes hold together: {', '.join(class_names)}.") from error
+    return TaskPlan(class_names, tuple(map(tuple, tasks)), image_shape)

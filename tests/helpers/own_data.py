@@ -7,9 +7,8 @@ import numpy as np
 from PIL import Image
 
 from server_app.transport.base import Reply
-from server_app.transport.in_process import InProcessTransport
 from task.message import Kind, Packet
-from tests.helpers.runs import Values
+from tests.helpers.runs import FaultyTransport, Values
 
 OWN: Values = {"dataset": "own", "evaluate": "clients", "image-size": 16, "num-tasks": 2, "rounds-per-task": 1}
 OWN |= {"local-epochs": 1, "device": "cpu", "class-order": "given", "run-name": "run"}
@@ -30,7 +29,7 @@ def store(folder: Path, c: int, images: np.ndarray) -> None:
         Image.fromarray(image).save(folder / NAMES[c] / f"{i}.png")
 
 
-class Changing(InProcessTransport):
+class Changing(FaultyTransport):
     """Nodes that connect, vanish or find data just before a train message of a server round, or while nothing goes on.
 
     ``before`` maps server rounds to what happens; ``hidden`` are nodes that are not connected.

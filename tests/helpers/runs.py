@@ -1,7 +1,7 @@
 """Runs in this process: whole, tampered with or interrupted, and what of their results two equal runs share."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.config.schema import Config
-from task.message import Kind, Packet
+from task.message import Kind, Packet, Scalar, payload_bytes
 from task.models.model import build_model
 from task.scenario.scenario import build_scenario
 from tests.conftest import TINY
@@ -34,9 +34,9 @@ class PowerCutError(BaseException):
 
 
 def run(values: Values, transport: InProcessTransport | None = None, **faults: Any) -> dict[str, Any]:
-    """Results of a whole run, or of the rest of one that is resumed; ``faults`` as the transport takes them."""
+    """Results of a whole run, or of the rest of one that is resumed; ``faults`` as FaultyTransport takes them."""
     config = parse(load_resumed_keys(values))
-    transport = transport or InProcessTransport(config.flat(), config.num_clients or 4, **faults)
+    transport = transport or FaultyTransport(config.flat(), config.num_clients or 4, **faults)
     return results_of(run_experiment(config, transport))
 
 
@@ -73,6 +73,35 @@ def train_message(config: Config, task: int = 0) -> Packet:
     model = build_model(config, build_scenario(config).task_sizes(task))
     place = {"task": task + 1, "round": 1, "server-round": task + 1, "ends-task": True, "pool": "client-0000"}
     return Packet(arrays=model.export(), config=place | {"backbone-sha256": model.backbone.sha256})
+
+
+class FaultyTransport(InProcessTransport):
+    """Nodes in this process of which some do not answer, or answer something else.
+
+    ``tamper`` gets node, kind and answer and returns the answer that arrives instead; ``broken`` gets node and kind and
+    returns whether the node does not answer.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        num_clients: int,
+        node_settings: Mapping[str, Scalar] | None = None,
+        tamper: Callable[[int, Kind, Packet], Packet] = lambda node, kind, answer: answer,
+        broken: Callable[[int, Kind], bool] = lambda node, kind: False,
+    ) -> None:
+        super().__init__(values, num_clients, node_settings)
+        self.tamper, self.broken = tamper, broken
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+        for node, packet in packets.items():
+            if self.broken(node, kind):
+                yield Reply(node, None, f"no answer within {timeout:g} s", payload_bytes(packet), 0)
+            else:
+                [reply] = super().exchange(kind, {node: packet}, timeout)
+                answer = self.tamper(node, kind, reply.packet)
+                yield Reply(node, answer, "", reply.bytes_down, payload_bytes(answer))
+                del reply, answer
 
 
 class PowerCut(InProcessTransport):

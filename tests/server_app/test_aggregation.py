@@ -19,12 +19,12 @@ from strategies.base import RoundContext, Update
 from task.config.parsing import parse
 from task.message import Kind, Packet
 from tests.conftest import QUICK
-from tests.helpers.runs import without_times
+from tests.helpers.runs import FaultyTransport, without_times
 
 Values = dict[str, Any]
 
 
-class Backwards(InProcessTransport):
+class Backwards(FaultyTransport):
     """The last node that is asked answers first."""
 
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
@@ -46,7 +46,7 @@ class Counting(InProcessTransport):
             yield reply
 
 
-def results(values: Values, transport: type[InProcessTransport] = InProcessTransport, **faults: Any) -> Values:
+def results(values: Values, transport: type[FaultyTransport] = FaultyTransport, **faults: Any) -> Values:
     config = parse(values)
     folder = run_experiment(config, transport(config.flat(), config.num_clients, **faults))
     return without_times(json.loads((folder / "results.json").read_text()))
@@ -102,18 +102,18 @@ def test_an_answer_is_let_go_once_it_is_averaged(keys: Values, most: int, tiny: 
 def test_whoever_measures_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
     config = parse(tiny)
     run = Run(config, InProcessTransport(config.flat(), 3), tmp_path / "run", None, ExitStack())
-    members, context = run.registry.members, RoundContext(run.scenario.schedule, 1)
-    found, seen = RoundAggregator(config, run.strategy, run.model, context, members), list[Update]()
+    clients, context = run.registry.clients, RoundContext(run.scenario.schedule, 1)
+    found, seen = RoundAggregator(config, run.strategy, run.model, context, clients), list[Update]()
 
     def measure(update: Update) -> list[float]:
         seen.append(update)
         return [float(len(seen)), 0.5]
 
-    replies = reversed(list(run._exchange("train", context, members, found.sent)))
-    found.take(replies, RoundReport(1, 1, [m.name for m in members]), measure)
+    replies = reversed(list(run.exchange("train", context, clients, found.sent_arrays)))
+    found.collect(replies, RoundReport(1, 1, [m.name for m in clients]), measure)
     assert found.entropies == [3, 0.5, 2, 0.5, 1, 0.5]
     seen.reverse()
-    assert [u.client for u in seen] == [u.client for u in found.updates] == [m.name for m in members]
+    assert [u.client for u in seen] == [u.client for u in found.updates] == [m.name for m in clients]
     assert not any(u.arrays for u in found.updates)
     weights = np.array([u.num_examples for u in seen], np.float64)
     for name, mean in found.mean.arrays().items():

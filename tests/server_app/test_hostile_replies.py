@@ -43,12 +43,12 @@ PACKINGS = {
     "ccvr-diagonal": {"method": "ccvr", "ccvr-covariance": "diagonal"},
 }
 EVERY: dict[str, dict[str, Any]] = {name: {"method": name} for name in METHODS} | PACKINGS
-VICTIM = 0  # of the members, the one that a method with pooled data gives them to
+VICTIM = 0  # of the clients, the one that a method with pooled data gives them to
 
 
 @dataclass
 class Given:
-    """A transport whose members answer what a test says."""
+    """A transport whose clients answer what a test says."""
 
     replies: Sequence[Reply] = ()
 
@@ -67,9 +67,9 @@ class Ground:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.honest = list(run._exchange("train", self.context, run.registry.members, run.model.export()))
+        self.honest = list(run.exchange("train", self.context, run.registry.clients, run.model.export()))
         self.model, self.memory = run.model.export(), copy.copy(vars(run.strategy))
-        silent = Reply(run.registry.members[VICTIM].node, None, "no answer", 0, 0)
+        silent = Reply(run.registry.clients[VICTIM].node, None, "no answer", 0, 0)
         # where data are pooled, nobody but the victim has any
         self.without = self.model if run.config.row.pooled else self.play(self.with_one(silent))[1]
 
@@ -89,7 +89,7 @@ class Ground:
         """The server's whole round on these replies, and the model afterwards; the run itself is put back."""
         self.run.transport = Given(replies)
         try:
-            report = self.run._round(self.context)
+            report = self.run.train_round(self.context)
             return report, self.run.model.export()
         finally:
             self.reset()
@@ -222,13 +222,13 @@ def same(ours: Arrays, theirs: Arrays) -> bool:
 
 def check(ground: Ground, bad: Reply, seen: list[Reply]) -> None:
     """A refused reply is named and touches nothing; one that gets through leaves a finite model."""
-    run, name = ground.run, ground.run.registry.members[VICTIM].name
-    report = RoundReport(1, 1, [m.name for m in run.registry.members])
+    run, name = ground.run, ground.run.registry.clients[VICTIM].name
+    report = RoundReport(1, 1, [m.name for m in run.registry.clients])
     found, shown = (
-        RoundAggregator(run.config, run.strategy, run.model, ground.context, run.registry.members),
+        RoundAggregator(run.config, run.strategy, run.model, ground.context, run.registry.clients),
         list[Update](),
     )
-    found.take(
+    found.collect(
         ground.with_one(bad),
         report,
         lambda update: shown.append(replace(update, statistics={**update.statistics})) or [],
@@ -236,9 +236,9 @@ def check(ground: Ground, bad: Reply, seen: list[Reply]) -> None:
     ground.reset()
     assert [u.client for u in found.updates] == [u.client for u in shown]
     others = [u for u in shown if u.client != name]
-    assert [u.client for u in others] == [m.name for m in run.registry.members if m.name not in [name, *report.idle]]
+    assert [u.client for u in others] == [m.name for m in run.registry.clients if m.name not in [name, *report.idle]]
     for update in others:
-        packet = ground.honest[[m.name for m in run.registry.members].index(update.client)].packet
+        packet = ground.honest[[m.name for m in run.registry.clients].index(update.client)].packet
         assert packet
         assert update.arrays is packet.arrays
         assert update.statistics.keys() == packet.statistics.keys()
@@ -274,11 +274,11 @@ def whole_rounds(ground: Ground, bad: Reply) -> None:
     """One bad reply of several: as if it had never come. Nothing but bad ones: nothing changes, and the run says so."""
     if not ground.run.config.row.pooled:
         report, model = ground.play(ground.with_one(bad))
-        assert [f["name"] for f in report.failures] == [ground.run.registry.members[VICTIM].name]
+        assert [f["name"] for f in report.failures] == [ground.run.registry.clients[VICTIM].name]
         assert same(model, ground.without)
-    ground.run.transport = Given([replace(bad, node=m.node) for m in ground.run.registry.members])
+    ground.run.transport = Given([replace(bad, node=m.node) for m in ground.run.registry.clients])
     with pytest.raises(RunError, match="0 of 3 clients answered, the quorum is 1"):
-        ground.run._round(ground.context)
+        ground.run.train_round(ground.context)
     assert same(ground.run.model.export(), ground.model)
     assert all(vars(ground.run.strategy)[n] is value for n, value in ground.memory.items())
 

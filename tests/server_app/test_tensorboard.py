@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import server_app.rounds.run
+import server_app.rounds.drawing
 from server_app.cli import main as cli
 from server_app.rounds.run import run_experiment
 from server_app.run_files.results import Results
-from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.keys import ConfigError
 from task.message import Kind, Packet
-from tests.helpers.runs import interrupt
+from tests.helpers.runs import FaultyTransport, interrupt
 from tests.helpers.runs import run as run_resumable
 
 Values = dict[str, Any]
@@ -28,7 +27,7 @@ Values = dict[str, Any]
 
 def run(values: Values, **faults: Any) -> tuple[Path, dict[str, Any]]:
     config = parse(values)
-    folder = run_experiment(config, InProcessTransport(config.flat(), config.num_clients, **faults))
+    folder = run_experiment(config, FaultyTransport(config.flat(), config.num_clients, **faults))
     return folder, json.loads((folder / "results.json").read_text())
 
 
@@ -127,7 +126,7 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         seen.append((results["status"], len(results["rounds"])))
         time.sleep(1.0)
 
-    monkeypatch.setattr(server_app.rounds.run, "write_report", draw)
+    monkeypatch.setattr(server_app.rounds.drawing, "write_report", draw)
     return seen
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from server_app.rounds.reply_checks import too_far, update_norm
+from server_app.rounds.reply_checks import find_excessive, update_norm
 from strategies.base import Update
 from task.config.parsing import parse
 from task.keys import ConfigError
@@ -21,7 +21,7 @@ def moved(client: str, length: float) -> Update:
 
 def reasons(lengths: list[float], **keys: float) -> dict[str, str]:
     updates = [moved(str(i), length) for i, length in enumerate(lengths)]
-    return too_far(updates, SENT, parse({name.replace("_", "-"): value for name, value in keys.items()}))
+    return find_excessive(updates, SENT, parse({name.replace("_", "-"): value for name, value in keys.items()}))
 
 
 def test_the_norm_is_taken_over_all_arrays_together() -> None:
@@ -58,7 +58,7 @@ def test_the_median_is_that_of_what_the_other_bound_lets_through() -> None:
 
 
 @pytest.mark.parametrize("key", ["max-update-norm", "max-update-ratio"])
-def test_a_client_that_goes_too_far_is_as_if_it_had_not_answered(key: str, tiny: dict) -> None:
+def test_a_client_that_goes_find_excessive_is_as_if_it_had_not_answered(key: str, tiny: dict) -> None:
     def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
         if node == 1 and kind == "train":
             packet.arrays["head.weight"] += np.float32(10)

@@ -10,7 +10,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from client_app.flower_records import to_records
 from server_app.transport import flower_grid
-from server_app.transport.base import Reply, in_order
+from server_app.transport.base import Reply, sort_replies
 from server_app.transport.flower_grid import GridTransport, readable_reason
 from task.message import Packet, payload_bytes
 from tests.helpers.flower import LoopbackGrid, N, echo, packet
@@ -18,7 +18,7 @@ from tests.helpers.flower import LoopbackGrid, N, echo, packet
 
 def asked(transport: GridTransport, packets: dict[int, Packet], timeout: float) -> list[Reply]:
     """All replies to a train message, in the order of ``packets``."""
-    return in_order(transport.exchange("train", packets, timeout), packets)
+    return sort_replies(transport.exchange("train", packets, timeout), packets)
 
 
 def test_an_answer_is_there_before_the_others_have_come():
@@ -40,7 +40,7 @@ def test_an_answer_is_not_lost_when_its_node_is_restarted_while_the_caller_is_bu
     grid.delay[N[1]] = 0.2
     late = {N[1]: lambda: time.monotonic() > began + 0.4}
     monkeypatch.setattr(grid, "started", lambda node: "now" if late.get(node, bool)() else "yesterday")
-    monkeypatch.setattr(flower_grid, "_LOOK", 0.1)
+    monkeypatch.setattr(flower_grid, "_CHECK_INTERVAL", 0.1)
     found = []
     for reply in GridTransport(grid).exchange("train", {n: packet(n) for n in N[:2]}, 5):
         found.append((reply.node, reply.error))
@@ -65,7 +65,7 @@ def test_a_busy_caller_does_not_shorten_the_waiting_for_a_node_that_is_busy_too(
 def test_a_few_answers_are_in_memory_at_once(monkeypatch):
     """All four have come; two are pulled together, and one that the caller has seen may still be in its hand."""
     grid, alive, most = LoopbackGrid(echo, 4), [], 0
-    monkeypatch.setattr(flower_grid, "_AT_ONCE", 2)
+    monkeypatch.setattr(flower_grid, "_BATCH", 2)
     original = grid.pull_messages
 
     def pull(message_ids):
@@ -167,7 +167,7 @@ def restarted(monkeypatch: pytest.MonkeyPatch) -> LoopbackGrid:
     grid.silent.add(N[0])
     late = {N[0]: lambda: time.monotonic() > began + 0.5}
     monkeypatch.setattr(grid, "started", lambda node: "now" if late.get(node, bool)() else "yesterday")
-    monkeypatch.setattr(flower_grid, "_LOOK", 0.1)
+    monkeypatch.setattr(flower_grid, "_CHECK_INTERVAL", 0.1)
     return grid
 
 

@@ -1,0 +1,107 @@
+"""Before the first round: clients, classes and tasks; and the classes that appear while a run goes on."""
+
+import logging
+import time
+from collections.abc import Sequence
+
+from server_app.clients.client_info import ClientInfo
+from server_app.clients.hello import wait_for_nodes
+from server_app.clients.registry import ClientRegistry
+from server_app.transport.base import Transport
+from task.config.parsing import with_clients
+from task.config.schema import APPEARING, Config
+from task.data.class_names import class_ids
+from task.models.model import build_model
+from task.scenario.client_data import client_task_data
+from task.scenario.scenario import Scenario, build_scenario, image_size
+from task.scenario.task_plan import TaskPlan, first_task_plan
+from task.utils.versions import code_sha256
+
+log = logging.getLogger(__name__)
+
+POLL = 30.0  # seconds between two looks for new classes
+
+
+def connect_clients(config: Config, transport: Transport) -> tuple[Config, ClientRegistry]:
+    """Wait for the nodes and ask them who they are; settings, weights and data are checked before.
+
+    Returns:
+        the run keys with the number of clients, and the clients.
+
+    Raises:
+        ConfigError: settings, weights, data or partitions that cannot work.
+        RunError: too few nodes, or nodes that cannot work together.
+    """
+    backbone = build_model(config, []).backbone
+    dataset = None if config.own_data else build_scenario(config).dataset
+    # a resumed run goes on without nodes that are gone, so that nobody need be there to start them
+    minimum = config.quorum if config.resume else None
+    nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, minimum)
+    config = with_clients(config, config.num_clients or len(nodes))
+    if dataset:
+        client_task_data(config, client=0, task=0, round=0)
+    return config, ClientRegistry(transport, nodes, config, dataset, (backbone.sha256, code_sha256()))
+
+
+def plan_tasks(config: Config, clients: Sequence[ClientInfo]) -> TaskPlan | None:
+    """Classes and tasks of a run whose nodes have images of their own; None for any other run.
+
+    Raises:
+        ConfigError: more tasks than classes.
+    """
+    if not config.own_data:
+        return None
+    shapes = {client.image_shape for client in clients}
+    side = image_size(config)
+    height, width = shapes.pop() if len(shapes) == 1 else (side, side)
+    return first_task_plan(config, _held_classes(clients), (height, width))
+
+
+def _held_classes(clients: Sequence[ClientInfo]) -> list[str]:
+    """Class names of all clients; one that several clients hold comes several times."""
+    return [name for client in clients for name in client.classes]
+
+
+def lay_out_tasks(config: Config, plan: TaskPlan | None, registry: ClientRegistry) -> Scenario:
+    """The data and tasks of a run; with a plan, the clients' images are counted by its class ids."""
+    if plan:
+        registry.assign_class_ids(plan.class_names)
+        names = sorted(set(_held_classes(registry.clients)))
+        unplanned = [n for n, c in zip(names, class_ids(names, plan.class_names).tolist(), strict=True) if c < 0]
+        if unplanned and config.class_order != APPEARING:
+            log.warning("not in the plan of this run, so left out: %s", ", ".join(unplanned))
+    return build_scenario(config, plan)
+
+
+def log_tasks(scenario: Scenario, first: int = 0) -> None:
+    """Log the classes of each task from ``first`` on, counted from 0."""
+    for task, classes in enumerate(scenario.schedule.tasks[first:], first + 1):
+        log.info("classes of task %d: %s", task, ", ".join(scenario.dataset.class_names[c] for c in classes))
+
+
+def log_sharing(sharing: dict[str, int]) -> None:
+    """Log how many classes clients with class sequences of their own have in common, see Results.sharing."""
+    if sharing:
+        log.info("each client has %(common)d common classes and %(private)d private ones", sharing)
+        log.info("%(overlap)d of the private places repeat a class of another client", sharing)
+
+
+def wait_for_new_classes(config: Config, plan: TaskPlan | None, registry: ClientRegistry) -> TaskPlan | None:
+    """The plan with one more task, of classes that nodes newly hold; waits ``class-wait`` seconds for some.
+
+    Returns:
+        None if no class came, or where classes do not appear while a run goes on.
+    """
+    if not plan or config.class_order != APPEARING or len(plan.tasks) >= config.num_tasks:
+        return None
+    deadline = time.monotonic() + config.class_wait
+    log.info("looking for new classes, for %g s at most", config.class_wait)
+    while True:
+        registry.admit_new()
+        registry.update_holdings()
+        extended = plan.extended(_held_classes(registry.clients))
+        if extended.tasks[-1]:
+            return extended
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))

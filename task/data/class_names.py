@@ -1,0 +1,50 @@
+"""Class names of nodes that have images of their own: which spellings mean one class."""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+
+def normal_form(name: str) -> str:
+    """The name without case, punctuation and white space: names with equal normal forms mean one class.
+
+    Symbols such as + and < stay, so that "HER2+" and "HER2-" are two classes. A name of nothing but punctuation is its
+    own normal form.
+    """
+    letters = [c for c in name.casefold() if not c.isspace() and not unicodedata.category(c).startswith("P")]
+    return unicodedata.normalize("NFC", "".join(letters)) or name
+
+
+def choose_spellings(names: Iterable[str]) -> dict[str, str]:
+    """Normal form and name of each class: the spelling that most nodes use, or the first in sorted order of those.
+
+    Args:
+        names: of all nodes together; one that several nodes use comes several times.
+    """
+    counts = Counter(names)
+    spellings: dict[str, str] = {}
+    for name in sorted(counts, key=lambda name: (-counts[name], name)):
+        spellings.setdefault(normal_form(name), name)
+    return spellings
+
+
+def find_same_class(names: Iterable[str]) -> tuple[str, ...]:
+    """Two different names with the same normal form; empty where there are none."""
+    spellings: dict[str, str] = {}
+    for name in sorted(set(names)):
+        if (first := spellings.setdefault(normal_form(name), name)) != name:
+            return first, name
+    return ()
+
+
+def class_ids(names: Sequence[str], class_names: Sequence[str]) -> np.ndarray:
+    """Class id of each name, int64 [len(names)]; -1 where the run has no such class.
+
+    Args:
+        names: of one node, in its own spelling.
+        class_names: of the run, by class id.
+    """
+    ids = {normal_form(name): class_id for class_id, name in enumerate(class_names)}
+    return np.array([ids.get(normal_form(name), -1) for name in names], np.int64)
