@@ -8,11 +8,9 @@ from pathlib import Path
 from server_app.run_files.resume import load_resumed_keys
 from server_app.simulation.superlink import DEFAULT_CLIENTS
 from task.config.parsing import parse, parse_text, typed
-from task.config.schema import OWN, known_keys
+from task.config.schema import OWN, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
-
-_PATHS = ("data-dir", "backbone-weights")
 
 
 def read_words(words: Sequence[str]) -> dict[str, Scalar]:
@@ -77,7 +75,7 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     if values.get("resume"):
         return load_resumed_keys({**values, "resume": str(Path(str(values["resume"])).expanduser().absolute())})
     found = dict(values)
-    for key in _PATHS:  # the workers' folder is the project's, not the user's
+    for key in keys_affecting("files"):  # the workers' folder is the project's, not the user's
         if found.get(key) and Path(str(found[key])).exists():
             found[key] = str(Path(str(found[key])).resolve())
     if not parse(found).num_clients:

@@ -5,12 +5,28 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from task.message import Scalar
 
 AUTO = "auto"  # a key left at this value takes the method's own default
 MOST = {int: 1e9, float: 1e30}  # where nothing else is said: what is larger is a slip, and does not fit everywhere
+
+
+# What a run key affects. All but the last five change what a run measures.
+Affects = Literal[
+    "result",  # nothing special
+    "local training",  # ignored by a method that trains nothing at the clients
+    "privacy",  # what may leave a client
+    "files",  # paths of data and weights; a node's own setting wins over the run's
+    "seed",  # another draw of the same protocol
+    "device",  # speed and rounding; a node's own setting wins over the run's
+    "speed",
+    "waiting",  # how long the server waits
+    "folder",  # where the run's folder is
+    "output",  # what else is written into that folder
+]
+AFFECTS: tuple[str, ...] = get_args(Affects)
 
 
 class ConfigError(ValueError):
@@ -19,7 +35,10 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """What is allowed for one key. ``only`` is a key and the values of it under which this one is read at all."""
+    """What is allowed for one key, and what it affects.
+
+    ``only`` is a key and the values of it under which this one is read at all.
+    """
 
     help: str
     choices: tuple[str, ...] = ()
@@ -28,6 +47,7 @@ class Rule:
     maximum: float | None = None
     auto: Scalar | None = None
     only: tuple[Scalar, ...] = ()
+    affects: Affects = "result"
 
     def most(self, kind: type) -> float:
         """Largest number allowed."""

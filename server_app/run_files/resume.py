@@ -8,15 +8,13 @@ from typing import Any
 import yaml
 
 from server_app.run_files.paths import placed, read_results
-from task.config.schema import WAITING, known_keys
+from task.config.schema import OF_THE_SERVER, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
 from task.utils.versions import code_sha256, versions
 
 log = logging.getLogger(__name__)
-
-_OWN = {"resume", "output-dir", "run-name"}
 
 
 def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -32,9 +30,9 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     directory = placed(Path(str(values["resume"])).expanduser())
     saved = _saved(directory)
     register(str(saved["method"]))
-    known = known_keys()
+    known, free = known_keys(), keys_affecting("waiting", *OF_THE_SERVER)
     for name, value in values.items():
-        if name in known and name not in _OWN.union(WAITING) and value not in (known[name].default, saved.get(name)):
+        if name in known and name not in free and value not in (known[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
     if read_results(directory).get("status") == "finished":
         raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
@@ -43,8 +41,8 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         "output-dir": str(directory.parent),
         "run-name": directory.name,
     }
-    waiting = {name: values[name] for name in WAITING if values.get(name, known[name].default) != known[name].default}
-    return {name: value for name, value in saved.items() if name in known} | place | waiting
+    given = {name: values[name] for name in free if values.get(name, known[name].default) != known[name].default}
+    return {name: value for name, value in saved.items() if name in known} | given | place
 
 
 def require_same_backbone(directory: Path, backbone_sha256: str) -> None:

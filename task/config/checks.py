@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from task.config.schema import APPEARING, FROM_PATH, FROM_SCRATCH, OWN, Config
+from task.config.schema import APPEARING, FROM_PATH, FROM_SCRATCH, OWN, Config, defaults, keys_affecting
 from task.keys import AUTO, ConfigError
 from task.methods import METHODS, load_class
 from task.prompts.kinds import PROMPTS
@@ -105,8 +105,10 @@ def _check_bounds(config: Config) -> None:
 
 
 def _check_privacy(config: Config) -> None:
-    row, wanted = config.row, {n: getattr(config, n.replace("-", "_")) for n in _PRIVACY}
-    if not any(wanted.values()) and config.privacy_delta == Config.privacy_delta:
+    row, usual = config.row, defaults()
+    values = {name: getattr(config, name.replace("-", "_")) for name in keys_affecting("privacy")}
+    changed = {name: value for name, value in values.items() if value != usual[name]}
+    if not changed:
         return
     kind = load_class(row.statistics)()  # here and not above: it loads torch
     unread = {
@@ -114,17 +116,13 @@ def _check_privacy(config: Config) -> None:
         "privacy-clip": "" if row.client else f"method {config.method!r} trains no arrays",
         "privacy-feature-clip": "" if kind.needs_features else f"method {config.method!r} sends no feature statistics",
         "privacy-seeded": "" if config.privacy_noise else "privacy-noise is 0",
+        "privacy-delta": "" if config.privacy_noise else "privacy-noise is 0",
     }
-    for name, reason in unread.items():
-        if wanted[name] and reason:
-            raise ConfigError(f"{name} = {wanted[name]!r} would be ignored: {reason}.")
-    if not config.privacy_noise and config.privacy_delta != Config.privacy_delta:
-        raise ConfigError(f"privacy-delta = {config.privacy_delta:g} would be ignored: privacy-noise is 0.")
+    for name, value in changed.items():
+        if unread.get(name):
+            raise ConfigError(f"{name} = {value!r} would be ignored: {unread[name]}.")
     if config.privacy_noise:
         _check_noise(config, kind)
-
-
-_PRIVACY = ("min-class-count", "privacy-clip", "privacy-feature-clip", "privacy-noise", "privacy-seeded")
 
 
 def _check_noise(config: Config, kind: Any) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from task.config.checks import check_combination
-from task.config.schema import LOCAL, OF_THE_NODE, Config, defaults, known_keys, reading_setting
+from task.config.schema import OF_THE_NODE, Config, defaults, keys_affecting, known_keys, reading_setting
 from task.keys import AUTO, ConfigError, Key, keys_of
 from task.message import Scalar
 from task.methods import METHODS, Method, register
@@ -14,10 +14,10 @@ from task.prompts.kinds import PROMPTS
 
 
 def at_node(values: Mapping[str, Scalar], settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """A run's values where a node computes: its device and its paths go before the run's, if the run reads them."""
+    """A run's values on one node: the node's device and paths win over the run's, if the run reads such keys."""
     known, run = known_keys(), {**defaults(), **values}
-    own = {n: v for n, v in settings.items() if n in OF_THE_NODE and not reading_setting(known[n], run, known)}
-    return {**values, **own}
+    read = [name for name in keys_affecting(*OF_THE_NODE) if not reading_setting(known[name], run, known)]
+    return {**values, **{name: settings[name] for name in read if name in settings}}
 
 
 def parse_text(pairs: Mapping[str, str]) -> dict[str, Scalar]:
@@ -123,6 +123,7 @@ def ignored_keys(config: Config) -> list[str]:
 
     They are accepted, as one set of keys may serve many methods.
     """
-    usual = parse({"method": config.method, "prompt": config.prompt})
-    changed = [name for name in LOCAL if getattr(config, name) != getattr(usual, name)]
-    return [] if config.row.client else [name.replace("_", "-") for name in changed]
+    if config.row.client:
+        return []
+    values, usual = config.flat(), parse({"method": config.method, "prompt": config.prompt}).flat()
+    return [name for name in keys_affecting("local training") if values[name] != usual[name]]
