@@ -54,7 +54,7 @@ class CCVR(Strategy):
 
 
 def merge_by_class(reports: Sequence[Arrays]) -> Arrays:
-    """Statistics of the union of all clients' samples, per class; exactly ``merge_gaussians`` for all classes at once.
+    """Statistics of the union of all clients' samples, per class.
 
     mu = sum_m n_m mu_m / N;  Sigma = sum_m [(n_m - 1) Sigma_m + n_m (mu_m - mu) (mu_m - mu)^T] / (N - 1)
 

@@ -26,21 +26,15 @@ _CHUNK = 64  # prototypes drawn from at once: bounds the padding of a batched pr
 
 def class_means(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Features [N, D], labels [N] -> class ids [K] ascending, counts [K], means [K, D]."""
-    class_ids, place, counts = labels.unique(return_inverse=True, return_counts=True)
+    class_ids, index, counts = labels.unique(return_inverse=True, return_counts=True)
     # in float32 the sum of many images would lose the digits that covariances need
     sums = torch.zeros(len(class_ids), features.shape[1], dtype=torch.float64, device=features.device)
-    sums.index_add_(0, place, features.double())
+    sums.index_add_(0, index, features.double())
     return class_ids, counts, (sums / counts[:, None]).to(features.dtype)
 
 
-def mean_statistics(features: Tensor, labels: Tensor) -> Arrays:
-    """Counts and means of the classes present, as they travel; features [N, D], labels [N]."""
-    class_ids, counts, means = class_means(features, labels)
-    return {"class_ids": _int64(class_ids), "counts": _int64(counts), "means": means.cpu().numpy()}
-
-
-def gaussian_statistics(features: Tensor, labels: Tensor, packing: Packing, rank: int) -> Arrays:
-    """Counts, means and packed covariances (divided by n - 1; zero for n = 1) of the classes present.
+def class_gaussians(features: Tensor, labels: Tensor, packing: Packing, rank: int) -> dict[str, Tensor]:
+    """Class ids, counts, means and packed covariances (divided by n - 1; zero for n = 1) of the classes present.
 
     Args:
         features: float32 [N, D].
@@ -48,105 +42,61 @@ def gaussian_statistics(features: Tensor, labels: Tensor, packing: Packing, rank
         packing: how the covariance travels, see the module's docstring.
         rank: r of the low-rank packing.
     """
-    found = mean_statistics(features, labels)
-    present, place = labels.unique(return_inverse=True)
-    centred = features - torch.from_numpy(found["means"]).to(features.device)[place]
-    scaled = centred / (torch.from_numpy(found["counts"]).to(centred)[place] - 1).clamp(min=1).sqrt()[:, None]
-    return found | _PACK[packing](scaled, place, len(present), rank)
+    class_ids, counts, means = class_means(features, labels)
+    index = torch.searchsorted(class_ids, labels)
+    centred = features - means[index]
+    scaled = centred / (counts.to(centred)[index] - 1).clamp(min=1).sqrt()[:, None]
+    packed = _PACK[packing](scaled, index, len(class_ids), rank)
+    return {"class_ids": class_ids, "counts": counts, "means": means, **packed}
 
 
-def _pack_diagonal(scaled: Tensor, place: Tensor, classes: int, rank: int) -> Arrays:
-    variances = scaled.new_zeros(classes, scaled.shape[1]).index_add_(0, place, scaled.square())
-    return {"variances": variances.cpu().numpy()}
+def _pack_diagonal(scaled: Tensor, index: Tensor, classes: int, rank: int) -> dict[str, Tensor]:
+    return {"variances": scaled.new_zeros(classes, scaled.shape[1]).index_add_(0, index, scaled.square())}
 
 
-def _pack_full(scaled: Tensor, place: Tensor, classes: int, rank: int) -> Arrays:
-    rows = _by_class(scaled, place, classes)
-    return {"covariances": pack_symmetric((rows.mT @ rows).cpu().numpy())}
+def _pack_full(scaled: Tensor, index: Tensor, classes: int, rank: int) -> dict[str, Tensor]:
+    rows = _by_class(scaled, index, classes)
+    return {"covariances": pack_symmetric(rows.mT @ rows)}
 
 
-def _pack_low_rank(scaled: Tensor, place: Tensor, classes: int, rank: int) -> Arrays:
-    _, singular, directions = torch.linalg.svd(_by_class(scaled, place, classes), full_matrices=False)
+def _pack_low_rank(scaled: Tensor, index: Tensor, classes: int, rank: int) -> dict[str, Tensor]:
+    _, singular, directions = torch.linalg.svd(_by_class(scaled, index, classes), full_matrices=False)
     factors = (singular[:, :, None] * directions)[:, :rank]
     padding = factors.new_zeros(classes, rank - factors.shape[1], factors.shape[2])
     factors = torch.cat([factors, padding], dim=1)
-    total = scaled.new_zeros(classes, scaled.shape[1]).index_add_(0, place, scaled.square())
-    rest = (total - factors.square().sum(dim=1)).clamp(min=0)
-    return {"factors": factors.cpu().numpy(), "variances": rest.cpu().numpy()}
+    total = scaled.new_zeros(classes, scaled.shape[1]).index_add_(0, index, scaled.square())
+    return {"factors": factors, "variances": (total - factors.square().sum(dim=1)).clamp(min=0)}
 
 
-_PACK: dict[Packing, Callable[[Tensor, Tensor, int, int], Arrays]] = {
+_PACK: dict[Packing, Callable[[Tensor, Tensor, int, int], dict[str, Tensor]]] = {
     "diagonal": _pack_diagonal,
     "full": _pack_full,
     "low-rank": _pack_low_rank,
 }
 
 
-def _by_class(rows: Tensor, place: Tensor, classes: int) -> Tensor:
-    """Rows [N, D] of class ``place`` [N] -> [classes, largest class, D], padded with zeros."""
-    order = place.argsort(stable=True)
-    counts = place.bincount(minlength=classes)
-    within = torch.arange(len(place), device=place.device) - (counts.cumsum(0) - counts)[place[order]]
+def _by_class(rows: Tensor, index: Tensor, classes: int) -> Tensor:
+    """Rows [N, D], row i of class ``index[i]`` -> [classes, largest class, D], padded with zeros."""
+    order = index.argsort(stable=True)
+    counts = index.bincount(minlength=classes)
+    within = torch.arange(len(index), device=index.device) - (counts.cumsum(0) - counts)[index[order]]
     padded = rows.new_zeros(classes, int(counts.max()), rows.shape[1])
-    padded[place[order], within] = rows[order]
+    padded[index[order], within] = rows[order]
     return padded
 
 
-def _int64(values: Tensor) -> np.ndarray:
-    return values.cpu().numpy().astype(np.int64)
-
-
-def pack_symmetric(matrices: np.ndarray) -> np.ndarray:
-    """Symmetric [K, D, D] -> upper triangles [K, D (D + 1) / 2]."""
+def pack_symmetric(matrices: Any) -> Any:
+    """Symmetric [K, D, D] -> upper triangles [K, D (D + 1) / 2]; NumPy or torch in, the same out."""
     row, column = np.triu_indices(matrices.shape[-1])
     return matrices[:, row, column]
 
 
-def unpack_symmetric(packed: np.ndarray, dim: int) -> np.ndarray:
-    """Upper triangles [K, D (D + 1) / 2] -> symmetric [K, D, D]."""
+def unpack_symmetric(packed: Any, dim: int) -> Any:
+    """Upper triangles [K, D (D + 1) / 2] -> symmetric [K, D, D]; NumPy or torch in, the same out."""
     row, column = np.triu_indices(dim)
-    matrices = np.empty((len(packed), dim, dim), packed.dtype)
-    matrices[:, row, column] = matrices[:, column, row] = packed
-    return matrices
-
-
-def merge_diagonal(means: Any, variances: Any, weights: Any) -> tuple[Any, Any]:
-    """One diagonal Gaussian for weighted ones (PIP eq. 14-15); NumPy or torch in, the same out.
-
-    mu = sum_l w_l mu_l / sum_l w_l;  sigma2 = sum_l w_l (mu_l^2 + sigma2_l) / sum_l w_l - mu^2.
-
-    Args:
-        means: [L, D].
-        variances: [L, D].
-        weights: [L], not negative, sum above 0.
-
-    Returns:
-        mean [D] and variance [D].
-    """
-    weights = 0 * means[:, 0] + weights  # whole numbers would divide in torch's default type, whatever the means'
-    share = (weights / weights.sum())[:, None]
-    mean = (share * means).sum(0)
-    # eq. 15's E[x^2] - mu^2 cancels digits; this is the same sum, and never negative
-    return mean, (share * (variances + (means - mean) ** 2)).sum(0)
-
-
-def merge_gaussians(means: Any, covariances: Any, counts: Any) -> tuple[Any, Any]:
-    """Mean and covariance (divided by N - 1) of the union of L sample sets; NumPy or torch in, the same out.
-
-    Args:
-        means: [L, D].
-        covariances: [L, D, D], each divided by n_l - 1; anything finite where n_l = 1.
-        counts: [L], N = their sum, at least 2.
-
-    Returns:
-        mean [D] and covariance [D, D].
-    """
-    total = counts.sum()
-    mean = (counts[:, None] * means).sum(0) / total
-    apart = means - mean
-    within = ((counts - 1)[:, None, None] * covariances).sum(0)
-    between = (counts[:, None] * apart).T @ apart
-    return mean, (within + between) / (total - 1)
+    position = np.empty((dim, dim), np.int64)
+    position[row, column] = position[column, row] = np.arange(len(row))
+    return packed[:, position]
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class GaussianMechanism:
             raise ValueError("the trained arrays hold NaN or infinite values")
         share = min(1.0, self.clip / norm) if norm else 1.0
         return {
-            name: (sent[name] + share * step + self.noised(step.shape, self.clip)).astype(trained[name].dtype)
+            name: (sent[name] + share * step + self.draw(step.shape, self.clip)).astype(trained[name].dtype)
             for name, step in steps.items()
         }
 
@@ -88,40 +88,49 @@ class GaussianMechanism:
             return features
         return features * (self.feature_clip / features.norm(dim=1, keepdim=True)).clamp(max=1)
 
-    def noised(self, shape: tuple[int, ...], scale: float) -> np.ndarray:
+    def draw(self, shape: tuple[int, ...], scale: float) -> np.ndarray:
         """Noise of the standard deviation z * ``scale``, float64; zeros where there is none."""
         return self.noise * scale * self.normal(shape) if self.noise else np.zeros(shape)
 
-    def means(self, means: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Class means [K, D] with their noise, none beyond norm B; counts [K]; float64."""
+    def add(self, values: Tensor, scale: float, counts: Tensor | int = 1) -> Tensor:
+        """``values`` [K, S] with noise of the standard deviation z * ``scale`` / n, n = ``counts`` [K]; float64."""
+        noise = torch.from_numpy(self.draw(tuple(values.shape), scale)).to(values.device)
+        return values + noise / (counts[:, None] if isinstance(counts, Tensor) else counts)
+
+    def means(self, means: Tensor, counts: Tensor) -> Tensor:
+        """Class means [K, D] of ``counts`` [K] images with their noise, none beyond norm B; float64 if noised."""
         if not self.noise:
             return means
-        moved = means + self.noised(means.shape, self.feature_clip) / counts[:, None]
-        return moved * np.minimum(1, self.feature_clip / np.linalg.norm(moved, axis=1, keepdims=True))
+        noised = self.add(means, self.feature_clip, counts)
+        return noised * (self.feature_clip / noised.norm(dim=1, keepdim=True)).clamp(max=1)
 
-    def squares(self, squares: np.ndarray, counts: np.ndarray | int = 1) -> np.ndarray:
+    def squares(self, squares: Tensor, counts: Tensor | int = 1) -> Tensor:
         """Mean squares, or packed mean outer products, [K, S] with their noise; counts [K], or 1 for sums; float64."""
-        return squares + self.noised(squares.shape, self.feature_clip**2 / math.sqrt(2)) / np.reshape(counts, (-1, 1))
+        return self.add(squares, self.feature_clip**2 / math.sqrt(2), counts)
+
+    def moments(self, means: Tensor, spread: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Class means [K, D] and variances, or packed covariances, [K, S] with noise in means and mean squares.
+
+        ``spread`` is divided by n - 1, n = ``counts`` [K]; so is what is returned, which is not negative, or positive
+        semi-definite, and zero for a class of one image.
+        """
+        if not self.noise:
+            return means, spread
+        diagonal = means.shape == spread.shape
+        row, column = (np.diag_indices if diagonal else np.triu_indices)(means.shape[1])
+        share = ((counts - 1).clamp(min=1) / counts.double())[:, None]  # n - 1 over n
+        means = means.double()
+        squares = self.squares(spread * share + means[:, row] * means[:, column], counts)
+        means = self.means(means, counts)
+        spread = squares - means[:, row] * means[:, column]
+        spread = spread.clamp(min=0) if diagonal else nearest_semi_definite(spread, means.shape[1])
+        return means, torch.where(counts[:, None] > 1, spread / share, 0)
 
 
-def spread_from_squares(squares: np.ndarray, means: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Variances, or packed covariances, [K, S] divided by n, from noised mean squares and means.
-
-    Not negative and positive semi-definite respectively; zero where a class has a single image.
-    """
-    row, column = spread_indices(squares.shape[1], means.shape[1])
-    found = squares - means[:, row] * means[:, column]
-    found = found.clip(0) if squares.shape == means.shape else nearest_semi_definite(found, means.shape[1])
-    return np.where(counts[:, None] > 1, found, 0)
-
-
-def spread_indices(size: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of each of the ``size`` numbers: of a diagonal, or of a packed symmetric matrix."""
-    return np.diag_indices(dim)[:2] if size == dim else np.triu_indices(dim)  # type: ignore[return-value]
-
-
-def nearest_semi_definite(packed: np.ndarray, dim: int) -> np.ndarray:
+def nearest_semi_definite(packed: Tensor, dim: int) -> Tensor:
     """Packed symmetric matrices [K, D (D + 1) / 2] without negative eigenvalues: the nearest in Frobenius norm."""
-    values, vectors = torch.linalg.eigh(torch.from_numpy(unpack_symmetric(packed, dim)))
-    raised = (vectors * values.clamp(min=0)[:, None]) @ vectors.mT
-    return pack_symmetric(raised.numpy())
+    values, vectors = torch.linalg.eigh(unpack_symmetric(packed, dim))
+    return pack_symmetric((vectors * values.clamp(min=0)[:, None]) @ vectors.mT)
+
+
+NO_NOISE = GaussianMechanism(0.0, 0.0, 0.0, system_normal)

@@ -20,8 +20,8 @@ from task.method_options import Options
 from task.models.evaluation import extract_features
 from task.models.model import Model
 from task.models.preprocessing import prepare
-from task.prototypes.gaussians import gaussian_statistics, mean_statistics, pack_symmetric
-from task.prototypes.noise import GaussianMechanism, nearest_semi_definite, spread_from_squares, spread_indices
+from task.prototypes.gaussians import class_gaussians, class_means, pack_symmetric
+from task.prototypes.noise import NO_NOISE, GaussianMechanism, nearest_semi_definite
 
 Shapes = dict[str, tuple[int, ...]]
 _MOST_GRADIENTS = 2**25  # numbers of single images' gradients held at once: 128 MiB
@@ -60,12 +60,18 @@ class ClientStatistics:
         features = torch.empty(len(sample.labels), 0, device=model.device)
         if self.needs_features:
             features = mechanism.features(model.head.project(extract_features(model, sample.images, sample.positions)))
-        found = self.compute(features, sample.labels, options)
-        return self.noised(found, mechanism) if mechanism.noise else found
+        return self.compute(features, sample.labels, options, mechanism)
 
-    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
-        """What :meth:`compute` found, with noise in it; class ids and counts stay as they are."""
-        return found
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
+        """Features float32 [N, D] of the local images, labels int64 [N] -> arrays, with the noise of ``mechanism``."""
+        return {}
+
+    def as_arrays(self, **tensors: Tensor) -> Arrays:
+        """NumPy arrays as they travel: whole numbers as they are, the others as ``dtype``."""
+        arrays = {name: value.cpu().numpy() for name, value in tensors.items()}
+        return {name: a if a.dtype.kind == "i" else a.astype(self.dtype) for name, a in arrays.items()}
 
     def unprotected(self, options: Options) -> str:
         """Why these statistics cannot be noised, or an empty text."""
@@ -74,10 +80,6 @@ class ClientStatistics:
     def expected(self, classes: int, arrays: Mapping[str, tuple[int, ...]], options: Options) -> Shapes:
         """Arrays of numbers by name for K = ``classes`` local classes, given the shapes of the trained ``arrays``."""
         return self.shapes(classes, arrays["head.weight"][1], options)
-
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
-        """Features float32 [N, D] of the local images, labels int64 [N] -> arrays."""
-        return {}
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """As ``expected`` says, with D = ``dim``."""
@@ -90,13 +92,12 @@ class MeanStatistics(ClientStatistics):
     carries = needs_features = True
     releases = 1
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
         """Counts and means of the classes present."""
-        return mean_statistics(features, labels)
-
-    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
-        """Noise in the means."""
-        return found | {"means": mechanism.means(found["means"], found["counts"]).astype(np.float32)}
+        class_ids, counts, means = class_means(features, labels)
+        return self.as_arrays(class_ids=class_ids, counts=counts, means=mechanism.means(means, counts))
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means only."""
@@ -109,9 +110,14 @@ class GaussianStatistics(ClientStatistics):
     carries = needs_features = True
     releases = 2
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
         """Counts, means and packed covariances of the classes present."""
-        return gaussian_statistics(features, labels, options.packing, options.packing_rank)
+        moments = class_gaussians(features, labels, options.packing, options.packing_rank)
+        spread = "covariances" if options.packing == "full" else "variances"
+        moments["means"], moments[spread] = mechanism.moments(moments["means"], moments[spread], moments["counts"])
+        return self.as_arrays(**moments)
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means and what the packing consists of, see task/prototypes/gaussians.py."""
@@ -122,28 +128,9 @@ class GaussianStatistics(ClientStatistics):
         }
         return {"means": (classes, dim)} | packed[options.packing]
 
-    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
-        """Noise in means and mean squares, from which valid covariances are made."""
-        counts = found["counts"]
-        (name,) = found.keys() - {"class_ids", "counts", "means"}
-        unbiased = np.maximum(counts - 1, 1) / counts
-        means, spread = _noised_moments(found["means"], found[name] * unbiased[:, None], counts, mechanism)
-        return found | {"means": means.astype(np.float32), name: (spread / unbiased[:, None]).astype(np.float32)}
-
     def unprotected(self, options: Options) -> str:
         """Nobody has bounded how far one image turns the directions of the low-rank packing."""
         return "a low-rank covariance" if options.packing == "low-rank" else ""
-
-
-def _noised_moments(
-    means: np.ndarray, spread: np.ndarray, counts: np.ndarray, mechanism: GaussianMechanism
-) -> tuple[np.ndarray, np.ndarray]:
-    """Noised means [K, D] and, made from noised mean squares, valid variances or packed covariances [K, S]."""
-    row, column = spread_indices(spread.shape[1], means.shape[1])
-    wide = means.astype(np.float64)
-    squares = mechanism.squares(spread + wide[:, row] * wide[:, column], counts)
-    moved = mechanism.means(wide, counts)
-    return moved, spread_from_squares(squares, moved, counts)
 
 
 class VarianceStatistics(MeanStatistics):
@@ -151,16 +138,15 @@ class VarianceStatistics(MeanStatistics):
 
     releases = 2
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
         """Counts, means and variances of the classes present."""
-        found = gaussian_statistics(features, labels, "diagonal", rank=1)
-        counts = found["counts"][:, None].astype(np.float32)
-        return found | {"variances": found["variances"] * ((counts - 1) / counts)}
-
-    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
-        """Noise in means and mean squares."""
-        means, spread = _noised_moments(found["means"], found["variances"], found["counts"], mechanism)
-        return found | {"means": means.astype(np.float32), "variances": spread.astype(np.float32)}
+        moments = class_gaussians(features, labels, "diagonal", rank=1)
+        counts = moments["counts"]
+        moments["means"], variances = mechanism.moments(moments["means"], moments["variances"], counts)
+        wide = counts[:, None].to(variances)
+        return self.as_arrays(**moments | {"variances": variances * ((wide - 1) / wide)})
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means and variances."""
@@ -172,10 +158,12 @@ class CountStatistics(ClientStatistics):
 
     carries = True
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
         """Counts of the classes present; features are not looked at."""
         class_ids, counts = labels.unique(return_counts=True)
-        return {"class_ids": class_ids.cpu().numpy(), "counts": counts.cpu().numpy()}
+        return self.as_arrays(class_ids=class_ids, counts=counts)
 
 
 class GramStatistics(ClientStatistics):
@@ -189,27 +177,22 @@ class GramStatistics(ClientStatistics):
     largest = 1e15
     releases = 2
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
-        """Counts, sums and the upper triangle of the Gram matrix, row by row."""
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
+        """Counts, sums and the upper triangle of the Gram matrix, row by row; with noise it stays semi-definite."""
         wide = features.double()
-        class_ids, place, counts = labels.unique(return_inverse=True, return_counts=True)
-        sums = wide.new_zeros(len(class_ids), wide.shape[1]).index_add_(0, place, wide)
-        return {
-            "class_ids": class_ids.cpu().numpy(),
-            "counts": counts.cpu().numpy(),
-            "sums": sums.cpu().numpy(),
-            "gram": pack_symmetric((wide.T @ wide)[None].cpu().numpy()),
-        }
+        class_ids, index, counts = labels.unique(return_inverse=True, return_counts=True)
+        sums = wide.new_zeros(len(class_ids), wide.shape[1]).index_add_(0, index, wide)
+        gram = pack_symmetric((wide.T @ wide)[None])
+        if mechanism.noise:
+            sums = mechanism.add(sums, mechanism.feature_clip)
+            gram = nearest_semi_definite(mechanism.squares(gram), wide.shape[1])
+        return self.as_arrays(class_ids=class_ids, counts=counts, sums=sums, gram=gram)
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Class sums, and one Gram matrix for all classes."""
         return {"sums": (classes, dim), "gram": (1, dim * (dim + 1) // 2)}
-
-    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
-        """Noise in both; the Gram matrix becomes positive semi-definite again."""
-        sums = found["sums"] + mechanism.noised(found["sums"].shape, mechanism.feature_clip)
-        gram = nearest_semi_definite(mechanism.squares(found["gram"]), sums.shape[1])
-        return found | {"sums": sums, "gram": gram}
 
 
 class FisherStatistics(ClientStatistics):
@@ -224,8 +207,7 @@ class FisherStatistics(ClientStatistics):
     def collect(self, model: Model, sample: Sample, options: Options, mechanism: GaussianMechanism) -> Arrays:
         """F_i = mean over images of (d log p(y | x) / d theta_i)^2, p over the current task's classes."""
         class_ids, counts = sample.labels.unique(return_counts=True)
-        fisher = empirical_fisher(model, sample)
-        return {"class_ids": class_ids.cpu().numpy(), "counts": counts.cpu().numpy(), "fisher": fisher.cpu().numpy()}
+        return self.as_arrays(class_ids=class_ids, counts=counts, fisher=empirical_fisher(model, sample))
 
     def expected(self, classes: int, arrays: Mapping[str, tuple[int, ...]], options: Options) -> Shapes:
         """One number for every entry of the travelling backbone; 0 for running statistics, which nothing trains."""
