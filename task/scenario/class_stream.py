@@ -72,10 +72,10 @@ class Schedule:
 
     Args:
         tasks: class ids of each task; no class twice, a task may be empty.
-        rounds_per_task: at least 1, the same for every task.
+        rounds_per_task: R, the same for every task; the run key of this name says that it is at least 1.
 
     Raises:
-        ValueError: no task, no round, or a class in two tasks.
+        ValueError: no task, or a class in two tasks.
     """
 
     tasks: Sequence[Sequence[int]]
@@ -85,8 +85,6 @@ class Schedule:
         classes = [c for task in self.tasks for c in task]
         if not self.tasks:
             raise ValueError("tasks=[]: a schedule needs at least one task")
-        if self.rounds_per_task < 1:
-            raise ValueError(f"rounds-per-task={self.rounds_per_task}: allowed are integers from 1")
         if len(set(classes)) < len(classes):
             raise ValueError(f"tasks={self.tasks}: a class belongs to one task only")
         # A copy, since a frozen object must not change when the caller's lists do.
@@ -114,10 +112,6 @@ class Schedule:
         if not 0 <= round_in_task < self.rounds_per_task:
             raise ValueError(f"round={round_in_task}: allowed are 0 to {self.rounds_per_task - 1}")
         return task * self.rounds_per_task + round_in_task + 1
-
-    def is_first_round(self, server_round: int) -> bool:
-        """Whether a task begins with this server round."""
-        return self.locate(server_round)[1] == 0
 
     def is_last_round(self, server_round: int) -> bool:
         """Whether a task ends with this server round."""
