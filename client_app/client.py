@@ -11,7 +11,7 @@ import torch
 from client_app.node import Node, client_name, own_data_dir, partition_id, state_dir, stream_of
 from client_app.objectives.base import LocalData
 from client_app.training import DivergedError, train_locally
-from task.config.parsing import at_node, parse
+from task.config.parsing import apply_node_settings, parse
 from task.config.schema import Config
 from task.data.images import UnreadableImage
 from task.data.load import default_augmentation
@@ -25,7 +25,7 @@ from task.models.load import load_backbone
 from task.models.model import Model, build_model, to_arrays
 from task.prototypes.noise import GaussianMechanism
 from task.prototypes.statistics import Sample
-from task.scenario.client_data import ClientTaskData, client_task_data, ever_held, node_task_data
+from task.scenario.client_data import ClientTaskData, all_client_positions, client_task_data, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
 from task.utils.seeding import torch_rng
@@ -42,7 +42,7 @@ def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
     """
     try:
         sent = packet.config.get("run-config")
-        config = parse(at_node(json.loads(str(sent)) if sent else node.values, node.settings))
+        config = parse(apply_node_settings(json.loads(str(sent)) if sent else node.values, node.settings))
         torch.set_num_threads(config.threads)
         return _without_lost(_HANDLERS[kind], packet, config, node)
     except (ConfigError, DivergedError) as error:
@@ -90,7 +90,7 @@ def _registered_share(config: Config, node: Node) -> Packet:
     place, dataset = partition_id(node), build_scenario(config).dataset
     if place >= config.num_clients:
         raise ConfigError(f"partition-id = {place} is not below num-clients = {config.num_clients}.")
-    labels = dataset.train_labels[ever_held(config, place)]
+    labels = dataset.train_labels[all_client_positions(config, place)]
     counts = np.bincount(labels, minlength=len(dataset.class_names))
     return Packet({"class_counts": counts}, config={"partition-id": place, "classes": list(dataset.class_names)})
 
@@ -140,7 +140,7 @@ def _train(packet: Packet, config: Config, node: Node) -> Packet:
     mechanism = GaussianMechanism.of(config, *place)
     if config.row.client:
         answer.metrics |= _fit(model, packet, config, data, torch_rng(config.seed, "local", *place))
-        answer.arrays = mechanism.arrays(to_arrays(model.trained()), packet.arrays)
+        answer.arrays = mechanism.arrays(to_arrays(model.trained_state()), packet.arrays)
     if mechanism.noise:
         model.load(answer.arrays or packet.arrays)  # what the server may know is all that statistics may depend on
     started = time.perf_counter()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from server_app.run_files.resume import load_resumed_keys
 from server_app.simulation.superlink import DEFAULT_CLIENTS
-from task.config.parsing import parse, parse_text, typed
+from task.config.parsing import check_values, parse, parse_text
 from task.config.schema import OWN, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
@@ -39,7 +39,7 @@ def read_file(path: Path) -> dict[str, Scalar]:
         for name, value in values.items():
             if isinstance(value, dict):
                 raise ConfigError(f"{name!r} is a table, but run keys are flat: one KEY = VALUE a line, no [{name}].")
-        return typed(values)
+        return check_values(values)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:  # also what is no TOML, or no text

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from task.config.parsing import parse
 from task.config.schema import Config
-from task.data.images import fitted, read_rgb, rgb
+from task.data.images import fit_image, read_rgb, to_rgb
 from task.keys import ConfigError
 from task.message import Arrays
 from task.models.device import resolve_device
@@ -118,7 +118,7 @@ class Predictor:
             ConfigError: a file that is missing or no image; names it.
             ValueError: an array of another type or shape.
         """
-        return fitted(_rgb(image), *self.metadata.image_shape)
+        return fit_image(_rgb(image), *self.metadata.image_shape)
 
     def pixels(self, images: Sequence[Picture] | np.ndarray) -> Tensor:
         """Images as an exported ONNX model takes them, float32 [N, 3, image_size, image_size] in 0 .. 1.
@@ -204,7 +204,7 @@ def _rgb(image: Picture) -> Image.Image:
     if isinstance(image, str | Path):
         return read_rgb(str(image))
     if isinstance(image, Image.Image):
-        return rgb(image)
+        return to_rgb(image)
     grey = image.ndim == 2 or image.shape[2:] == (1,)
     if image.dtype != np.uint8 or not image.size or not (grey or (image.ndim == 3 and image.shape[2] == 3)):
         raise ValueError(f"an array must be uint8 [H, W, 3] or [H, W], but this is {image.dtype} {list(image.shape)}")

@@ -24,21 +24,21 @@ class Packet:
 _INTEGERS = range(-(2**63), 2**64)  # what the wire's integers hold
 
 
-def detached(packet: Packet) -> Packet:
+def copy_packet(packet: Packet) -> Packet:
     """A copy that shares nothing with ``packet``, as it would come out at the far end of the wire.
 
     Raises:
         TypeError, ValueError: something in it cannot travel; the message names it.
     """
     return Packet(
-        arrays={name: np.array(travelling(name, a), copy=True) for name, a in packet.arrays.items()},
-        statistics={name: np.array(travelling(name, a), copy=True) for name, a in packet.statistics.items()},
-        metrics=plain_metrics(packet.metrics),
-        config=plain_config(packet.config),
+        arrays={name: np.array(to_wire_array(name, a), copy=True) for name, a in packet.arrays.items()},
+        statistics={name: np.array(to_wire_array(name, a), copy=True) for name, a in packet.statistics.items()},
+        metrics=to_plain_metrics(packet.metrics),
+        config=to_plain_config(packet.config),
     )
 
 
-def travelling(name: str, array: np.ndarray) -> np.ndarray:
+def to_wire_array(name: str, array: np.ndarray) -> np.ndarray:
     """``array`` in C order, of unchanged dtype and shape (0-d and empty ones too); a view where that is possible.
 
     Order matters: sums over another memory layout round differently, and both transports must agree to the last bit.
@@ -52,7 +52,7 @@ def travelling(name: str, array: np.ndarray) -> np.ndarray:
     return np.asarray(array, order="C")
 
 
-def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+def to_plain_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     """Metrics as Python's int and float; NumPy scalars and bool are converted.
 
     Raises:
@@ -65,7 +65,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     return {name: int(v) if isinstance(v, bool) else v for name, v in plain.items() if not isinstance(v, str)}
 
 
-def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def to_plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as Python's bool, int, float, str, or lists of one of these; NumPy scalars are converted.
 
     Raises:

@@ -38,7 +38,7 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
     """Every metric of this module by name.
 
     Args:
-        accuracy_matrix: [T, T], T >= 1; cut the matrix of an unfinished run with ``completed`` first.
+        accuracy_matrix: [T, T], T >= 1; cut the matrix of an unfinished run with ``crop_to_finished`` first.
         samples_per_task: number of test samples of each task, [T]. Accuracy over samples (``last_accuracy``, and its
             mean over the time after each task, ``average_seen_accuracy``) cannot be known from the matrix alone;
             without these counts tasks count alike, which is exact when all have equally many test samples. A task with
@@ -89,7 +89,7 @@ def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) 
     return matrix[np.ix_(ends, kept)], kept
 
 
-def checked(accuracy_matrix: Matrix) -> np.ndarray:
+def check_matrix(accuracy_matrix: Matrix) -> np.ndarray:
     """The matrix as float64 [T, T], NaN above the diagonal whatever was there.
 
     Raises:
@@ -103,7 +103,7 @@ def checked(accuracy_matrix: Matrix) -> np.ndarray:
     return matrix
 
 
-def completed(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None) -> np.ndarray:
+def crop_to_finished(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None) -> np.ndarray:
     """Cut the [T, T] matrix of a run that stopped after k tasks to its finished block, float64 [k, k], 0 <= k <= T.
 
     Columns of tasks with 0 of the ``samples_per_task`` [k] are null.
@@ -117,7 +117,7 @@ def completed(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
     k = int(begun[-1]) + 1 if begun.size else 0
     block = matrix[:k, :k]
     if k:
-        checked(block if samples_per_task is None else fold(block, samples_per_task)[0])
+        check_matrix(block if samples_per_task is None else fold(block, samples_per_task)[0])
     return block
 
 
@@ -150,7 +150,7 @@ def seen_accuracy(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | Non
     Raises:
         ValueError: the matrix is malformed, or the counts are not T positive numbers.
     """
-    matrix = checked(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
     counts = np.ones(len(matrix)) if samples_per_task is None else np.asarray(samples_per_task, dtype=np.float64)
     if counts.shape != (len(matrix),) or not (counts > 0).all():
         raise ValueError(f"samples_per_task must be {len(matrix)} positive numbers, not {samples_per_task}")
@@ -159,7 +159,7 @@ def seen_accuracy(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | Non
 
 def final_average_accuracy(accuracy_matrix: Matrix) -> float:
     """mean_j a[T, j]: accuracy after the last task, averaged over the tasks (FAA; Chaudhry et al. 2018)."""
-    return float(checked(accuracy_matrix)[-1].mean())
+    return float(check_matrix(accuracy_matrix)[-1].mean())
 
 
 def average_incremental_accuracy(accuracy_matrix: Matrix) -> float:
@@ -169,7 +169,7 @@ def average_incremental_accuracy(accuracy_matrix: Matrix) -> float:
 
 def performance_drop(accuracy_matrix: Matrix) -> float:
     """a[1, 1] - mean_j a[T, j]: what was lost between the first task and the end (PD; Zhang et al. 2021)."""
-    matrix = checked(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
     return float(matrix[0, 0] - matrix[-1].mean())
 
 
@@ -183,7 +183,7 @@ def forgetting(accuracy_matrix: Matrix) -> float:
 
 def forgetting_by_task(accuracy_matrix: Matrix) -> np.ndarray:
     """The terms of ``forgetting``, one for each task but the last, float64 [T - 1]."""
-    matrix = checked(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
     return np.nanmax(matrix[:-1, :-1], axis=0, initial=0) - matrix[-1, :-1]
 
 
@@ -192,7 +192,7 @@ def forgetting_never_negative(accuracy_matrix: Matrix) -> float:
 
     An old task that ends at its best counts as 0, not as negative; 0 when T = 1.
     """
-    matrix = checked(accuracy_matrix)[:, :-1]
+    matrix = check_matrix(accuracy_matrix)[:, :-1]
     return _mean_or_zero(np.nanmax(matrix, axis=0) - matrix[-1])
 
 
@@ -209,7 +209,7 @@ def forgetting_stepwise(accuracy_matrix: Matrix) -> float:
 
     On long streams far below the others, being a loss per step and not one since the best; 0 when T = 1.
     """
-    matrix = checked(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
     steps = matrix[:-1] - matrix[1:]
     return _mean_or_zero(np.array([step[: i + 1].mean() for i, step in enumerate(steps)]))
 
@@ -219,13 +219,13 @@ def backward_transfer(accuracy_matrix: Matrix) -> float:
 
     0 when T = 1.
     """
-    matrix = checked(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
     return _mean_or_zero((matrix[-1] - matrix.diagonal())[:-1])
 
 
 def plasticity(accuracy_matrix: Matrix) -> float:
     """mean_j a[j, j]: accuracy on each task when just learned ("learning accuracy"; Riemer et al. 2019)."""
-    return float(checked(accuracy_matrix).diagonal().mean())
+    return float(check_matrix(accuracy_matrix).diagonal().mean())
 
 
 def stability(accuracy_matrix: Matrix) -> float:
@@ -233,7 +233,7 @@ def stability(accuracy_matrix: Matrix) -> float:
 
     With T = 1 there is none, and a[1, 1] is returned, so that ``continual_utility`` is that accuracy too.
     """
-    final = checked(accuracy_matrix)[-1]
+    final = check_matrix(accuracy_matrix)[-1]
     return float((final[:-1] if len(final) > 1 else final).mean())
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from task.metrics import completed, summarize
+from task.metrics import crop_to_finished, summarize
 
 SCHEMA = 1
 WORDS = {str: "text", int: "a whole number", list: "a list", dict: "an object of named values"}
@@ -110,7 +110,7 @@ def load_run(folder: Path) -> Run:
     settings |= flat(_parsed(config, yaml.safe_load)) if config.exists() else {}
     try:
         _check(results)
-        matrix = completed(results["accuracy_matrix"], results["samples_per_task"] or None)
+        matrix = crop_to_finished(results["accuracy_matrix"], results["samples_per_task"] or None)
         recorded = (_seen(results), _confusion(results), _holdings(results), *_bias(results))
         return Run(folder, results, settings, matrix, *recorded)
     except (TypeError, ValueError) as error:

@@ -32,14 +32,14 @@ from server_app.run_files.tensorboard import TensorBoardWriter, require_tensorbo
 from server_app.run_files.writers import write_config, write_model
 from server_app.transport.base import Reply, Transport, in_order
 from strategies.base import RoundContext, Strategy, Update
-from task.config.parsing import ignored_keys, with_clients
+from task.config.parsing import ignored_keys, set_num_clients
 from task.config.schema import APPEARING, Config
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
 from task.models.evaluation import confusion_counts
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import build_model
-from task.scenario.client_data import client_task_data, keeps_its_images
+from task.scenario.client_data import client_task_data, has_fixed_images
 from task.scenario.scenario import Scenario, build_scenario
 from task.scenario.task_plan import TaskPlan, first_task_plan
 from task.utils.versions import code_sha256
@@ -99,7 +99,7 @@ class Run:
         # what has begun goes on at night too, when nobody is there to start a node that failed
         least = config.quorum if config.resume else None
         nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, least)
-        self.config = with_clients(config, config.num_clients or len(nodes))
+        self.config = set_num_clients(config, config.num_clients or len(nodes))
         self.transport, self.directory = transport, directory
         if dataset:
             client_task_data(self.config, client=0, task=0, round=0)
@@ -146,7 +146,7 @@ class Run:
 
     def _note_members(self) -> None:
         self.results.absent = self.registry.absent
-        if keeps_its_images(self.config):
+        if has_fixed_images(self.config):
             members = self.registry.members
             self.results.clients = [{"name": m.name, "class_counts": m.class_counts.tolist()} for m in members]
 
@@ -215,7 +215,7 @@ class Run:
         while True:
             self.registry.admit_new()
             self.registry.ask_again()
-            extended = self.plan.extended(name for m in self.registry.members for name in m.classes)
+            extended = self.plan.add_task(name for m in self.registry.members for name in m.classes)
             if extended.tasks[-1]:
                 break
             if time.monotonic() >= deadline:

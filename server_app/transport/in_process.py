@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from client_app.client import handle
 from client_app.node import Node
 from server_app.transport.base import Reply
-from task.message import Kind, Packet, Scalar, detached
+from task.message import Kind, Packet, Scalar, copy_packet
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +67,14 @@ class InProcessTransport:
         return (self._ask(kind, node, packet, timeout) for node, packet in packets.items())
 
     def _ask(self, kind: Kind, node: int, packet: Packet, timeout: float) -> Reply:
-        sent = detached(packet)
+        sent = copy_packet(packet)
         down = _size(sent)
         if node not in self._nodes:
             return Reply(node, None, "there is no such node", 0, 0)
         if self._broken is not None and self._broken(node, kind):
             return Reply(node, None, f"no answer within {timeout:g} s", down, 0)
         try:
-            answer = detached(handle(kind, sent, self._nodes[node]))
+            answer = copy_packet(handle(kind, sent, self._nodes[node]))
         except Exception as error:  # as Flower's glue does, which must always answer
             log.exception("no answer to a %s message", kind)
             answer = Packet(config={"error": f"{type(error).__name__}: {error}"})

@@ -6,17 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from task.config.checks import check_combination
-from task.config.schema import OF_THE_NODE, Config, defaults, keys_affecting, known_keys, reading_setting
+from task.config.schema import OF_THE_NODE, Config, defaults, keys_affecting, known_keys, missing_setting
 from task.keys import AUTO, ConfigError, Key, keys_of
 from task.message import Scalar
 from task.methods import METHODS, Method, register
 from task.prompts.kinds import PROMPTS
 
 
-def at_node(values: Mapping[str, Scalar], settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
+def apply_node_settings(values: Mapping[str, Scalar], settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """A run's values on one node: the node's device and paths win over the run's, if the run reads such keys."""
     known, run = known_keys(), {**defaults(), **values}
-    read = [name for name in keys_affecting(*OF_THE_NODE) if not reading_setting(known[name], run, known)]
+    read = [name for name in keys_affecting(*OF_THE_NODE) if not missing_setting(known[name], run, known)]
     return {**values, **{name: settings[name] for name in read if name in settings}}
 
 
@@ -32,7 +32,7 @@ def parse_text(pairs: Mapping[str, str]) -> dict[str, Scalar]:
     return {name: known[name].from_text(text) for name, text in pairs.items()}
 
 
-def typed(values: Mapping[str, Any]) -> dict[str, Scalar]:
+def check_values(values: Mapping[str, Any]) -> dict[str, Scalar]:
     """The same run keys, each checked by itself and in its key's type.
 
     Raises:
@@ -53,7 +53,7 @@ def parse(values: Mapping[str, Scalar]) -> Config:
     Raises:
         ConfigError: names the key, the value given and what is allowed.
     """
-    given = typed(values)
+    given = check_values(values)
     known = known_keys()
     checked = defaults() | given
     method = METHODS.get(str(checked["method"]))
@@ -102,12 +102,12 @@ def _refuse_unread(checked: Mapping[str, Scalar], method: Method, known: Mapping
     for name, value in checked.items():
         if value != known[name].default:
             owner = next((m.name for m in METHODS.values() if name in m.own_keys()), "")
-            reader = reading_setting(known[name], checked, known) if name in mine else f"method {owner!r}"
+            reader = missing_setting(known[name], checked, known) if name in mine else f"method {owner!r}"
             if reader:
                 raise ConfigError(f"{name} = {value!r} would be ignored: only {reader} reads it.")
 
 
-def with_clients(config: Config, number: int) -> Config:
+def set_num_clients(config: Config, number: int) -> Config:
     """The same run with the number of clients known.
 
     Raises:

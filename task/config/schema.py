@@ -239,7 +239,7 @@ class Config:
         core = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
         own = {f"{self.row.name}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
         known, values = known_keys(), core | own
-        unread = {name for name in values if reading_setting(known[name], values, known)}
+        unread = {name for name in values if missing_setting(known[name], values, known)}
         return {name: known[name].default if name in unread else value for name, value in values.items()}
 
     def for_clients(self) -> dict[str, Scalar]:
@@ -280,11 +280,11 @@ def defaults() -> dict[str, Scalar]:
     return {name: k.default for name, k in known_keys().items()}
 
 
-def reading_setting(key: Key, values: Mapping[str, Scalar], known: Mapping[str, Key]) -> str:
+def missing_setting(key: Key, values: Mapping[str, Scalar], known: Mapping[str, Key]) -> str:
     """The settings under which a key is read, in words, unless they are the run's."""
     if not key.rule.only:
         return ""
     owner = str(key.rule.only[0])
     if values[owner] in key.rule.only[1:]:
-        return reading_setting(known[owner], values, known)
+        return missing_setting(known[owner], values, known)
     return f"{key.rule.only[0]} = {' or '.join(map(repr, key.rule.only[1:]))}"

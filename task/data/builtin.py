@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from task.data.images import Dataset
-from task.data.splits import HELD_OUT, held_out, split_by
+from task.data.splits import HELD_OUT, draw_held_out, split_dataset
 from task.models.weights import ASSETS
 from task.utils.seeding import numpy_rng
 
@@ -19,7 +19,7 @@ def digits(path: Path, side: int) -> Dataset:
     pixels = np.frombuffer(zlib.decompress(base64.b64decode(card["pixels"])), np.uint8).reshape(-1, 8, 8, 1)
     labels = np.frombuffer(base64.b64decode(card["labels"]), np.uint8).astype(np.int64)
     images = np.round(pixels * (255 / 16)).astype(np.uint8)
-    return split_by(held_out(labels, HELD_OUT, 0, "digits"), images, labels, tuple("0123456789"))
+    return split_dataset(draw_held_out(labels, HELD_OUT, 0, "digits"), images, labels, tuple("0123456789"))
 
 
 def synthetic(path: Path, side: int) -> Dataset:
@@ -30,4 +30,4 @@ def synthetic(path: Path, side: int) -> Dataset:
     noise = rng.normal(0, 40, (len(labels), 16, 16, 3))
     images = np.clip(patterns[labels] + noise, 0, 255).astype(np.uint8)
     names = tuple(f"pattern {i}" for i in range(12))
-    return split_by(held_out(labels, HELD_OUT, 0, "synthetic"), images, labels, names)
+    return split_dataset(draw_held_out(labels, HELD_OUT, 0, "synthetic"), images, labels, names)

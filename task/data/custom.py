@@ -8,7 +8,7 @@ import numpy as np
 
 from task.data.image_folders import class_folders, images_by_class, require_classes
 from task.data.images import Dataset, ImageFiles
-from task.data.splits import HELD_OUT, chosen_by_digest, held_out, split_by
+from task.data.splits import HELD_OUT, draw_held_out, select_by_digest, split_dataset
 from task.keys import ConfigError
 
 
@@ -41,15 +41,15 @@ def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
         or (test.all() or not test.any()) > by_content
     ):
         raise ConfigError(f"data-dir = {str(path)!r}: class_names or split do not fit the {len(labels)} labels.")
-    return split_by(test, images, labels, tuple(map(str, names)))
+    return split_dataset(test, images, labels, tuple(map(str, names)))
 
 
 def _test_part(arrays: dict[str, np.ndarray], images: np.ndarray, labels: np.ndarray, by_content: bool) -> np.ndarray:
     if "split" in arrays:
         return np.asarray(arrays["split"]) == 1
     if by_content:
-        return chosen_by_digest([image.tobytes() for image in images])
-    return held_out(labels, HELD_OUT, 0, "npz")
+        return select_by_digest([image.tobytes() for image in images])
+    return draw_held_out(labels, HELD_OUT, 0, "npz")
 
 
 def _npz_file(path: Path) -> dict[str, np.ndarray]:
@@ -97,7 +97,7 @@ def folder(path: Path, side: int) -> Dataset:
         raise ConfigError(f"data-dir = {str(path)!r}: there is no such folder for dataset 'folder'.")
     if not ((path / "train").is_dir() and (path / "test").is_dir()):
         names, images, labels = _scan(path, side)
-        return split_by(held_out(labels, HELD_OUT, 0, "folder"), images, labels, names)
+        return split_dataset(draw_held_out(labels, HELD_OUT, 0, "folder"), images, labels, names)
     names, train, train_labels = _scan(path / "train", side)
     test_names, test, test_labels = _scan(path / "test", side)
     if names != test_names:

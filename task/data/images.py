@@ -98,25 +98,25 @@ def decode(path: str, side: int) -> np.ndarray:
     Raises:
         UnreadableImage: the file is missing, truncated or no image.
     """
-    return fitted(read_rgb(path), side, side)
+    return fit_image(read_rgb(path), side, side)
 
 
 def read_rgb(path: str) -> Image.Image:
-    """An image file in RGB, at its own size; see :func:`rgb`.
+    """An image file in RGB, at its own size; see :func:`to_rgb`.
 
     Raises:
         UnreadableImage: the file is missing, truncated or no image.
     """
     try:
         with Image.open(path) as image:
-            return rgb(image)
+            return to_rgb(image)
     except MemoryError:
         raise
     except Exception as error:  # readers of some formats raise whatever they like
         raise UnreadableImage(f"{path!r} cannot be read as an image ({error}); replace it or take it away.") from error
 
 
-def rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
     """An image in RGB; grey of more than 8 bits is stretched from its own darkest to its brightest pixel.
 
     Scanners use any part of 16 bits, and Pillow's own conversion cuts everything off at 255.
@@ -133,7 +133,7 @@ def rgb(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.round(stretched).astype(np.uint8)).convert("RGB")
 
 
-def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:
+def fit_image(image: Image.Image, height: int, width: int) -> np.ndarray:
     """An RGB image as uint8 [height, width, 3]: scaled until it just covers that (bicubic), then its centre."""
     scale = max(height / image.height, width / image.width)
     image = image.resize((max(width, round(image.width * scale)), max(height, round(image.height * scale))))

@@ -13,7 +13,7 @@ import numpy as np
 from task.data.images import Dataset
 from task.data.published import IncompleteError
 from task.data.registry import SOURCES, Source
-from task.data.splits import with_validation
+from task.data.splits import split_validation
 from task.keys import ConfigError
 
 
@@ -29,7 +29,7 @@ def load_dataset(name: str, data_dir: str, image_size: int, validation_share: fl
     except (OSError, RuntimeError) as error:  # a path that is too long, a home that nobody has, no right to read
         raise ConfigError(f"data-dir = {data_dir!r} cannot be read: {error}.") from error
     if validation_share:
-        dataset = with_validation(dataset, validation_share, seed)
+        dataset = split_validation(dataset, validation_share, seed)
     for part in (dataset.train_labels, dataset.test_labels):
         missing = np.flatnonzero(np.bincount(part, minlength=len(dataset.class_names)) == 0)
         if len(missing):

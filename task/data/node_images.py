@@ -19,7 +19,7 @@ import numpy as np
 from task.data.custom import npz
 from task.data.image_folders import class_folders, images_by_class, require_classes
 from task.data.images import Dataset, ImageFiles, read_rgb
-from task.data.splits import chosen_by_digest
+from task.data.splits import select_by_digest
 from task.keys import ConfigError
 from task.utils.atomic import write_atomically
 
@@ -151,7 +151,7 @@ def _classes_of(split: bool, files: Sequence[str]) -> list[str]:
 def _held_out(split: bool, files: tuple[str, ...], trained: AbstractSet[str]) -> tuple[str, ...]:
     if split:
         return tuple(name for name in files if name.startswith("test/"))
-    marked = chosen_by_digest([os.fsencode(name) for name in files])
+    marked = select_by_digest([os.fsencode(name) for name in files])
     left = [name for name, mark in zip(files, marked, strict=True) if mark and name not in trained]
     # a class needs a file to be trained on: the first in order where all would be held out
     for of_class in set(_classes_of(split, files)) - set(_classes_of(split, sorted(set(files) - set(left)))):

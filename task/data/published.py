@@ -16,7 +16,7 @@ from torchvision.datasets.utils import check_integrity
 
 from task.data.image_folders import class_folders, images_by_class
 from task.data.images import Dataset, ImageFiles
-from task.data.splits import HELD_OUT, held_out, split_by
+from task.data.splits import HELD_OUT, draw_held_out, split_dataset
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
 TINY_SIDE = 64  # pixels of Tiny-ImageNet's own images; the backbone's size is reached later, for a whole batch at once
@@ -65,7 +65,7 @@ def mini_imagenet(root: Path, side: int) -> Dataset:
     rows = sorted([field.strip() for field in line.split(",")] for lines in lists for line in lines)
     numbers, labels = np.unique([number for _, number in rows], return_inverse=True)
     images = _listed(root, [f"images/{file}" for file, _ in rows], side)
-    return split_by(held_out(labels, 1 / 6, 0, "mini-imagenet"), images, labels, _words(numbers.tolist()))
+    return split_dataset(draw_held_out(labels, 1 / 6, 0, "mini-imagenet"), images, labels, _words(numbers.tolist()))
 
 
 def cub200(root: Path, side: int) -> Dataset:
@@ -77,7 +77,7 @@ def cub200(root: Path, side: int) -> Dataset:
     images = _listed(root, [f"images/{file}" for file in files.values()], side)
     test = np.array([training[image] == "0" for image in files], bool)
     ids = np.array([int(labels[image]) - 1 for image in files], np.int64)
-    return split_by(test, images, ids, tuple(names[str(c + 1)] for c in range(len(names))))
+    return split_dataset(test, images, ids, tuple(names[str(c + 1)] for c in range(len(names))))
 
 
 def imagenet_r(root: Path, side: int) -> Dataset:
@@ -88,7 +88,9 @@ def imagenet_r(root: Path, side: int) -> Dataset:
     """
     folders = class_folders(root)
     images, labels = images_by_class(folders, side)
-    return split_by(held_out(labels, HELD_OUT, 0, "imagenet-r"), images, labels, _words([p.name for p in folders]))
+    return split_dataset(
+        draw_held_out(labels, HELD_OUT, 0, "imagenet-r"), images, labels, _words([p.name for p in folders])
+    )
 
 
 def domainnet(root: Path, side: int) -> Dataset:

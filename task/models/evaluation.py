@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 
 from task.data.images import Dataset, Images
-from task.models.feature_cache import BATCH, Inputs, inputs_at, known_query
+from task.models.feature_cache import BATCH, Inputs, cached_query, load_inputs
 from task.models.model import Model
 
 
-def in_batches(model: Model, images: Images, positions: np.ndarray) -> Iterator[tuple[np.ndarray, Inputs]]:
+def iterate_batches(model: Model, images: Images, positions: np.ndarray) -> Iterator[tuple[np.ndarray, Inputs]]:
     """Positions [B] and the inputs there without augmentation, in order."""
     for start in range(0, len(positions), BATCH):
         some = positions[start : start + BATCH]
-        yield some, inputs_at(model, images, some, known_query(model, images, some))
+        yield some, load_inputs(model, images, some, cached_query(model, images, some))
 
 
 @torch.no_grad()
 def extract_features(model: Model, images: Images, positions: np.ndarray) -> Tensor:
     """f(x) of the images at ``positions`` [N] -> float32 [N, D] on the model's device, no augmentation."""
     with model.backbone_eval():
-        features = [model.features(*batch) for _, batch in in_batches(model, images, positions)]
+        features = [model.features(*batch) for _, batch in iterate_batches(model, images, positions)]
     return torch.cat(features) if features else torch.empty(0, model.backbone.dim, device=model.device)
 
 
@@ -46,7 +46,7 @@ def confusion_counts(model: Model, dataset: Dataset, order: np.ndarray, position
     # class after class, so that images of earlier tasks stay in the batches in which their queries are known
     by_row = positions[np.argsort(rows[labels[positions]], kind="stable")]
     wanted = by_row[rows[labels[by_row]] < len(order)]
-    for some, batch in in_batches(model, dataset.test_images, wanted):
+    for some, batch in iterate_batches(model, dataset.test_images, wanted):
         predicted = order[model(*batch).argmax(dim=1).cpu().numpy()]
         np.add.at(counts, (labels[some], predicted), 1)
     return counts

@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedBatch:
     """Queries of one batch, and whose they are: an id alone may belong to another object by now."""
 
     images: weakref.ref[Images]
@@ -51,7 +51,7 @@ class QueryCache:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self._kept: OrderedDict[tuple[int, int, str, bytes], Kept] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int, str, bytes], CachedBatch] = OrderedDict()
 
     def query(self, model: Model, images: Images, positions: np.ndarray) -> Tensor:
         """q(x) of the images at ``positions``, int64 [B] -> [B, D] on the model's device; not to be written to."""
@@ -60,14 +60,14 @@ class QueryCache:
         kept = self._take(key)
         if not kept or kept.images() is not images or kept.backbone() is not model.backbone:
             query = model.query(prepare(images[positions], model.backbone))
-            kept = Kept(weakref.ref(images), weakref.ref(model.backbone), query)
+            kept = CachedBatch(weakref.ref(images), weakref.ref(model.backbone), query)
         self._kept[key] = kept
         self.size += kept.query.nbytes
         while self.size > self.limit:
             self._take(next(iter(self._kept)))
         return kept.query
 
-    def _take(self, key: tuple[int, int, str, bytes]) -> Kept | None:
+    def _take(self, key: tuple[int, int, str, bytes]) -> CachedBatch | None:
         kept = self._kept.pop(key, None)
         self.size -= kept.query.nbytes if kept else 0
         return kept
@@ -77,7 +77,7 @@ CACHE = QueryCache(CACHE_BYTES)
 
 
 @torch.no_grad()
-def known_query(model: Model, images: Images, positions: np.ndarray) -> Tensor | None:
+def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor | None:
     """q(x) of the images at ``positions`` without augmentation, int64 [N] -> [N, D]; None where it would save nothing.
 
     Equal positions give equal bits, whatever has been asked for before.
@@ -88,7 +88,7 @@ def known_query(model: Model, images: Images, positions: np.ndarray) -> Tensor |
     return torch.cat([CACHE.query(model, images, some) for some in batches])
 
 
-def inputs_at(
+def load_inputs(
     model: Model,
     images: Images,
     positions: np.ndarray,

@@ -158,7 +158,7 @@ class Model(nn.Module):
         """
         return {name: p.detach() for name, p in self._small_parameters()} | self._packed()
 
-    def trained(self) -> dict[str, Tensor]:
+    def trained_state(self) -> dict[str, Tensor]:
         """Those of the travelling arrays that the current task trains: what clients send back."""
         return {name: p.detach() for name, p in self._small_parameters() if p.requires_grad} | self._packed()
 
@@ -166,9 +166,9 @@ class Model(nn.Module):
         """Overwrite all travelling arrays, or all trained ones, in place.
 
         Raises:
-            ValueError: names or shapes are neither those of :meth:`shared_state` nor of :meth:`trained`.
+            ValueError: names or shapes are neither those of :meth:`shared_state` nor of :meth:`trained_state`.
         """
-        own = self.shared_state() if arrays.keys() != self.trained().keys() else self.trained()
+        own = self.shared_state() if arrays.keys() != self.trained_state().keys() else self.trained_state()
         if {n: tuple(a.shape) for n, a in arrays.items()} != {n: tuple(a.shape) for n, a in own.items()}:
             got = {n: a.shape for n, a in arrays.items()}
             raise ValueError(f"arrays {got} do not fit { ({n: tuple(a.shape) for n, a in own.items()}) }")

@@ -9,7 +9,7 @@ from task.config.schema import Config
 from task.keys import ConfigError
 from task.scenario.class_stream import Schedule
 from task.scenario.partition import REDRAWN, Partition, partition
-from task.scenario.scenario import Scenario, build_scenario, in_run_keys
+from task.scenario.scenario import Scenario, build_scenario, use_run_key_names
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,15 @@ def client_task_data(config: Config, client: int, task: int, round: int, holds_p
         ConfigError: the partition's parameters cannot work with this data.
     """
     scenario = build_scenario(config)
-    classes = learnable(config, scenario.schedule, task)
+    classes = learnable_classes(config, scenario.schedule, task)
     if config.row.pooled:
         pool = np.flatnonzero(np.isin(scenario.dataset.train_labels, classes))
         return ClientTaskData(pool if holds_pool else pool[:0], classes)
     if config.partition in REDRAWN:
-        return ClientTaskData(_redrawn(config, task, round)[client], classes)
-    return ClientTaskData(_dealt(config)[client][task], scenario.streams[client][task] if scenario.streams else classes)
+        return ClientTaskData(_partition_one_round(config, task, round)[client], classes)
+    return ClientTaskData(
+        _partition_all_tasks(config)[client][task], scenario.streams[client][task] if scenario.streams else classes
+    )
 
 
 def node_task_data(scenario: Scenario, task: int) -> ClientTaskData:
@@ -54,7 +56,7 @@ def node_task_data(scenario: Scenario, task: int) -> ClientTaskData:
     return ClientTaskData(np.flatnonzero(np.isin(scenario.dataset.train_labels, classes)), classes)
 
 
-def learnable(config: Config, schedule: Schedule, task: int) -> list[int]:
+def learnable_classes(config: Config, schedule: Schedule, task: int) -> list[int]:
     """Classes that some client may learn in a task, in stream order.
 
     They are the current ones; all seen so far where data are pooled, or where a client may come late to a class.
@@ -63,30 +65,30 @@ def learnable(config: Config, schedule: Schedule, task: int) -> list[int]:
     return schedule.seen_classes(task) if old_too else schedule.current_classes(task)
 
 
-def keeps_its_images(config: Config) -> bool:
+def has_fixed_images(config: Config) -> bool:
     """Whether a client learns from images of its own: neither pooled nor dealt anew in every round."""
     return not config.row.pooled and config.partition not in REDRAWN
 
 
-def ever_held(config: Config, client: int) -> np.ndarray:
+def all_client_positions(config: Config, client: int) -> np.ndarray:
     """Positions of all training images from which a client may learn in any round: no report of it can exceed them.
 
     Raises:
         ConfigError: the partition's parameters cannot work with this data.
     """
-    if not keeps_its_images(config):
+    if not has_fixed_images(config):
         return np.arange(len(build_scenario(config).dataset.train_labels))
-    return np.concatenate(_dealt(config)[client])
+    return np.concatenate(_partition_all_tasks(config)[client])
 
 
 @lru_cache(maxsize=2)
-def _dealt(config: Config) -> Partition:
+def _partition_all_tasks(config: Config) -> Partition:
     """Positions by client, then task."""
     return _partition(config, [list(classes) for classes in build_scenario(config).schedule.tasks])
 
 
 @lru_cache(maxsize=2)
-def _redrawn(config: Config, task: int, round: int) -> list[np.ndarray]:
+def _partition_one_round(config: Config, task: int, round: int) -> list[np.ndarray]:
     """Positions by client in one round; the other tasks are left empty, so that nothing is drawn for them."""
     tasks = build_scenario(config).schedule.tasks
     only = [list(classes) if t == task else [] for t, classes in enumerate(tasks)]
@@ -98,4 +100,4 @@ def _partition(config: Config, tasks: list[list[int]], **more: int) -> Partition
     try:
         return partition(config.partition, labels, config.num_clients, tasks, config.seed, **parameters)
     except ValueError as error:
-        raise ConfigError(f"{in_run_keys(config, error)}.") from error
+        raise ConfigError(f"{use_run_key_names(config, error)}.") from error

@@ -53,8 +53,10 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
         ConfigError: data missing or unusable, or more tasks than classes.
     """
     if plan:
-        dataset = _own(plan, open_inventory(inventory, image_size(config))) if inventory else _nobodys(plan)
-        return _laid_out(dataset, Schedule(plan.tasks, config.rounds_per_task))
+        dataset = (
+            _node_dataset(plan, open_inventory(inventory, image_size(config))) if inventory else _empty_dataset(plan)
+        )
+        return _lay_out(dataset, Schedule(plan.tasks, config.rounds_per_task))
     if config.asynchronous and not config.num_clients:
         raise ConfigError(
             f"num-clients = 0 is not possible with partition {config.partition!r}: "
@@ -67,16 +69,16 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
         tasks = split_tasks(order, config.num_tasks)
         streams = _streams(config, tasks) if config.asynchronous else []
     except ValueError as error:
-        raise ConfigError(f"{in_run_keys(config, error)} of {config.dataset!r}.") from error
-    return _laid_out(dataset, Schedule(stages(streams, order) if streams else tasks, config.rounds_per_task), streams)
+        raise ConfigError(f"{use_run_key_names(config, error)} of {config.dataset!r}.") from error
+    return _lay_out(dataset, Schedule(stages(streams, order) if streams else tasks, config.rounds_per_task), streams)
 
 
-def _laid_out(dataset: Dataset, schedule: Schedule, streams: Streams | None = None) -> Scenario:
+def _lay_out(dataset: Dataset, schedule: Schedule, streams: Streams | None = None) -> Scenario:
     coming = [c for classes in schedule.tasks for c in classes]
     return Scenario(dataset, schedule, np.argsort(np.array(coming)), streams or [])
 
 
-def _own(plan: TaskPlan, holdings: Dataset) -> Dataset:
+def _node_dataset(plan: TaskPlan, holdings: Dataset) -> Dataset:
     """A node's images under the class ids of the plan."""
     ids = {name: c for c, name in enumerate(plan.class_names)}
     place = np.array([ids.get(name, -1) for name in holdings.class_names], np.int64)
@@ -84,7 +86,7 @@ def _own(plan: TaskPlan, holdings: Dataset) -> Dataset:
     return replace(holdings, class_names=plan.class_names, **labels)
 
 
-def _nobodys(plan: TaskPlan) -> Dataset:
+def _empty_dataset(plan: TaskPlan) -> Dataset:
     images, labels = np.empty((0, *plan.image_shape, 3), np.uint8), np.empty(0, np.int64)
     return Dataset(plan.class_names, images, labels, images, labels)
 
@@ -93,7 +95,7 @@ def _streams(config: Config, tasks: list[list[int]]) -> Streams:
     return consensus_tasks(tasks, config.num_clients, config.seed, **config.partition_parameters)
 
 
-def in_run_keys(config: Config, error: ValueError) -> str:
+def use_run_key_names(config: Config, error: ValueError) -> str:
     """What a partition complains of, in the names of the run keys: its parameters have underscores for hyphens."""
     text = str(error)
     for name in config.partition_parameters:

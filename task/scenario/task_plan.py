@@ -24,7 +24,7 @@ class TaskPlan:
     tasks: tuple[tuple[int, ...], ...]
     image_shape: tuple[int, int]
 
-    def extended(self, names: Iterable[str]) -> Self:
+    def add_task(self, names: Iterable[str]) -> Self:
         """The same with one more task, of new classes in the order of their names."""
         new = sorted(set(names) - set(self.class_names))
         ids = range(len(self.class_names), len(self.class_names) + len(new))
@@ -49,7 +49,7 @@ def first_task_plan(config: Config, names: Iterable[str], image_shape: tuple[int
     """
     known = tuple(sorted(set(names)))
     if config.class_order == APPEARING:
-        return TaskPlan((), (), image_shape).extended(known)
+        return TaskPlan((), (), image_shape).add_task(known)
     try:
         tasks: Sequence[Sequence[int]] = split_tasks(
             class_order(len(known), config.seed, config.class_order), config.num_tasks

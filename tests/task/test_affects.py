@@ -13,7 +13,7 @@ from server_app.report.compare import Group, group_runs
 from server_app.report.runs import load_run
 from server_app.run_files.resume import load_resumed_keys
 from server_app.run_keys import complete_run_keys
-from task.config.parsing import at_node, ignored_keys, parse
+from task.config.parsing import apply_node_settings, ignored_keys, parse
 from task.config.schema import defaults, keys_affecting, known_keys
 from task.keys import AFFECTS, ConfigError
 from task.message import Scalar
@@ -87,7 +87,7 @@ def test_the_category_is_one_that_is_known(name: str) -> None:
 @every_key
 def test_a_nodes_own_setting_wins_over_the_runs(name: str) -> None:
     run = {"dataset": "folder", "data-dir": "/run"}
-    assert (at_node(run, {name: "of the node"}).get(name) == "of the node") == (affects(name) in NODE_WINS)
+    assert (apply_node_settings(run, {name: "of the node"}).get(name) == "of the node") == (affects(name) in NODE_WINS)
 
 
 @every_key

@@ -14,7 +14,7 @@ from server_app.clients.class_names import misspelt
 from task.config.parsing import parse
 from task.data.images import UnreadableImage, decode
 from task.data.node_images import load_inventory, open_inventory, scan_images
-from task.data.splits import chosen_by_digest
+from task.data.splits import select_by_digest
 from task.keys import ConfigError
 from task.scenario.class_stream import class_order
 from task.scenario.scenario import build_scenario
@@ -37,7 +37,7 @@ def data(tmp_path: Path) -> Path:
 
 def test_a_class_folder_is_split_and_each_class_is_trained_on(data: Path, tmp_path: Path) -> None:
     # one whose only file would be held out by its digest
-    lone = next(f"owl{i}" for i in range(99) if chosen_by_digest([f"owl{i}/000.png".encode()])[0])
+    lone = next(f"owl{i}" for i in range(99) if select_by_digest([f"owl{i}/000.png".encode()])[0])
     paint(data / lone, 1)
     found = open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
     assert found.class_names == ("cat", "dog", lone)
@@ -121,7 +121,7 @@ def test_each_run_has_its_own_list(data: Path, tmp_path: Path) -> None:
 def test_what_was_trained_on_is_what_the_latest_run_says(tmp_path: Path) -> None:
     """The lone file of a class, which its name marks to be held out, is trained on by the first run only."""
     root, state = tmp_path / "data", tmp_path / "state"
-    name = next(f"{i:03d}" for i in range(40) if chosen_by_digest([f"cat/{i:03d}.png".encode()])[0])
+    name = next(f"{i:03d}" for i in range(40) if select_by_digest([f"cat/{i:03d}.png".encode()])[0])
     paint(root / "dog", 5)
     scan_images(str(root), state, 0.0, "first")
     paint(root / "cat", 1, first=int(name))
@@ -247,7 +247,7 @@ def test_losses_add_up(data: Path, tmp_path: Path) -> None:
 def test_what_was_trained_on_is_never_held_out(between: str, tmp_path: Path) -> None:
     """The one file of a class is trained on though its name says otherwise, and so it stays when more come."""
     root, state = tmp_path / "data", tmp_path / "state"
-    marked = [f"cat/{i:03d}.png" for i in range(40) if chosen_by_digest([f"cat/{i:03d}.png".encode()])[0]]
+    marked = [f"cat/{i:03d}.png" for i in range(40) if select_by_digest([f"cat/{i:03d}.png".encode()])[0]]
     paint(root / "cat", 1, first=int(marked[0][4:7]))
     paint(root / "dog", 5)
     assert marked[0] not in scan_images(str(root), state, 0.5, "first").held_out
@@ -345,7 +345,7 @@ def test_plans_by_name_shuffled_and_as_classes_appear() -> None:
     assert plan("shuffled", 3).tasks == tuple((c,) for c in class_order(3, 0, "shuffled"))
     open_ended = plan("appearing", 5)
     assert open_ended.tasks == ((0, 1, 2),)
-    grown = open_ended.extended(["emu", "cat", "ant"])
+    grown = open_ended.add_task(["emu", "cat", "ant"])
     assert (grown.class_names[3:], grown.tasks) == (("ant", "emu"), ((0, 1, 2), (3, 4)))
     assert TaskPlan.read(json.loads(json.dumps(grown.message()))) == grown
     with pytest.raises(ConfigError, match=r"num-tasks=4.*cat, dog, owl"):
