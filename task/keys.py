@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_type_hints
 from task.message import Scalar
 
 AUTO = "auto"  # a key left at this value takes the method's own default
-MOST = {int: 1e9, float: 1e30}  # where nothing else is said: what is larger is a slip, and does not fit everywhere
+LARGEST = {int: 1e9, float: 1e30}  # of a key without a maximum of its own: a larger value is a typing error
 
 
 # What a run key affects. All but the last five change what a run measures.
@@ -49,9 +49,9 @@ class Rule:
     only: tuple[Scalar, ...] = ()
     affects: Affects = "result"
 
-    def most(self, kind: type) -> float:
+    def largest(self, kind: type) -> float:
         """Largest number allowed."""
-        return MOST.get(kind, math.inf) if self.maximum is None else self.maximum
+        return LARGEST.get(kind, math.inf) if self.maximum is None else self.maximum
 
     def allowed(self, kind: type) -> str:
         """The limits in words."""
@@ -60,7 +60,7 @@ class Rule:
         limits = [
             f"above {self.above:g}" if self.above is not None else "",
             f"at least {self.minimum:g}" if self.minimum is not None else "",
-            f"at most {self.most(kind):g}" if kind in MOST else "",
+            f"at most {self.largest(kind):g}" if kind in LARGEST else "",
         ]
         noun = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
         return " and ".join([noun, *filter(None, limits)]) + (f', or "{AUTO}"' if self.auto is not None else "")
@@ -72,7 +72,7 @@ class Rule:
         return (
             (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
-            and abs(value) <= self.most(type(value))
+            and abs(value) <= self.largest(type(value))
         )
 
 
@@ -98,7 +98,7 @@ class Key:
         """
         if value == AUTO and self.rule.auto is not None:
             return AUTO
-        if self.kind is float and type(value) is int and abs(value) <= self.rule.most(float):
+        if self.kind is float and type(value) is int and abs(value) <= self.rule.largest(float):
             value = float(value)
         if type(value) is not self.kind or not self.rule.accepts(value):
             raise ConfigError(f"{self.name} = {value!r} is not possible: it must be {self.rule.allowed(self.kind)}.")

@@ -1,4 +1,4 @@
-"""Combinations of run keys that cannot work together, each refused with what to change."""
+"""Combinations of run keys that cannot work together; each error says what to change."""
 
 from typing import Any
 
@@ -126,7 +126,7 @@ def _check_privacy(config: Config) -> None:
 
 
 def _check_noise(config: Config, kind: Any) -> None:
-    """What noise needs, or cannot protect; ``kind`` are the method's statistics."""
+    """Refuse noise without the bounds it needs, or in what it cannot protect; ``kind`` are the method's statistics."""
     from task.scenario.partition import REDRAWN
 
     z = f"privacy-noise = {config.privacy_noise:g}"
@@ -144,8 +144,8 @@ def _check_noise(config: Config, kind: Any) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    drawn = config.clients_per_round or config.num_clients
-    if config.num_clients and drawn > config.num_clients:
-        raise ConfigError(f"clients-per-round = {drawn} is more than num-clients = {config.num_clients}.")
-    if drawn and config.quorum > drawn:
-        raise ConfigError(f"quorum = {config.quorum} can never be met: only {drawn} clients take part in a round.")
+    per_round = config.clients_per_round or config.num_clients
+    if config.num_clients and per_round > config.num_clients:
+        raise ConfigError(f"clients-per-round = {per_round} is more than num-clients = {config.num_clients}.")
+    if per_round and config.quorum > per_round:
+        raise ConfigError(f"quorum = {config.quorum} can never be met: only {per_round} clients take part in a round.")

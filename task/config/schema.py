@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from task.keys import AUTO, ConfigError, Key, key, keys_of
@@ -36,8 +36,8 @@ OF_THE_NODE = ("files", "device")  # a node's own settings win over the run's
 OF_THE_SERVER = ("folder", "output")  # clients are not told
 SAME_RESULT = ("device", "speed", "waiting", *OF_THE_SERVER)  # what a run measures stays the same but for rounding
 
-# Backbones without pre-trained weights, and the smallest side at which batch normalisation can do with a batch of one
-# image: the last layer's map, an eighth of the side rounded up, must have more than one place.
+# Backbones without pre-trained weights, and the smallest image side with which batch normalisation can train on a batch
+# of one image: the last feature map, whose side is an eighth of it rounded up, must have more than one position.
 FROM_SCRATCH = {"resnet18_cifar": 9}
 
 
@@ -230,20 +230,20 @@ class Config:
 
     @property
     def partition_parameters(self) -> dict[str, Any]:
-        """What the chosen partition takes beside labels, clients, tasks and seed."""
-        names = {f.name: f.metadata["rule"].only for f in fields(self) if "rule" in f.metadata}
-        return {n: getattr(self, n) for n, only in names.items() if only == ("partition", self.partition)}
+        """Parameters of the chosen partition, with underscores in their names."""
+        names = [n for n, k in keys_of(Config).items() if k.rule.only == ("partition", self.partition)]
+        return {name.replace("-", "_"): getattr(self, name.replace("-", "_")) for name in names}
 
     def flat(self) -> dict[str, Scalar]:
-        """The resolved keys as users write them, the method's own included; parsing them gives this object again."""
-        core = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
-        own = {f"{self.row.name}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
-        known, values = known_keys(), core | own
-        unread = {name for name in values if missing_setting(known[name], values, known)}
-        return {name: known[name].default if name in unread else value for name, value in values.items()}
+        """The resolved keys as users write them, with the method's own; parsing them gives an equal object."""
+        values = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
+        values |= {f"{self.row.name}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
+        keys = known_keys()
+        unread = {name for name in values if missing_setting(keys[name], values, keys)}
+        return {name: keys[name].default if name in unread else value for name, value in values.items()}
 
     def for_clients(self) -> dict[str, Scalar]:
-        """What travels to clients: all but what is about the server's own files."""
+        """What is sent to clients: all keys but those about the server's own files."""
         hidden = keys_affecting(*OF_THE_SERVER)
         return {name: value for name, value in self.flat().items() if name not in hidden}
 
@@ -253,21 +253,21 @@ class Config:
         Raises:
             ConfigError: ``prompt-blocks`` is neither a range nor a list of numbers from 1.
         """
-        found: list[int] = []
+        blocks: list[int] = []
         if re.fullmatch(r"\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*", self.prompt_blocks):
             spans = [[int(n) for n in part.split("-")] for part in self.prompt_blocks.split(",")]
-            found = sorted({b - 1 for span in spans for b in range(span[0], span[-1] + 1)})
-        if not found or found[0] < 0:
+            blocks = sorted({b - 1 for span in spans for b in range(span[0], span[-1] + 1)})
+        if not blocks or blocks[0] < 0:
             raise ConfigError(f"prompt-blocks = {self.prompt_blocks!r} is not possible: write 1-5, or 1,3 and so on.")
-        return found
+        return blocks
 
 
 def known_keys() -> dict[str, Key]:
     """Every run key of the core and of all methods, by name."""
-    found = dict(keys_of(Config))
+    keys = dict(keys_of(Config))
     for method in METHODS.values():
-        found |= method.own_keys()
-    return found
+        keys |= method.own_keys()
+    return keys
 
 
 def keys_affecting(*categories: str) -> list[str]:
@@ -280,11 +280,11 @@ def defaults() -> dict[str, Scalar]:
     return {name: k.default for name, k in known_keys().items()}
 
 
-def missing_setting(key: Key, values: Mapping[str, Scalar], known: Mapping[str, Key]) -> str:
-    """The settings under which a key is read, in words, unless they are the run's."""
+def missing_setting(key: Key, values: Mapping[str, Scalar], keys: Mapping[str, Key]) -> str:
+    """The setting that a run lacks so that ``key`` is read, in words; empty if the run reads it."""
     if not key.rule.only:
         return ""
     owner = str(key.rule.only[0])
     if values[owner] in key.rule.only[1:]:
-        return missing_setting(known[owner], values, known)
+        return missing_setting(keys[owner], values, keys)
     return f"{key.rule.only[0]} = {' or '.join(map(repr, key.rule.only[1:]))}"
