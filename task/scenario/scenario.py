@@ -1,4 +1,4 @@
-"""What a process needs of a run beside the model: data set and class stream, computed once."""
+"""A run's data set and class stream, computed once per process."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,13 +21,13 @@ Streams = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run's data and schedule, equal in every process; where nodes have data of their own, a node's view of them.
+    """A run's data and schedule, equal in every process; if nodes have their own images, ``dataset`` is the node's.
 
     Attributes:
-        dataset: images and labels; a label is -1 where the class of a node's image is not in the run's plan.
+        dataset: images and labels; the label is -1 for a node's image whose class is not in the task plan.
         schedule: tasks and rounds.
-        rows: int64 [classes]; head row of each class id, that is its place among the classes as they come.
-        streams: in an asynchronous run each client's own tasks, class ids; else empty.
+        rows: int64 [classes]; head row of each class id, which is its position in the class stream.
+        streams: class ids by client and task in an asynchronous run; else empty.
     """
 
     dataset: Dataset
@@ -42,12 +42,12 @@ class Scenario:
 
 @lru_cache(maxsize=16)
 def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inventory | None = None) -> Scenario:
-    """Load the data and lay out the tasks.
+    """Load the data set and make the schedule.
 
     Args:
         config: the run keys.
-        plan: what was agreed on, if nodes have data of their own.
-        inventory: then this node's; on the server there is none, and no image.
+        plan: the run's task plan, if nodes have their own images.
+        inventory: this node's images in that case; None on the server, which then has no image.
 
     Raises:
         ConfigError: data missing or unusable, or more tasks than classes.
@@ -56,7 +56,7 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
         dataset = (
             _node_dataset(plan, open_inventory(inventory, image_size(config))) if inventory else _empty_dataset(plan)
         )
-        return _lay_out(dataset, Schedule(plan.tasks, config.rounds_per_task))
+        return _make_scenario(dataset, Schedule(plan.tasks, config.rounds_per_task))
     if config.asynchronous and not config.num_clients:
         raise ConfigError(
             f"num-clients = 0 is not possible with partition {config.partition!r}: "
@@ -70,20 +70,22 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
         streams = _streams(config, tasks) if config.asynchronous else []
     except ValueError as error:
         raise ConfigError(f"{use_run_key_names(config, error)} of {config.dataset!r}.") from error
-    return _lay_out(dataset, Schedule(stages(streams, order) if streams else tasks, config.rounds_per_task), streams)
+    return _make_scenario(
+        dataset, Schedule(stages(streams, order) if streams else tasks, config.rounds_per_task), streams
+    )
 
 
-def _lay_out(dataset: Dataset, schedule: Schedule, streams: Streams | None = None) -> Scenario:
-    coming = [c for classes in schedule.tasks for c in classes]
-    return Scenario(dataset, schedule, np.argsort(np.array(coming)), streams or [])
+def _make_scenario(dataset: Dataset, schedule: Schedule, streams: Streams | None = None) -> Scenario:
+    class_stream = [c for classes in schedule.tasks for c in classes]
+    return Scenario(dataset, schedule, np.argsort(np.array(class_stream)), streams or [])
 
 
-def _node_dataset(plan: TaskPlan, holdings: Dataset) -> Dataset:
+def _node_dataset(plan: TaskPlan, dataset: Dataset) -> Dataset:
     """A node's images under the class ids of the plan."""
     ids = {name: c for c, name in enumerate(plan.class_names)}
-    place = np.array([ids.get(name, -1) for name in holdings.class_names], np.int64)
-    labels = {"train_labels": place[holdings.train_labels], "test_labels": place[holdings.test_labels]}
-    return replace(holdings, class_names=plan.class_names, **labels)
+    class_ids = np.array([ids.get(name, -1) for name in dataset.class_names], np.int64)
+    labels = {"train_labels": class_ids[dataset.train_labels], "test_labels": class_ids[dataset.test_labels]}
+    return replace(dataset, class_names=plan.class_names, **labels)
 
 
 def _empty_dataset(plan: TaskPlan) -> Dataset:
@@ -96,7 +98,7 @@ def _streams(config: Config, tasks: list[list[int]]) -> Streams:
 
 
 def use_run_key_names(config: Config, error: ValueError) -> str:
-    """What a partition complains of, in the names of the run keys: its parameters have underscores for hyphens."""
+    """Message of a partition's error with the names of run keys, which have hyphens instead of underscores."""
     text = str(error)
     for name in config.partition_parameters:
         text = text.replace(name, name.replace("_", "-"))
