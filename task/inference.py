@@ -1,4 +1,4 @@
-"""Using a trained model: class names and probabilities of new images, from a run's folder or an exported file."""
+"""Class names and probabilities of new images by the model in a run's folder or an exported file."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -52,15 +52,15 @@ class Predictions:
         """For each image the ``number`` most probable classes, or all if there are fewer, and their probabilities."""
         best = np.argsort(-self.probabilities, axis=1, kind="stable")[:, :number]
         return [
-            [(self.class_names[c], float(row[c])) for c in some]
-            for row, some in zip(self.probabilities, best, strict=True)
+            [(self.class_names[c], float(row[c])) for c in classes]
+            for row, classes in zip(self.probabilities, best, strict=True)
         ]
 
 
 class Classifier(nn.Module):
-    """All of a model that prediction needs, as one module: its tensors are what a self-contained file holds.
+    """The parts of a model that prediction needs, as one module: its tensors are saved in a self-contained file.
 
-    It computes in float32, whatever the precision of the run.
+    It computes in float32, also if the run's precision was bf16.
     """
 
     def __init__(self, model: Model) -> None:
@@ -68,14 +68,14 @@ class Classifier(nn.Module):
         self.backbone, self.prompt, self.head = model.backbone, model.prompt, model.head
         single = copy.copy(model)
         single.precision = "fp32"
-        self._model = [single]  # in a list: the same parts under names of its own
+        self._model = [single]  # in a list, so that it is no sub-module: its parts are sub-modules already
 
     def forward(self, images: Tensor) -> Tensor:
         """Pixels [B, 3, image_size, image_size] in 0 .. 1 -> probabilities [B, C]."""
         return self._model[0](normalise(images, self.backbone)).softmax(dim=1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, also what a run draws anew or takes from timm."""
+        """Every parameter and buffer by name, also the backbone's and those drawn from the seed."""
         return {name: t.detach() for name, t in [*self.named_parameters(), *self.named_buffers()]}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -84,16 +84,17 @@ class Classifier(nn.Module):
         Raises:
             ValueError: names or shapes are not those of :meth:`tensors`.
         """
-        own = self.tensors()
-        odd = sorted(own.keys() ^ arrays.keys()) or [n for n, t in own.items() if t.shape != arrays[n].shape]
-        if odd:
-            raise ValueError(f"{len(odd)} arrays do not fit, the first is {odd[0]!r}")
-        for name, tensor in own.items():
+        tensors = self.tensors()
+        misfits = sorted(tensors.keys() ^ arrays.keys())
+        misfits = misfits or [name for name, t in tensors.items() if t.shape != arrays[name].shape]
+        if misfits:
+            raise ValueError(f"{len(misfits)} arrays do not fit, the first is {misfits[0]!r}")
+        for name, tensor in tensors.items():
             tensor.copy_(torch.from_numpy(arrays[name]))
 
 
 class Predictor:
-    """A trained model; images go the same way as in the run's evaluation.
+    """A trained model; images are prepared as in the run's evaluation.
 
     Attributes:
         model: in evaluation mode.
@@ -148,7 +149,7 @@ class Predictor:
 
 
 def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
-    """The model of a run as far as the run has come, or of a file that ``fcil export`` wrote.
+    """Load the model of a run, also of an unfinished one, or of a file that ``fcil export`` wrote.
 
     Args:
         path: the run's folder, its model.safetensors, or the exported file.
@@ -161,7 +162,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
     file = Path(path) / MODEL if Path(path).is_dir() else Path(path)
     arrays, metadata, config = _read(file)
     exported = "backbone.mean" in arrays
-    replaced = exported or config.trains_backbone  # by the file's own weights, so that others need not be fetched
+    replaced = exported or config.trains_backbone  # by the file's own weights, so that none are fetched
     weights = "random" if replaced else config.backbone_weights
     backbone = build_backbone(config.backbone, weights, config.image_size, str(resolve_device(device)))
     if not replaced:

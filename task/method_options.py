@@ -1,4 +1,4 @@
-"""What a method is made of: its row in the table, and the run keys of its own."""
+"""A method's row in the table, and its own run keys."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Packing = Literal["diagonal", "full", "low-rank"]
 
 @dataclass(frozen=True)
 class Options:
-    """A method's own run keys (none here); subclasses add fields, users see them behind the method's name."""
+    """A method's own run keys, none here. Subclasses add fields; users write them with the method's name as prefix."""
 
     @property
     def packing(self) -> Packing:
@@ -27,7 +27,7 @@ class Options:
 
     @property
     def projection(self) -> int:
-        """Random features under the head; 0 = it stands on the backbone's own."""
+        """Number of random features under the head; 0 = none, the head takes the backbone's features."""
         return 0
 
 
@@ -99,7 +99,7 @@ class HePCoOptions(Options):
 
     @property
     def replay_size(self) -> int:
-        """Samples of earlier tasks in a composite batch; a small ratio is one, and not none."""
+        """Samples of earlier tasks in a composite batch, rounded up."""
         return math.ceil(self.batch_size * self.replay_ratio)
 
 
@@ -188,11 +188,17 @@ class AFCLOptions(Options):
 class Method:
     """One row of the table.
 
-    ``prompts`` lists what the run key ``prompt`` may be, the default first. ``client`` is empty for a method that
-    trains nothing. ``statistics`` is what clients send beside arrays. ``defaults`` fills keys left at "auto". With
-    ``pooled`` one client of each round, the first of those drawn, has all images of all tasks so far, the others none.
-    ``backbone`` is frozen, trained, or either: trained where it is one of FROM_SCRATCH.
-    ``asynchronous`` says whether clients may have class sequences of their own.
+    Attributes:
+        name: of the method.
+        prompts: allowed values of the run key ``prompt``, the default first.
+        client: path of the local objective; empty for a method that trains nothing.
+        statistics: path of the statistics that clients send beside arrays.
+        server: path of the strategy.
+        options: class of its own run keys.
+        defaults: values of keys left at "auto".
+        pooled: in each round the first drawn client has all images of all tasks so far, the others have none.
+        backbone: frozen, trained, or either: trained if it is one of FROM_SCRATCH.
+        asynchronous: whether clients may have class sequences of their own.
     """
 
     name: str

@@ -12,7 +12,7 @@ HELD_OUT = 0.2  # test share of a data set that comes without a test split
 
 
 def draw_held_out(labels: np.ndarray, share: float, seed: int, purpose: str) -> np.ndarray:
-    """Mark ``share`` of every class, at random; bool [N], reproducible from ``seed`` and ``purpose``."""
+    """Mark a random ``share`` of every class; bool [N], the same for equal ``seed`` and ``purpose``."""
     shuffled = numpy_rng(seed, purpose).permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     counts = np.bincount(labels)
@@ -23,7 +23,7 @@ def draw_held_out(labels: np.ndarray, share: float, seed: int, purpose: str) -> 
 
 
 def select_by_digest(contents: Sequence[bytes]) -> np.ndarray:
-    """Mark about ``HELD_OUT`` of them; bool [N]. Whether one is marked depends on nothing but itself."""
+    """Mark about ``HELD_OUT`` of the contents by their SHA-256; bool [N]. Each mark depends on one content only."""
     digests = [int.from_bytes(hashlib.sha256(content).digest()[:6]) for content in contents]
     return np.array(digests, np.int64) < HELD_OUT * 2**48
 
@@ -37,6 +37,6 @@ def split_dataset(
 
 
 def split_validation(dataset: Dataset, share: float, seed: int) -> Dataset:
-    """Keep back ``share`` of the training images of each class and let them stand in for the test set."""
+    """Hold out ``share`` of the training images of each class; they replace the test set."""
     mask = draw_held_out(dataset.train_labels, share, seed, "validation")
     return split_dataset(mask, dataset.train_images, dataset.train_labels, dataset.class_names, dataset.augmentation)

@@ -1,4 +1,4 @@
-"""Class statistics: computing, packing, merging and sampling them.
+"""Class statistics: computing, packing, joining and sampling them.
 
 Arrays of one message, K classes of dimension D: class_ids int64 [K], counts int64 [K], means [K, D] and, for Gaussians,
 the covariance in the run's packing:
@@ -19,9 +19,9 @@ from torch import Tensor
 from task.message import Arrays
 from task.method_options import Packing
 
-_ROWS = 1024  # rows drawn at once: they stay in the processor's cache
-_SLACK = 1e-6  # of the trace: rounding of a float32 covariance makes eigenvalues as low as about -1e-7 of it
-_CHUNK = 64  # prototypes drawn from at once: bounds the padding of a batched product
+_ROWS = 1024  # rows drawn at once, few enough for the processor's cache
+_SLACK = 1e-6  # times the trace: float32 rounding makes eigenvalues of a covariance as low as about -1e-7 of the trace
+_CHUNK = 64  # prototypes in one batched product, so that little of it is padding
 
 
 def class_means(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,28 +146,28 @@ class Gaussians:
         order = times.argsort(descending=True, stable=True)[: int((times > 0).sum())]
         choice = order.repeat_interleave(times[order])
         features = self.means.new_empty(total, self.means.shape[1])
-        for rows, some in zip(features.split(_ROWS), choice.split(_ROWS), strict=True):
-            rows.normal_(generator=rng).mul_(self.deviations[some]).mul_(scale**0.5).add_(self.means[some])
+        for rows, picked in zip(features.split(_ROWS), choice.split(_ROWS), strict=True):
+            rows.normal_(generator=rng).mul_(self.deviations[picked]).mul_(scale**0.5).add_(self.means[picked])
         if self.factors.shape[1]:
             features.add_(self._correlated(order, times[order], rng), alpha=scale**0.5)
         return features, self.class_ids[choice]
 
     def _correlated(self, order: Tensor, times: Tensor, rng: torch.Generator) -> Tensor:
-        """For each prototype in ``order``, ``times`` rows of noise_R @ factor; like-sized groups share a product."""
+        """For each prototype in ``order``, ``times`` rows of noise_R @ factor; ``times`` is sorted."""
         rows = []
-        for some, count in zip(order.split(_CHUNK), times.split(_CHUNK), strict=True):
+        for picked, count in zip(order.split(_CHUNK), times.split(_CHUNK), strict=True):
             width = int(count.max())
-            noise = torch.randn(len(some), width, self.factors.shape[1], generator=rng, device=rng.device)
+            noise = torch.randn(len(picked), width, self.factors.shape[1], generator=rng, device=rng.device)
             keep = torch.arange(width, device=rng.device) < count[:, None]
-            rows.append((noise @ self.factors[some])[keep])
+            rows.append((noise @ self.factors[picked])[keep])
         return torch.cat(rows)
 
 
 def prepare_gaussians(replies: Sequence[Arrays], packing: Packing) -> Gaussians:
-    """Join the statistics of a round's clients and factorise each covariance, once.
+    """Join the statistics of a round's clients and factorise each covariance once.
 
-    A class seen once by a client has no covariance: it takes the count-weighted mean of that class over the other
-    clients, else over all classes here (methods.md section 0).
+    A class of which a client has one image has no covariance: it takes the count-weighted mean covariance of that class
+    over the other clients, or if there is none, of all classes in ``replies``.
     """
     joined = {name: np.concatenate([r[name] for r in replies]) for name in replies[0]}
     joined |= _FILL[packing](joined)
@@ -182,7 +182,7 @@ def prepare_gaussians(replies: Sequence[Arrays], packing: Packing) -> Gaussians:
 
 
 def _fill_low_rank(joined: Arrays) -> Arrays:
-    """Only the diagonal of a low-rank covariance can be averaged, so singletons borrow the total variances."""
+    """Rows of count 1 take the total variances: of a low-rank covariance only the diagonal can be averaged."""
     total = joined["variances"] + np.square(joined["factors"]).sum(axis=1)
     filled = fill_singletons(joined["class_ids"], joined["counts"], total)
     single = joined["counts"][:, None] == 1
@@ -194,12 +194,12 @@ def fill_singletons(class_ids: np.ndarray, counts: np.ndarray, spread: np.ndarra
     weights = np.where(counts > 1, counts, 0).astype(np.float64)
     if weights.all() or not weights.any():
         return spread
-    _, place = np.unique(class_ids, return_inverse=True)
-    sums, total = np.zeros((place.max() + 1, spread.shape[1])), np.bincount(place, weights)
-    np.add.at(sums, place, weights[:, None] * spread)
+    _, index = np.unique(class_ids, return_inverse=True)
+    sums, total = np.zeros((index.max() + 1, spread.shape[1])), np.bincount(index, weights)
+    np.add.at(sums, index, weights[:, None] * spread)
     overall = sums.sum(axis=0) / total.sum()
     per_class = np.where(total[:, None] > 0, sums / np.maximum(total, 1)[:, None], overall)
-    return np.where(weights[:, None] > 0, spread, per_class[place]).astype(spread.dtype)
+    return np.where(weights[:, None] > 0, spread, per_class[index]).astype(spread.dtype)
 
 
 _FILL: dict[Packing, Callable[[Arrays], Arrays]] = {
@@ -232,15 +232,15 @@ def cholesky(covariances: Tensor, slack: float = _SLACK) -> tuple[Tensor, Tensor
 def cholesky_fails(packed: np.ndarray, dim: int) -> bool:
     """Whether any of the packed covariances [P, D (D + 1) / 2] is not positive semi-definite.
 
-    Half the slack is left to what merging and rounding do to those that pass.
+    It allows half the slack of :func:`cholesky`; the other half is for rounding when covariances are merged.
     """
     return bool(cholesky(torch.from_numpy(unpack_symmetric(packed, dim)), _SLACK / 2)[1].any())
 
 
 def merge_means(class_ids: Tensor, counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count-weighted mean of each class over clients; [P], [P], [P, D] -> class ids [K], counts [K], means [K, D]."""
-    classes, place = class_ids.unique(return_inverse=True)
-    total = torch.zeros(len(classes), dtype=torch.float64).index_add_(0, place, counts.double())
+    classes, index = class_ids.unique(return_inverse=True)
+    total = torch.zeros(len(classes), dtype=torch.float64).index_add_(0, index, counts.double())
     sums = torch.zeros(len(classes), means.shape[1], dtype=torch.float64)
-    sums.index_add_(0, place, counts.double()[:, None] * means.double())
+    sums.index_add_(0, index, counts.double()[:, None] * means.double())
     return classes, total, (sums / total[:, None]).to(means.dtype)

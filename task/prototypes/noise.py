@@ -1,7 +1,7 @@
-"""What a client sends, clipped and noised before it leaves: local differential privacy by the Gaussian mechanism.
+"""Clipping and noise in what a client sends: local differential privacy by the Gaussian mechanism.
 
-Unit: one training image of a client, replaced by any other of the same class. How many images of which class there are
-is sent as it is and not protected. With C = privacy-clip, B = privacy-feature-clip and z = privacy-noise, every release
+Unit: one training image of a client, replaced by any other of the same class. The number of images of each class is
+sent as it is and not protected. With C = privacy-clip, B = privacy-feature-clip and z = privacy-noise, every release
 has noise of z / 2 times its L2 sensitivity:
 
 - what training changed, all arrays as one vector, scaled down to norm C at most: two such vectors, of any data, are at
@@ -10,9 +10,9 @@ has noise of z / 2 times its L2 sensitivity:
 - mean of their squares, or of f f^T: |f f^T - g g^T| <= sqrt(2) B^2, so sqrt(2) B^2 / n; deviation z B^2 / (sqrt(2) n).
 - sums instead of means: the same without the division by n.
 
-Statistics are taken with the noised arrays: with those that training left, one image would move the features of all
-others too. An image is of one class, so that the classes of a message together are one release. What is done after the
-noise costs nothing: variances are raised to zero, matrices made positive semi-definite, means put back into the ball B.
+Statistics are computed with the noised arrays: with the trained ones, one image would move the features of all others
+too. An image has one class, so all classes of a message together are one release. Steps after the noise cost no
+privacy: variances are raised to zero, matrices made positive semi-definite, means scaled down to norm B.
 
 Noise of floating-point numbers is not proof against an attack on their last digits (Mironov 2012).
 """
@@ -36,9 +36,9 @@ Normal = Callable[[tuple[int, ...]], np.ndarray]  # shape -> independent N(0, 1)
 
 
 def system_normal(shape: tuple[int, ...]) -> np.ndarray:
-    """N(0, 1) of the given shape from the operating system's randomness, which nobody can compute again.
+    """N(0, 1) of the given shape from the operating system's random numbers, which cannot be repeated.
 
-    (Box and Muller 1958; beyond 8.6 standard deviations, a probability below 1e-17, nothing is drawn.)
+    Box and Muller 1958; values beyond 8.6 standard deviations, of probability below 1e-17, are never drawn.
     """
     words = np.frombuffer(os.urandom(16 * math.prod(shape)), np.uint64).reshape(2, *shape)
     first, second = ((words >> np.uint64(11)) + 0.5) * 2.0**-53
@@ -63,18 +63,22 @@ class GaussianMechanism:
 
     @classmethod
     def of(cls, config: Config, stream: int, server_round: int) -> Self:
-        """The run's mechanism; ``stream`` is the client's, and tells only where ``privacy-seeded`` is true."""
+        """The run's mechanism; ``stream`` is the client's number, which only ``privacy-seeded`` noise depends on."""
         seeded = numpy_rng(config.seed, "privacy", stream, server_round).standard_normal
         normal: Normal = seeded if config.privacy_seeded else system_normal
         return cls(config.privacy_clip, config.privacy_feature_clip, config.privacy_noise, normal)
 
     def arrays(self, trained: Arrays, sent: Arrays) -> Arrays:
-        """``sent`` + the clipped and noised difference to it, in the types of ``trained``, as one vector."""
+        """``sent`` + the difference of ``trained`` to it, clipped as one vector and noised; types of ``trained``.
+
+        Raises:
+            ValueError: the trained arrays hold NaN or infinite values, which cannot be clipped.
+        """
         if not self.clip:
             return trained
         steps = {name: a - sent[name].astype(np.float64) for name, a in trained.items()}
         norm = math.sqrt(sum(np.square(step).sum() for step in steps.values()))
-        if not math.isfinite(norm):  # nothing could be clipped to it
+        if not math.isfinite(norm):
             raise ValueError("the trained arrays hold NaN or infinite values")
         share = min(1.0, self.clip / norm) if norm else 1.0
         return {

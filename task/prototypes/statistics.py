@@ -1,7 +1,7 @@
-"""What clients send beside trained arrays, one small class per kind; both sides load it by the name in the table.
+"""What clients send beside trained arrays: one class per kind, loaded on both sides by its name in the table.
 
-``collect`` runs on the client, ``shapes`` tells the server what to expect. Every kind but the first carries class_ids
-and counts, int64 [K]; ``shapes`` lists the arrays of numbers beside them.
+``collect`` runs on the client; ``expected`` tells the server which shapes to check. Every kind but the first sends
+class_ids and counts, int64 [K]; ``shapes`` lists the other arrays.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from task.prototypes.gaussians import class_gaussians, class_means, pack_symmetr
 from task.prototypes.noise import NO_NOISE, GaussianMechanism, nearest_semi_definite
 
 Shapes = dict[str, tuple[int, ...]]
-_MOST_GRADIENTS = 2**25  # numbers of single images' gradients held at once: 128 MiB
+_GRADIENTS = 2**25  # entries of per-image gradients in memory at once: 128 MiB
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,15 @@ class Sample:
 class ClientStatistics:
     """No statistics: the base of all.
 
-    ``carries`` says whether anything travels, ``at_task_end`` that it does in a task's last round only,
-    ``needs_features`` what it takes. The server refuses numbers that are not of ``dtype`` or above ``largest``, and
-    arrays that are not what ``not_negative`` and ``semi_definite`` (packed symmetric matrices) promise. A message with
-    noise makes so many ``releases`` of the Gaussian mechanism (task/prototypes/noise.py).
+    Attributes:
+        carries: whether anything is sent.
+        at_task_end: whether it is sent in a task's last round only.
+        needs_features: whether it is computed from features.
+        dtype: of the arrays of numbers; the server refuses another one.
+        not_negative: arrays in which the server refuses negative numbers.
+        semi_definite: packed symmetric matrices, which the server refuses if they are not positive semi-definite.
+        largest: the server refuses numbers of larger magnitude.
+        releases: of the Gaussian mechanism in one message with noise (task/prototypes/noise.py).
     """
 
     carries = False
@@ -52,11 +57,11 @@ class ClientStatistics:
     dtype: type = np.float32
     not_negative = frozenset({"variances", "fisher"})
     semi_definite = frozenset({"covariances", "gram"})
-    largest = 1e6  # no sane prompt, head row or feature statistic comes near; more would drown every other client
+    largest = 1e6  # far above any honest value; a larger one would dominate the mean over clients
     releases = 0
 
     def collect(self, model: Model, sample: Sample, options: Options, mechanism: GaussianMechanism) -> Arrays:
-        """The arrays for a client's images, which are seen without augmentation, as they may leave the client."""
+        """The arrays of a client's images without augmentation, clipped and noised."""
         features = torch.empty(len(sample.labels), 0, device=model.device)
         if self.needs_features:
             features = mechanism.features(model.head.project(extract_features(model, sample.images, sample.positions)))
@@ -82,7 +87,7 @@ class ClientStatistics:
         return self.shapes(classes, arrays["head.weight"][1], options)
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
-        """As ``expected`` says, with D = ``dim``."""
+        """Arrays of numbers by name for K = ``classes`` local classes and D = ``dim``."""
         return {}
 
 
@@ -129,7 +134,7 @@ class GaussianStatistics(ClientStatistics):
         return {"means": (classes, dim)} | packed[options.packing]
 
     def unprotected(self, options: Options) -> str:
-        """Nobody has bounded how far one image turns the directions of the low-rank packing."""
+        """The effect of one image on the directions of the low-rank packing has no known bound."""
         return "a low-rank covariance" if options.packing == "low-rank" else ""
 
 
@@ -226,12 +231,11 @@ def empirical_fisher(model: Model, sample: Sample) -> Tensor:
         return F.cross_entropy(model.head(features)[:, current], target[None])
 
     gradients = vmap(grad(loss), in_dims=(None, 0, 0))
-    few = max(1, _MOST_GRADIENTS // sum(value.numel() for value in weights.values()))
-    with sdpa_kernel(SDPBackend.MATH):  # the one kernel that vmap need not call image by image
-        for start in range(0, len(sample.rows), few):
-            images = prepare(sample.images[sample.positions[start : start + few]], network)
-            for name, found in gradients(
-                weights, images, model.local_targets(sample.rows[start : start + few])
-            ).items():
-                total[name] += found.square().sum(dim=0)
+    per_pass = max(1, _GRADIENTS // sum(value.numel() for value in weights.values()))
+    with sdpa_kernel(SDPBackend.MATH):  # the only kernel that vmap can batch
+        for start in range(0, len(sample.rows), per_pass):
+            images = prepare(sample.images[sample.positions[start : start + per_pass]], network)
+            targets = model.local_targets(sample.rows[start : start + per_pass])
+            for name, gradient in gradients(weights, images, targets).items():
+                total[name] += gradient.square().sum(dim=0)
     return torch.cat([value.flatten() for value in total.values()]) / len(sample.rows)

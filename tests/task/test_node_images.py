@@ -160,7 +160,7 @@ def test_a_lost_disk_is_said(lost: str, tmp_path: Path) -> None:
     assert kept == first
     assert open_inventory(kept, 8).class_names == ("cat",)
     with pytest.raises(ConfigError, match=r"of 20 image files .* cannot be read"):
-        scan_images(str(root), tmp_path / "state", 0.05, known=kept)
+        scan_images(str(root), tmp_path / "state", 0.05, previous=kept)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("I;16", np.uint16), ("I", np.int32), ("F", np.float32)])
@@ -236,11 +236,11 @@ def test_losses_add_up(data: Path, tmp_path: Path) -> None:
     known = scan_images(str(data), tmp_path / "state", 0.1)
     for i in range(6):
         (data / "cat" / f"{i:03d}.png").unlink()
-        known = scan_images(str(data), tmp_path / "state", 0.1, known=known)
+        known = scan_images(str(data), tmp_path / "state", 0.1, previous=known)
     assert len(known.unreadable) == 6
     (data / "cat" / "006.png").unlink()
     with pytest.raises(ConfigError, match="7 of 60 image files"):
-        scan_images(str(data), tmp_path / "state", 0.1, known=known)
+        scan_images(str(data), tmp_path / "state", 0.1, previous=known)
 
 
 @pytest.mark.parametrize("between", ["gone", "unreadable", "unmounted"])
@@ -276,12 +276,12 @@ def test_what_is_lost_is_left_out_and_nothing_new_enters(
     first = scan_images(str(data), state, 0.0)
     paint(data / "cat", 5, first=40)
     (data / "dog" / "001.png").unlink()
-    after = scan_images(str(data), state, 0.1, known=first)
+    after = scan_images(str(data), state, 0.1, previous=first)
     assert set(after.readable) == set(first.readable) - {"dog/001.png"}
     assert set(after.held_out) == set(first.held_out) - {"dog/001.png"}
     sick = str(data / "dog" / "002.png")  # a disk error leaves size and time as they were
     monkeypatch.setattr("task.data.node_images._problem", lambda path: "sick" if str(path) == sick else "")
-    assert set(after.readable) - set(scan_images(str(data), state, 0.1, known=after).readable) == {"dog/002.png"}
+    assert set(after.readable) - set(scan_images(str(data), state, 0.1, previous=after).readable) == {"dog/002.png"}
 
 
 def test_unreadable_files_are_named_and_skipped_up_to_a_share(
