@@ -22,8 +22,6 @@ def prepare(
     Returns:
         float32 [B, 3, image_size, image_size] on the backbone's device.
     """
-    if augmentation != "none" and rng is None:
-        raise ValueError(f"augmentation {augmentation!r} needs a generator")
     x = torch.from_numpy(images).permute(0, 3, 1, 2)
     if augmentation != "none":
         x = random_crop(x, rng)

@@ -170,23 +170,19 @@ def prepare_gaussians(replies: Sequence[Arrays], packing: Packing) -> Gaussians:
     over the other clients, or if there is none, of all classes in ``replies``.
     """
     joined = {name: np.concatenate([r[name] for r in replies]) for name in replies[0]}
-    joined |= _FILL[packing](joined)
-    deviations, factors = _factorise(joined, packing)
-    return Gaussians(
-        torch.from_numpy(joined["class_ids"]),
-        torch.from_numpy(joined["counts"]),
-        torch.from_numpy(joined["means"]),
-        deviations,
-        factors,
-    )
+    spread = "covariances" if packing == "full" else "variances"
+    joined[spread] = _fill(joined, spread)
+    class_ids, counts, means = (torch.from_numpy(joined[name]) for name in ("class_ids", "counts", "means"))
+    return Gaussians(class_ids, counts, means, *_factorise(joined, packing))
 
 
-def _fill_low_rank(joined: Arrays) -> Arrays:
-    """Rows of count 1 take the total variances: of a low-rank covariance only the diagonal can be averaged."""
-    total = joined["variances"] + np.square(joined["factors"]).sum(axis=1)
+def _fill(joined: Arrays, spread: str) -> np.ndarray:
+    """``joined[spread]`` with its rows of count 1 filled; with the diagonal where the covariance is low-rank."""
+    total = joined[spread]
+    if "factors" in joined:
+        total = total + np.square(joined["factors"]).sum(axis=1)
     filled = fill_singletons(joined["class_ids"], joined["counts"], total)
-    single = joined["counts"][:, None] == 1
-    return {"variances": np.where(single, filled, joined["variances"])}
+    return np.where(joined["counts"][:, None] == 1, filled, joined[spread])
 
 
 def fill_singletons(class_ids: np.ndarray, counts: np.ndarray, spread: np.ndarray) -> np.ndarray:
@@ -200,13 +196,6 @@ def fill_singletons(class_ids: np.ndarray, counts: np.ndarray, spread: np.ndarra
     overall = sums.sum(axis=0) / total.sum()
     per_class = np.where(total[:, None] > 0, sums / np.maximum(total, 1)[:, None], overall)
     return np.where(weights[:, None] > 0, spread, per_class[index]).astype(spread.dtype)
-
-
-_FILL: dict[Packing, Callable[[Arrays], Arrays]] = {
-    "diagonal": lambda j: {"variances": fill_singletons(j["class_ids"], j["counts"], j["variances"])},
-    "full": lambda j: {"covariances": fill_singletons(j["class_ids"], j["counts"], j["covariances"])},
-    "low-rank": _fill_low_rank,
-}
 
 
 def _factorise(joined: Arrays, packing: Packing) -> tuple[Tensor, Tensor]:

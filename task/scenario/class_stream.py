@@ -106,13 +106,6 @@ class Schedule:
             raise ValueError(f"server_round={server_round}: allowed are 1 to {self.total_rounds}")
         return divmod(server_round - 1, self.rounds_per_task)
 
-    def server_round(self, task: int, round_in_task: int) -> int:
-        """The server round of (task, round within the task): the inverse of ``locate``; ValueError out of range."""
-        self._check_task(task)
-        if not 0 <= round_in_task < self.rounds_per_task:
-            raise ValueError(f"round={round_in_task}: allowed are 0 to {self.rounds_per_task - 1}")
-        return task * self.rounds_per_task + round_in_task + 1
-
     def is_last_round(self, server_round: int) -> bool:
         """Whether a task ends with this server round."""
         return self.locate(server_round)[1] == self.rounds_per_task - 1
