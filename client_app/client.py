@@ -12,7 +12,7 @@ import torch
 from client_app.node import Node, client_name, own_data_dir, partition_id, random_stream, state_dir
 from client_app.objectives.base import LocalData
 from client_app.training import DivergedError, train_locally
-from task.config.parsing import at_node, parse
+from task.config.parsing import apply_node_settings, parse
 from task.config.schema import Config
 from task.data.images import UnreadableImage
 from task.data.load import default_augmentation
@@ -26,7 +26,7 @@ from task.models.load import load_backbone
 from task.models.model import Model, build_model, to_arrays
 from task.prototypes.noise import GaussianMechanism
 from task.prototypes.statistics import Sample
-from task.scenario.client_data import ClientTaskData, client_task_data, ever_held, node_task_data
+from task.scenario.client_data import ClientTaskData, all_client_positions, client_task_data, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
 from task.utils.seeding import torch_rng
@@ -65,7 +65,7 @@ def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
     """
     try:
         run_config = packet.config.get("run-config")
-        config = parse(at_node(json.loads(str(run_config)) if run_config else node.values, node.settings))
+        config = parse(apply_node_settings(json.loads(str(run_config)) if run_config else node.values, node.settings))
         torch.set_num_threads(config.threads)
         return _answer_without_lost_files(_HANDLERS[kind], Request(packet, config, node))
     except (ConfigError, DivergedError) as error:
@@ -124,7 +124,7 @@ def _count_partition(request: Request) -> Packet:
     config, partition, dataset = request.config, partition_id(request.node), build_scenario(request.config).dataset
     if partition >= config.num_clients:
         raise ConfigError(f"partition-id = {partition} is not below num-clients = {config.num_clients}.")
-    labels = dataset.train_labels[ever_held(config, partition)]
+    labels = dataset.train_labels[all_client_positions(config, partition)]
     counts = np.bincount(labels, minlength=len(dataset.class_names))
     return Packet({"class_counts": counts}, config={"partition-id": partition, "classes": list(dataset.class_names)})
 
@@ -174,7 +174,7 @@ def _train(request: Request) -> Packet:
     mechanism = GaussianMechanism.of(config, *stream)
     if config.row.client:
         answer.metrics |= _fit(request, model, data, torch_rng(config.seed, "local", *stream))
-        answer.arrays = mechanism.arrays(to_arrays(model.trained()), packet.arrays)
+        answer.arrays = mechanism.arrays(to_arrays(model.trained_state()), packet.arrays)
     if mechanism.noise:
         model.load(answer.arrays or packet.arrays)  # statistics may depend only on what leaves the client
     started = time.perf_counter()

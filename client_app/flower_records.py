@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from task.message import Arrays, Kind, Packet, plain_config, plain_metrics, travelling
+from task.message import Arrays, Kind, Packet, to_plain_config, to_plain_metrics, to_wire_array
 
 MESSAGE_TYPES: dict[Kind, str] = {"hello": "query.hello", "train": "train", "evaluate": "evaluate"}
 
@@ -32,9 +32,9 @@ def to_records(packet: Packet, encode: Encode = Array.from_numpy_ndarray) -> Rec
     if packet.statistics:
         records["prototypes"] = record_of(packet.statistics, encode)
     if packet.metrics:
-        records["metrics"] = MetricRecord(dict(plain_metrics(packet.metrics)))
+        records["metrics"] = MetricRecord(dict(to_plain_metrics(packet.metrics)))
     if packet.config:
-        records["config"] = ConfigRecord(plain_config(packet.config))
+        records["config"] = ConfigRecord(to_plain_config(packet.config))
     return records
 
 
@@ -60,7 +60,7 @@ def record_of(arrays: Arrays, encode: Encode = Array.from_numpy_ndarray) -> Arra
     """
     record = ArrayRecord()
     for name, array in arrays.items():
-        record[name] = encode(travelling(name, array))
+        record[name] = encode(to_wire_array(name, array))
     return record
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from client_app.objectives.base import LocalData, Objective
 from task.config.schema import Config
-from task.models.feature_cache import inputs_at, known_query
+from task.models.feature_cache import cached_query, load_inputs
 from task.models.model import Model
 
 
@@ -39,7 +39,7 @@ def train_locally(
     optimiser = _optimiser(model, config)
     steps = config.local_epochs * math.ceil(len(data.rows) / config.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    query = known_query(model, data.images, data.positions) if data.augmentation == "none" else None
+    query = cached_query(model, data.images, data.positions) if data.augmentation == "none" else None
     for epoch in range(config.local_epochs):
         objective.begin_epoch(model, data, epoch, rng)
         sums = torch.zeros(2, device=model.device)  # of loss and correct predictions
@@ -47,7 +47,7 @@ def train_locally(
             indices = batch.numpy()  # a tensor of one element would index NumPy as a scalar
             rows = torch.from_numpy(data.rows[indices]).to(model.device)
             batch_query = None if query is None else query[batch]
-            inputs = inputs_at(model, data.images, data.positions[indices], batch_query, data.augmentation, rng)
+            inputs = load_inputs(model, data.images, data.positions[indices], batch_query, data.augmentation, rng)
             loss, logits = objective.loss(model, inputs, rows)
             _step(loss, parameters, optimiser, config.gradient_clip)
             schedule.step()

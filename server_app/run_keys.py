@@ -7,12 +7,10 @@ from pathlib import Path
 
 from server_app.run_files.resume import load_resumed_keys
 from server_app.simulation.superlink import DEFAULT_CLIENTS
-from task.config.parsing import parse, parse_text, typed
-from task.config.schema import OWN, known_keys
+from task.config.parsing import check_values, parse, parse_text
+from task.config.schema import OWN, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
-
-_PATHS = ("data-dir", "backbone-weights")
 
 
 def read_words(words: Sequence[str]) -> dict[str, Scalar]:
@@ -41,7 +39,7 @@ def read_file(path: Path) -> dict[str, Scalar]:
         for name, value in values.items():
             if isinstance(value, dict):
                 raise ConfigError(f"{name!r} is a table, but run keys are flat: one KEY = VALUE a line, no [{name}].")
-        return typed(values)
+        return check_values(values)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except ValueError as error:  # also what is no TOML, or no text
@@ -77,7 +75,7 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     if values.get("resume"):
         return load_resumed_keys({**values, "resume": str(Path(str(values["resume"])).expanduser().absolute())})
     keys = dict(values)
-    for name in _PATHS:  # the workers' working directory is the project's
+    for name in keys_affecting("files"):  # the workers' working directory is the project's
         if keys.get(name) and Path(str(keys[name])).exists():
             keys[name] = str(Path(str(keys[name])).resolve())
     if not parse(keys).num_clients:

@@ -57,7 +57,9 @@ def _merge_reports(updates: Sequence[Update], weights: np.ndarray) -> Arrays:
 def merge_by_class(
     class_ids: np.ndarray, weights: np.ndarray, means: np.ndarray, variances: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """:func:`task.prototypes.gaussians.merge_diagonal` for all classes at once (PIP eq. 14 and 15).
+    """One diagonal Gaussian for each class, from those of several clients (PIP eq. 14 and 15).
+
+    mu = sum_l w_l mu_l / sum_l w_l;  sigma2 = sum_l w_l (mu_l^2 + sigma2_l) / sum_l w_l - mu^2.
 
     mu = sum_l w_l mu_l / sum_l w_l;  sigma2 = sum_l w_l (mu_l^2 + sigma2_l) / sum_l w_l - mu^2, at least 0.
 

@@ -1,4 +1,4 @@
-"""Using a trained model: class names and probabilities of new images, from a run's folder or an exported file."""
+"""Class names and probabilities of new images by the model in a run's folder or an exported file."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from task.config.parsing import parse
 from task.config.schema import Config
-from task.data.images import fitted, read_rgb, rgb
+from task.data.images import fit_image, read_rgb, to_rgb
 from task.keys import ConfigError, ModelError
 from task.message import Arrays
 from task.models.device import resolve_device
@@ -48,15 +48,15 @@ class Predictions:
         """For each image the ``number`` most probable classes, or all if there are fewer, and their probabilities."""
         best = np.argsort(-self.probabilities, axis=1, kind="stable")[:, :number]
         return [
-            [(self.class_names[c], float(row[c])) for c in some]
-            for row, some in zip(self.probabilities, best, strict=True)
+            [(self.class_names[c], float(row[c])) for c in classes]
+            for row, classes in zip(self.probabilities, best, strict=True)
         ]
 
 
 class Classifier(nn.Module):
-    """All of a model that prediction needs, as one module: its tensors are what a self-contained file holds.
+    """The parts of a model that prediction needs, as one module: its tensors are saved in a self-contained file.
 
-    It computes in float32, whatever the precision of the run.
+    It computes in float32, also if the run's precision was bf16.
     """
 
     def __init__(self, model: Model) -> None:
@@ -64,14 +64,14 @@ class Classifier(nn.Module):
         self.backbone, self.prompt, self.head = model.backbone, model.prompt, model.head
         single = copy.copy(model)
         single.precision = "fp32"
-        self._model = [single]  # in a list: the same parts under names of its own
+        self._model = [single]  # in a list, so that it is no sub-module: its parts are sub-modules already
 
     def forward(self, images: Tensor) -> Tensor:
         """Pixels [B, 3, image_size, image_size] in 0 .. 1 -> probabilities [B, C]."""
         return self._model[0](normalise(images, self.backbone)).softmax(dim=1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every parameter and buffer by name, also what a run draws anew or takes from timm."""
+        """Every parameter and buffer by name, also the backbone's and those drawn from the seed."""
         return {name: t.detach() for name, t in [*self.named_parameters(), *self.named_buffers()]}
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -80,16 +80,17 @@ class Classifier(nn.Module):
         Raises:
             ValueError: names or shapes are not those of :meth:`tensors`.
         """
-        own = self.tensors()
-        odd = sorted(own.keys() ^ arrays.keys()) or [n for n, t in own.items() if t.shape != arrays[n].shape]
-        if odd:
-            raise ValueError(f"{len(odd)} arrays do not fit, the first is {odd[0]!r}")
-        for name, tensor in own.items():
+        tensors = self.tensors()
+        misfits = sorted(tensors.keys() ^ arrays.keys())
+        misfits = misfits or [name for name, t in tensors.items() if t.shape != arrays[name].shape]
+        if misfits:
+            raise ValueError(f"{len(misfits)} arrays do not fit, the first is {misfits[0]!r}")
+        for name, tensor in tensors.items():
             tensor.copy_(torch.from_numpy(arrays[name]))
 
 
 class Predictor:
-    """A trained model; images go the same way as in the run's evaluation.
+    """A trained model; images are prepared as in the run's evaluation.
 
     Attributes:
         model: in evaluation mode.
@@ -114,7 +115,7 @@ class Predictor:
             ConfigError: a file that is missing or no image; names it.
             ValueError: an array of another type or shape.
         """
-        return fitted(_rgb(image), *self.metadata.image_shape)
+        return fit_image(_rgb(image), *self.metadata.image_shape)
 
     def pixels(self, images: Sequence[Picture] | np.ndarray) -> Tensor:
         """Images as an exported ONNX model takes them, float32 [N, 3, image_size, image_size] in 0 .. 1.
@@ -144,7 +145,7 @@ class Predictor:
 
 
 def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
-    """The model of a run as far as the run has come, or of a file that ``fcil export`` wrote.
+    """Load the model of a run, also of an unfinished one, or of a file that ``fcil export`` wrote.
 
     Args:
         path: the run's folder, its model.safetensors, or the exported file.
@@ -157,7 +158,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
     file = Path(path) / MODEL if Path(path).is_dir() else Path(path)
     arrays, metadata, config = _read(file)
     exported = "backbone.mean" in arrays
-    replaced = exported or config.trains_backbone  # by the file's own weights, so that others need not be fetched
+    replaced = exported or config.trains_backbone  # by the file's own weights, so that none are fetched
     weights = "random" if replaced else config.backbone_weights
     backbone = build_backbone(config.backbone, weights, config.image_size, str(resolve_device(device)))
     if not replaced:
@@ -200,7 +201,7 @@ def _rgb(image: Picture) -> Image.Image:
     if isinstance(image, str | Path):
         return read_rgb(str(image))
     if isinstance(image, Image.Image):
-        return rgb(image)
+        return to_rgb(image)
     grey = image.ndim == 2 or image.shape[2:] == (1,)
     if image.dtype != np.uint8 or not image.size or not (grey or (image.ndim == 3 and image.shape[2] == 3)):
         raise ValueError(f"an array must be uint8 [H, W, 3] or [H, W], but this is {image.dtype} {list(image.shape)}")

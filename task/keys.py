@@ -5,12 +5,28 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from task.message import Scalar
 
 AUTO = "auto"  # a key left at this value takes the method's own default
-MOST = {int: 1e9, float: 1e30}  # where nothing else is said: what is larger is a slip, and does not fit everywhere
+LARGEST = {int: 1e9, float: 1e30}  # of a key without a maximum of its own: a larger value is a typing error
+
+
+# What a run key affects. All but the last five change what a run measures.
+Affects = Literal[
+    "result",  # nothing special
+    "local training",  # ignored by a method that trains nothing at the clients
+    "privacy",  # what may leave a client
+    "files",  # paths of data and weights; a node's own setting wins over the run's
+    "seed",  # another draw of the same protocol
+    "device",  # speed and rounding; a node's own setting wins over the run's
+    "speed",
+    "waiting",  # how long the server waits
+    "folder",  # where the run's folder is
+    "output",  # what else is written into that folder
+]
+AFFECTS: tuple[str, ...] = get_args(Affects)
 
 
 class ConfigError(ValueError):
@@ -23,7 +39,10 @@ class ModelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Rule:
-    """What is allowed for one key. ``only`` is a key and the values of it under which this one is read at all."""
+    """What is allowed for one key, and what it affects.
+
+    ``only`` is a key and the values of it under which this one is read at all.
+    """
 
     help: str
     choices: tuple[str, ...] = ()
@@ -32,10 +51,11 @@ class Rule:
     maximum: float | None = None
     auto: Scalar | None = None
     only: tuple[Scalar, ...] = ()
+    affects: Affects = "result"
 
-    def most(self, kind: type) -> float:
+    def largest(self, kind: type) -> float:
         """Largest number allowed."""
-        return MOST.get(kind, math.inf) if self.maximum is None else self.maximum
+        return LARGEST.get(kind, math.inf) if self.maximum is None else self.maximum
 
     def allowed(self, kind: type) -> str:
         """The limits in words."""
@@ -44,7 +64,7 @@ class Rule:
         limits = [
             f"above {self.above:g}" if self.above is not None else "",
             f"at least {self.minimum:g}" if self.minimum is not None else "",
-            f"at most {self.most(kind):g}" if kind in MOST else "",
+            f"at most {self.largest(kind):g}" if kind in LARGEST else "",
         ]
         noun = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
         return " and ".join([noun, *filter(None, limits)]) + (f', or "{AUTO}"' if self.auto is not None else "")
@@ -56,7 +76,7 @@ class Rule:
         return (
             (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
-            and abs(value) <= self.most(type(value))
+            and abs(value) <= self.largest(type(value))
         )
 
 
@@ -82,7 +102,7 @@ class Key:
         """
         if value == AUTO and self.rule.auto is not None:
             return AUTO
-        if self.kind is float and type(value) is int and abs(value) <= self.rule.most(float):
+        if self.kind is float and type(value) is int and abs(value) <= self.rule.largest(float):
             value = float(value)
         if type(value) is not self.kind or not self.rule.accepts(value):
             raise ConfigError(f"{self.name} = {value!r} is not possible: it must be {self.rule.allowed(self.kind)}.")

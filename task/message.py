@@ -1,4 +1,4 @@
-"""What travels between server and clients, free of any transport: the same through Flower and in process."""
+"""Messages between server and clients, the same for every transport."""
 
 import io
 from collections.abc import Mapping
@@ -48,27 +48,27 @@ def _scalar_bytes(value: Scalar | list[int] | list[str]) -> int:
     return len(value.encode("utf-8", "backslashreplace")) if isinstance(value, str) else 8
 
 
-_INTEGERS = range(-(2**63), 2**64)  # what the wire's integers hold
+_INTEGERS = range(-(2**63), 2**64)  # integers that Flower's records can hold
 
 
-def detached(packet: Packet) -> Packet:
-    """A copy that shares nothing with ``packet``, as it would come out at the far end of the wire.
+def copy_packet(packet: Packet) -> Packet:
+    """A deep copy of ``packet``, equal to what the receiver of the message gets.
 
     Raises:
-        TypeError, ValueError: something in it cannot travel; the message names it.
+        TypeError, ValueError: an entry cannot be sent; the message names it.
     """
     return Packet(
-        arrays={name: np.array(travelling(name, a), copy=True) for name, a in packet.arrays.items()},
-        statistics={name: np.array(travelling(name, a), copy=True) for name, a in packet.statistics.items()},
-        metrics=plain_metrics(packet.metrics),
-        config=plain_config(packet.config),
+        arrays={name: np.array(to_wire_array(name, a), copy=True) for name, a in packet.arrays.items()},
+        statistics={name: np.array(to_wire_array(name, a), copy=True) for name, a in packet.statistics.items()},
+        metrics=to_plain_metrics(packet.metrics),
+        config=to_plain_config(packet.config),
     )
 
 
-def travelling(name: str, array: np.ndarray) -> np.ndarray:
-    """``array`` in C order, of unchanged dtype and shape (0-d and empty ones too); a view where that is possible.
+def to_wire_array(name: str, array: np.ndarray) -> np.ndarray:
+    """``array`` in C order, with the same dtype and shape; not copied if it is in C order already.
 
-    Order matters: sums over another memory layout round differently, and both transports must agree to the last bit.
+    The order matters: sums over another memory layout round differently, and both transports must give equal bits.
 
     Raises:
         TypeError: not an array, or an array of Python objects.
@@ -79,8 +79,8 @@ def travelling(name: str, array: np.ndarray) -> np.ndarray:
     return np.asarray(array, order="C")
 
 
-def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
-    """Metrics as Python's int and float; NumPy scalars and bool are converted.
+def to_plain_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    """Convert metrics to Python's int and float, also from NumPy scalars and bool.
 
     Raises:
         TypeError, ValueError: a value is no number, or too large an integer; the message names it.
@@ -92,8 +92,8 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     return {name: int(v) if isinstance(v, bool) else v for name, v in plain.items() if not isinstance(v, str)}
 
 
-def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings as Python's bool, int, float, str, or lists of one of these; NumPy scalars are converted.
+def to_plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert settings to Python's bool, int, float, str, or lists of one of these, also from NumPy scalars.
 
     Raises:
         TypeError, ValueError: a value of another type, a mixed list, too large an integer; the message names it.
@@ -112,7 +112,7 @@ def _scalar(name: str, value: Any) -> Scalar:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, str):
-        # a path in an error message may hold bytes that are no text, which the wire's encoding would refuse
+        # a path in an error message may hold bytes that are no text, which cannot be encoded
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if not isinstance(value, (int, float)):  # bool is an int
         raise TypeError(f"{name!r} is of type {type(value).__name__}; only bool, int, float and str travel")

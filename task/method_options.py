@@ -1,4 +1,4 @@
-"""What a method is made of: its row in the table, and the run keys of its own."""
+"""A method's row in the table, and its own run keys."""
 
 import math
 from collections.abc import Mapping

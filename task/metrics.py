@@ -23,8 +23,8 @@ formulas "forgetting"; here each has a name of its own, and one matrix tells the
     stability                     (0.60 + 0.75) / 2                                                  =  0.675
     continual_utility             0.5 * 0.65 + 0.5 * 0.675                                           =  0.6625
 
-A task without test samples has no accuracy: its column is null all the way down. Such is a stage of an asynchronous run
-that brings no new class; ``fold`` takes it for a continuation of the task before.
+A task without test samples has no accuracy: its whole column is null. An asynchronous run has such a task if a stage
+brings no new class; ``fold`` counts it as a part of the task before.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
     """Every metric of this module by name.
 
     Args:
-        accuracy_matrix: [T, T], T >= 1; cut the matrix of an unfinished run with ``completed`` first.
+        accuracy_matrix: [T, T], T >= 1; cut the matrix of an unfinished run with ``crop_to_finished`` first.
         samples_per_task: number of test samples of each task, [T]. Accuracy over samples (``last_accuracy``, and its
             mean over the time after each task, ``average_seen_accuracy``) cannot be known from the matrix alone;
             without these counts tasks count alike, which is exact when all have equally many test samples. A task with
@@ -60,9 +60,9 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
 
 
 def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Leave out tasks without test samples, each taken for a continuation of the task before.
+    """Merge each task without test samples into the task before it.
 
-    Their columns go, and their rows replace the row before, as what has been learned by the end of that task.
+    Its column is left out, and its row replaces the row before: the state at the end of the merged task.
 
     >>> fold([[0.9, None, None], [0.8, None, None], [0.7, None, 0.6]], [10, 0, 10])
     (array([[0.8, nan],
@@ -73,7 +73,7 @@ def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) 
         samples_per_task: [T].
 
     Returns:
-        float64 [K, K] for the K tasks with samples, and which these are, int64 [K].
+        float64 [K, K] for the K tasks with samples, and the indices of these tasks, int64 [K].
 
     Raises:
         ValueError: not T counts, or an accuracy where there is no sample.
@@ -89,8 +89,8 @@ def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) 
     return matrix[np.ix_(ends, kept)], kept
 
 
-def checked(accuracy_matrix: Matrix) -> np.ndarray:
-    """The matrix as float64 [T, T], NaN above the diagonal whatever was there.
+def check_matrix(accuracy_matrix: Matrix) -> np.ndarray:
+    """The matrix as float64 [T, T] with NaN above the diagonal.
 
     Raises:
         ValueError: no row at all, not square, or on or below the diagonal a value that is missing or not in 0..1.
@@ -103,7 +103,7 @@ def checked(accuracy_matrix: Matrix) -> np.ndarray:
     return matrix
 
 
-def completed(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None) -> np.ndarray:
+def crop_to_finished(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None) -> np.ndarray:
     """Cut the [T, T] matrix of a run that stopped after k tasks to its finished block, float64 [k, k], 0 <= k <= T.
 
     Columns of tasks with 0 of the ``samples_per_task`` [k] are null.
@@ -117,12 +117,12 @@ def completed(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
     k = int(begun[-1]) + 1 if begun.size else 0
     block = matrix[:k, :k]
     if k:
-        checked(block if samples_per_task is None else fold(block, samples_per_task)[0])
+        check_matrix(block if samples_per_task is None else fold(block, samples_per_task)[0])
     return block
 
 
 def _square(accuracy_matrix: Matrix) -> np.ndarray:
-    """Float64 [T, T], NaN above the diagonal; the values below it are present or not, but never out of range."""
+    """Float64 [T, T] with NaN above the diagonal; values below it may be missing, but not out of range."""
     rows = [np.asarray(row, dtype=np.float64) for row in accuracy_matrix]
     for i, row in enumerate(rows):
         if row.shape != (len(rows),):
@@ -150,7 +150,7 @@ def seen_accuracy(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | Non
     Raises:
         ValueError: the matrix is malformed, or the counts are not T positive numbers.
     """
-    matrix = checked(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
     counts = np.ones(len(matrix)) if samples_per_task is None else np.asarray(samples_per_task, dtype=np.float64)
     if counts.shape != (len(matrix),) or not (counts > 0).all():
         raise ValueError(f"samples_per_task must be {len(matrix)} positive numbers, not {samples_per_task}")
@@ -159,7 +159,7 @@ def seen_accuracy(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | Non
 
 def final_average_accuracy(accuracy_matrix: Matrix) -> float:
     """mean_j a[T, j]: accuracy after the last task, averaged over the tasks (FAA; Chaudhry et al. 2018)."""
-    return float(checked(accuracy_matrix)[-1].mean())
+    return float(check_matrix(accuracy_matrix)[-1].mean())
 
 
 def average_incremental_accuracy(accuracy_matrix: Matrix) -> float:
@@ -169,7 +169,7 @@ def average_incremental_accuracy(accuracy_matrix: Matrix) -> float:
 
 def performance_drop(accuracy_matrix: Matrix) -> float:
     """a[1, 1] - mean_j a[T, j]: what was lost between the first task and the end (PD; Zhang et al. 2021)."""
-    matrix = checked(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
     return float(matrix[0, 0] - matrix[-1].mean())
 
 
@@ -183,7 +183,7 @@ def forgetting(accuracy_matrix: Matrix) -> float:
 
 def forgetting_by_task(accuracy_matrix: Matrix) -> np.ndarray:
     """The terms of ``forgetting``, one for each task but the last, float64 [T - 1]."""
-    matrix = checked(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
     return np.nanmax(matrix[:-1, :-1], axis=0, initial=0) - matrix[-1, :-1]
 
 
@@ -192,7 +192,7 @@ def forgetting_never_negative(accuracy_matrix: Matrix) -> float:
 
     An old task that ends at its best counts as 0, not as negative; 0 when T = 1.
     """
-    matrix = checked(accuracy_matrix)[:, :-1]
+    matrix = check_matrix(accuracy_matrix)[:, :-1]
     return _mean_or_zero(np.nanmax(matrix, axis=0) - matrix[-1])
 
 
@@ -209,7 +209,7 @@ def forgetting_stepwise(accuracy_matrix: Matrix) -> float:
 
     On long streams far below the others, being a loss per step and not one since the best; 0 when T = 1.
     """
-    matrix = checked(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
     steps = matrix[:-1] - matrix[1:]
     return _mean_or_zero(np.array([step[: i + 1].mean() for i, step in enumerate(steps)]))
 
@@ -219,13 +219,13 @@ def backward_transfer(accuracy_matrix: Matrix) -> float:
 
     0 when T = 1.
     """
-    matrix = checked(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
     return _mean_or_zero((matrix[-1] - matrix.diagonal())[:-1])
 
 
 def plasticity(accuracy_matrix: Matrix) -> float:
     """mean_j a[j, j]: accuracy on each task when just learned ("learning accuracy"; Riemer et al. 2019)."""
-    return float(checked(accuracy_matrix).diagonal().mean())
+    return float(check_matrix(accuracy_matrix).diagonal().mean())
 
 
 def stability(accuracy_matrix: Matrix) -> float:
@@ -233,7 +233,7 @@ def stability(accuracy_matrix: Matrix) -> float:
 
     With T = 1 there is none, and a[1, 1] is returned, so that ``continual_utility`` is that accuracy too.
     """
-    final = checked(accuracy_matrix)[-1]
+    final = check_matrix(accuracy_matrix)[-1]
     return float((final[:-1] if len(final) > 1 else final).mean())
 
 
@@ -302,7 +302,7 @@ def response_entropy(responses: Sequence[int] | np.ndarray) -> float:
 def prototype_distance(class_ids: Sequence[int] | np.ndarray, means: np.ndarray) -> float:
     """Mean over classes of the mean Euclidean distance of two clients' prototypes of the class (HGP section 4.3).
 
-    Classes with one holder do not count; NaN if there is no other.
+    Classes that a single client holds are left out; NaN if there is no other class.
 
     Three clients hold class 7 at (0, 0), (3, 4) and (6, 8): distances 5, 10 and 5. Two hold class 2, at distance 1.
 
@@ -313,22 +313,13 @@ def prototype_distance(class_ids: Sequence[int] | np.ndarray, means: np.ndarray)
         class_ids: class of each prototype, [P]; every client names a class at most once.
         means: prototypes, [P, D].
     """
-    _, place, holders = np.unique(class_ids, return_inverse=True, return_counts=True)
-    if not (holders > 1).any():
-        return float("nan")
-    by_class = np.argsort(place, kind="stable")
-    rank = np.arange(len(place)) - np.repeat(holders.cumsum() - holders, holders)
-    held = np.arange(holders.max()) < holders[:, None]  # [K, M]
-    grid = np.zeros((*held.shape, means.shape[1]))
-    grid[place[by_class], rank] = means[by_class]
-    # about their mean, so that the squares of distant prototypes do not drown the distances
-    grid = np.where(held[:, :, None], grid - grid.sum(axis=1, keepdims=True) / holders[:, None, None], 0)
-    squares = np.square(grid).sum(axis=2)
-    apart = squares[:, :, None] + squares[:, None] - 2 * grid @ grid.transpose(0, 2, 1)  # [K, M, M]
-    pairs = held[:, :, None] & held[:, None] & ~np.eye(held.shape[1], dtype=bool)
-    sums = np.sqrt(apart.clip(0), where=pairs, out=np.zeros_like(apart)).sum(axis=(1, 2))
-    several = holders > 1
-    return float((sums[several] / (holders * (holders - 1))[several]).mean())
+    ids, averages = np.asarray(class_ids), []
+    for c in np.unique(ids):
+        same = np.asarray(means, np.float64)[ids == c]
+        if len(same) > 1:
+            distances = [np.linalg.norm(same[i + 1 :] - same[i], axis=1) for i in range(len(same) - 1)]
+            averages.append(np.concatenate(distances).mean())
+    return float(np.mean(averages)) if averages else float("nan")
 
 
 def per_class_accuracy(correct: Sequence[int] | np.ndarray, total: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from server_app.bench.suite import PLACES, PlannedRun, Suite
+from server_app.bench.suite import PlannedRun, Suite
 from server_app.errors import LaunchError, ReportError
 from server_app.report.compare import Group
 from server_app.report.runs import Run, flat, load_run
@@ -22,11 +22,9 @@ from server_app.run_files.paths import lock_folder, mark_failed, read_results
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, interruptible, last_lines
 from server_app.simulation.superlink import POLL
-from task.config.schema import WAITING, defaults
+from task.config.schema import SAME_RESULT, defaults, keys_affecting
 from task.keys import ConfigError
 
-# run keys that change how fast a run is and not what it finds; results are the same but for rounding
-NOT_COMPARED = {*PLACES, *WAITING, "device", "threads", "tensorboard"}
 PATIENCE = 10.0  # seconds that a run which is stopped has to save what there is
 
 
@@ -174,9 +172,9 @@ def finished_run(planned: PlannedRun) -> Run | None:
     if not run.finished or not (planned.directory / "config.yaml").exists():
         return None
     # a key that did not exist yet had no other value than its default
-    known = defaults() | run.settings
+    known, ignored = defaults() | run.settings, keys_affecting(*SAME_RESULT)
     for name, value in planned.config.flat().items():
-        if name not in NOT_COMPARED and known[name] != value:
+        if name not in ignored and known[name] != value:
             raise ConfigError(
                 f"{planned.directory} holds a finished run with {name} = {known[name]!r}; the suite says {value!r}. "
                 "Remove the folder, or give the suite another output-dir."

@@ -27,11 +27,10 @@ import yaml
 from server_app.run_files.paths import resolve_output_dir
 from server_app.run_keys import complete_run_keys
 from task.config.parsing import parse
-from task.config.schema import Config, known_keys
+from task.config.schema import OF_THE_SERVER, Config, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
 
-PLACES = ("output-dir", "run-name")
 _ENTRIES = {"title": str, "output-dir": str, "seeds": list, "common": dict, "partitions": list, "variants": list}
 _OPTIONAL: dict[str, Any] = {"common": {}, "partitions": []}
 _WORDS = {str: "a text", list: "a list that is not empty", dict: "run keys with their values"}
@@ -177,7 +176,7 @@ def _merge_keys(common: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any
         for key in keys:
             if not isinstance(key, str):
                 raise ConfigError(f"run key {key!r} of {layer} is no text: put it in quotes.")
-            if key in ("seed", *PLACES):
+            if key in keys_affecting("seed", "folder"):
                 raise ConfigError(f"{key} is no run key of {layer}: the suite's seeds and output-dir set it.")
             if owners.get(key, "common") != "common":
                 raise ConfigError(f"{key} is set by {owners[key]} and by {layer}.")
@@ -193,8 +192,9 @@ def _convert_text(key: str, value: Any) -> Any:
 
 def _refuse_duplicates(runs: Sequence[PlannedRun]) -> None:
     seen: dict[str, str] = {}
+    ignored = keys_affecting(*OF_THE_SERVER)
     for run in runs:
-        what = repr([item for item in run.config.flat().items() if item[0] not in PLACES])
+        what = repr([item for item in run.config.flat().items() if item[0] not in ignored])
         if what in seen:
             raise ConfigError(f"{seen[what]} and {run.name} are the same run under two labels.")
         seen[what] = run.name

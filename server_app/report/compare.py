@@ -8,10 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from server_app.report.runs import Run, is_number
-from task.config.schema import WAITING, known_keys
+from task.config.schema import SAME_RESULT, keys_affecting, known_keys
 
-# Run keys that change where and how fast a run happens, or its seed, and not the protocol that it measures.
-NOT_PROTOCOL = {*WAITING, "seed", "device", "threads", "output-dir", "run-name", "resume"}
 COMPARED = {
     "final_average_accuracy": "Final average accuracy, %",
     "average_incremental_accuracy": "Average incremental accuracy, %",
@@ -85,9 +83,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for run in runs:
         families.setdefault((run.results["dataset"], run.results["method"]), []).append(run)
     groups: dict[tuple[str, str], Group] = {}
+    same_protocol = keys_affecting("seed", *SAME_RESULT)
     for (dataset, method), family in families.items():
         values = {name: {str(run.settings.get(name)) for run in family} for name in known_keys()}
-        differing = [name for name, found in values.items() if len(found) > 1 and name not in NOT_PROTOCOL]
+        differing = [name for name, found in values.items() if len(found) > 1 and name not in same_protocol]
         for run in family:
             settings = ", ".join(f"{name} {run.settings.get(name, 'unknown')}" for name in differing)
             label = f"{method} ({settings})" if settings else method

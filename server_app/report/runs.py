@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from server_app.errors import ReportError
-from task.metrics import completed, summarize
+from task.metrics import crop_to_finished, summarize
 
 SCHEMA = 1
 REQUIRED = ("status", "method", "dataset", "num_tasks")
@@ -130,7 +130,7 @@ def _build_run(folder: Path, recorded: dict[str, Any], settings: dict[str, Any])
         folder=folder,
         results=results,
         settings=single | settings,
-        matrix=completed(results["accuracy_matrix"], results["samples_per_task"] or None),
+        matrix=crop_to_finished(results["accuracy_matrix"], results["samples_per_task"] or None),
         seen=_floats(results["per_task_seen_accuracy"] or [None] * num_tasks, num_tasks),
         confusion=_floats(results["confusion"], classes, classes) if results["confusion"] else np.empty((0, 0)),
         client_counts={str(client["name"]): _floats(client["class_counts"], classes) for client in results["clients"]},

@@ -13,7 +13,7 @@ from strategies.averaging import WeightedMean
 from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.models.model import Model
-from task.scenario.client_data import learnable
+from task.scenario.client_data import learnable_classes
 
 Measure = Callable[[Update], list[float]]
 
@@ -45,8 +45,8 @@ class RoundAggregator:
         self._config, self._strategy, self._model, self._context = config, strategy, model, context
         self._entropies: dict[str, list[float]] = {}  # by client
         self._clients = {client.node: client for client in clients}
-        self._shapes = {name: tuple(value.shape) for name, value in model.trained().items()}
-        self._classes = learnable(config, context.schedule, context.task)
+        self._shapes = {name: tuple(value.shape) for name, value in model.trained_state().items()}
+        self._classes = learnable_classes(config, context.schedule, context.task)
 
     def collect(self, replies: Iterable[Reply], report: RoundReport, measure: Measure) -> None:
         """Use all answers of the round.

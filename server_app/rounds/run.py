@@ -43,7 +43,7 @@ from task.message import Arrays, Kind, Packet
 from task.methods import load_class
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import build_model
-from task.scenario.client_data import keeps_its_images
+from task.scenario.client_data import has_fixed_images
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class Run:
 
     def _note_clients(self) -> None:
         self.results.absent = self.registry.absent
-        if keeps_its_images(self.config):
+        if has_fixed_images(self.config):
             clients = self.registry.clients
             self.results.clients = [{"name": c.name, "class_counts": c.class_counts.tolist()} for c in clients]
 

@@ -8,7 +8,7 @@ from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import wait_for_nodes
 from server_app.clients.registry import ClientRegistry
 from server_app.transport.base import Transport
-from task.config.parsing import with_clients
+from task.config.parsing import set_num_clients
 from task.config.schema import APPEARING, Config
 from task.data.class_names import class_ids
 from task.models.model import build_model
@@ -37,7 +37,7 @@ def connect_clients(config: Config, transport: Transport) -> tuple[Config, Clien
     # a resumed run goes on without nodes that are gone, so that nobody need be there to start them
     minimum = config.quorum if config.resume else None
     nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, minimum)
-    config = with_clients(config, config.num_clients or len(nodes))
+    config = set_num_clients(config, config.num_clients or len(nodes))
     if dataset:
         client_task_data(config, client=0, task=0, round=0)
     return config, ClientRegistry(transport, nodes, config, dataset, (backbone.sha256, code_sha256()))
@@ -99,7 +99,7 @@ def wait_for_new_classes(config: Config, plan: TaskPlan | None, registry: Client
     while True:
         registry.admit_new()
         registry.update_holdings()
-        extended = plan.extended(_held_classes(registry.clients))
+        extended = plan.add_task(_held_classes(registry.clients))
         if extended.tasks[-1]:
             return extended
         if time.monotonic() >= deadline:

@@ -9,15 +9,13 @@ from typing import Any
 import yaml
 
 from server_app.run_files.paths import read_results, resolve_output_dir
-from task.config.schema import WAITING, known_keys
+from task.config.schema import OF_THE_SERVER, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
 from task.utils.versions import code_sha256, versions
 
 log = logging.getLogger(__name__)
-
-_LOCATION = {"resume", "output-dir", "run-name"}
 
 
 def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
@@ -33,9 +31,9 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     directory = resolve_output_dir(os.path.expanduser(str(values["resume"])))
     saved = _read_saved_keys(directory)
     register(str(saved["method"]))
-    keys = known_keys()
+    keys, free = known_keys(), keys_affecting("waiting", *OF_THE_SERVER)
     for name, value in values.items():
-        if name in keys and name not in _LOCATION.union(WAITING) and value not in (keys[name].default, saved.get(name)):
+        if name in keys and name not in free and value not in (keys[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
     if read_results(directory).get("status") == "finished":
         raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
@@ -44,8 +42,8 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         "output-dir": str(directory.parent),
         "run-name": directory.name,
     }
-    waiting = {name: values[name] for name in WAITING if values.get(name, keys[name].default) != keys[name].default}
-    return {name: value for name, value in saved.items() if name in keys} | location | waiting
+    given = {name: values[name] for name in free if values.get(name, keys[name].default) != keys[name].default}
+    return {name: value for name, value in saved.items() if name in keys} | given | location
 
 
 def require_same_backbone(directory: Path, backbone_sha256: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from client_app.client import handle
 from client_app.node import Node
 from server_app.transport.base import Reply
-from task.message import Kind, Packet, Scalar, detached, payload_bytes
+from task.message import Kind, Packet, Scalar, copy_packet, payload_bytes
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +58,12 @@ class InProcessTransport:
         return (self._ask(kind, node, packet) for node, packet in packets.items())
 
     def _ask(self, kind: Kind, node: int, packet: Packet) -> Reply:
-        sent = detached(packet)
+        sent = copy_packet(packet)
         if node not in self._nodes:
             return Reply(node, None, "there is no such node", 0, 0)
         bytes_down = payload_bytes(sent)
         try:
-            answer = detached(handle(kind, sent, self._nodes[node]))
+            answer = copy_packet(handle(kind, sent, self._nodes[node]))
         except Exception as error:  # as Flower's glue does, which must always answer
             log.exception("no answer to a %s message", kind)
             answer = Packet(config={"error": f"{type(error).__name__}: {error}"})

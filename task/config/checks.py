@@ -1,8 +1,8 @@
-"""Combinations of run keys that cannot work together, each refused with what to change."""
+"""Combinations of run keys that cannot work together; each error says what to change."""
 
 from typing import Any
 
-from task.config.schema import APPEARING, FROM_PATH, FROM_SCRATCH, OWN, REDRAWN, Config
+from task.config.schema import APPEARING, FROM_PATH, FROM_SCRATCH, OWN, REDRAWN, Config, defaults, keys_affecting
 from task.keys import AUTO, ConfigError
 from task.methods import METHODS, load_class
 from task.prompt_kinds import PROMPTS
@@ -105,8 +105,10 @@ def _check_bounds(config: Config) -> None:
 
 
 def _check_privacy(config: Config) -> None:
-    row, wanted = config.row, {n: getattr(config, n.replace("-", "_")) for n in _PRIVACY}
-    if not any(wanted.values()) and config.privacy_delta == Config.privacy_delta:
+    row, usual = config.row, defaults()
+    values = {name: getattr(config, name.replace("-", "_")) for name in keys_affecting("privacy")}
+    changed = {name: value for name, value in values.items() if value != usual[name]}
+    if not changed:
         return
     kind = load_class(row.statistics)()  # here and not above: it loads torch
     unread = {
@@ -114,21 +116,17 @@ def _check_privacy(config: Config) -> None:
         "privacy-clip": "" if row.client else f"method {config.method!r} trains no arrays",
         "privacy-feature-clip": "" if kind.needs_features else f"method {config.method!r} sends no feature statistics",
         "privacy-seeded": "" if config.privacy_noise else "privacy-noise is 0",
+        "privacy-delta": "" if config.privacy_noise else "privacy-noise is 0",
     }
-    for name, reason in unread.items():
-        if wanted[name] and reason:
-            raise ConfigError(f"{name} = {wanted[name]!r} would be ignored: {reason}.")
-    if not config.privacy_noise and config.privacy_delta != Config.privacy_delta:
-        raise ConfigError(f"privacy-delta = {config.privacy_delta:g} would be ignored: privacy-noise is 0.")
+    for name, value in changed.items():
+        if unread.get(name):
+            raise ConfigError(f"{name} = {value!r} would be ignored: {unread[name]}.")
     if config.privacy_noise:
         _check_noise(config, kind)
 
 
-_PRIVACY = ("min-class-count", "privacy-clip", "privacy-feature-clip", "privacy-noise", "privacy-seeded")
-
-
 def _check_noise(config: Config, kind: Any) -> None:
-    """What noise needs, or cannot protect; ``kind`` are the method's statistics."""
+    """Refuse noise without the bounds it needs, or in what it cannot protect; ``kind`` are the method's statistics."""
     z = f"privacy-noise = {config.privacy_noise:g}"
     if config.row.client and not config.privacy_clip:
         raise ConfigError(f"{z} needs privacy-clip above 0: without it no amount of noise protects anything.")
@@ -144,8 +142,8 @@ def _check_noise(config: Config, kind: Any) -> None:
 
 
 def _check_sizes(config: Config) -> None:
-    drawn = config.clients_per_round or config.num_clients
-    if config.num_clients and drawn > config.num_clients:
-        raise ConfigError(f"clients-per-round = {drawn} is more than num-clients = {config.num_clients}.")
-    if drawn and config.quorum > drawn:
-        raise ConfigError(f"quorum = {config.quorum} can never be met: only {drawn} clients take part in a round.")
+    per_round = config.clients_per_round or config.num_clients
+    if config.num_clients and per_round > config.num_clients:
+        raise ConfigError(f"clients-per-round = {per_round} is more than num-clients = {config.num_clients}.")
+    if per_round and config.quorum > per_round:
+        raise ConfigError(f"quorum = {config.quorum} can never be met: only {per_round} clients take part in a round.")

@@ -1,4 +1,4 @@
-"""From run keys as they come to one checked Config: unknown keys and wrong values end here, "auto" is filled in."""
+"""Parse run keys into one checked Config: refuse unknown keys and wrong values, and fill in "auto"."""
 
 import difflib
 from collections.abc import Mapping
@@ -6,18 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from task.config.checks import check_combination
-from task.config.schema import LOCAL, OF_THE_NODE, Config, defaults, known_keys, reading_setting
+from task.config.schema import OF_THE_NODE, Config, defaults, keys_affecting, known_keys, missing_setting
 from task.keys import AUTO, ConfigError, Key, keys_of
 from task.message import Scalar
 from task.methods import METHODS, Method, register
 from task.prompt_kinds import PROMPTS
 
 
-def at_node(values: Mapping[str, Scalar], settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """A run's values where a node computes: its device and its paths go before the run's, if the run reads them."""
-    known, run = known_keys(), {**defaults(), **values}
-    own = {n: v for n, v in settings.items() if n in OF_THE_NODE and not reading_setting(known[n], run, known)}
-    return {**values, **own}
+def apply_node_settings(values: Mapping[str, Scalar], settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """A run's values on one node: the node's device and paths win over the run's, if the run reads such keys."""
+    keys, run_values = known_keys(), {**defaults(), **values}
+    read = [name for name in keys_affecting(*OF_THE_NODE) if not missing_setting(keys[name], run_values, keys)]
+    return {**values, **{name: settings[name] for name in read if name in settings}}
 
 
 def parse_text(pairs: Mapping[str, str]) -> dict[str, Scalar]:
@@ -27,25 +27,25 @@ def parse_text(pairs: Mapping[str, str]) -> dict[str, Scalar]:
         ConfigError: an unknown key or a text that the key's type cannot be.
     """
     register(pairs.get("method", ""))
-    known = known_keys()
-    _refuse_unknown(pairs, known)
-    return {name: known[name].from_text(text) for name, text in pairs.items()}
+    keys = known_keys()
+    _refuse_unknown(pairs, keys)
+    return {name: keys[name].from_text(text) for name, text in pairs.items()}
 
 
-def typed(values: Mapping[str, Any]) -> dict[str, Scalar]:
-    """The same run keys, each checked by itself and in its key's type.
+def check_values(values: Mapping[str, Any]) -> dict[str, Scalar]:
+    """Check each run key by itself and return its value in the key's type.
 
     Raises:
         ConfigError: an unknown key or a value that the key cannot have.
     """
     register(str(values.get("method", "")))
-    known = known_keys()
-    _refuse_unknown(values, known)
-    return {name: known[name].check(value) for name, value in values.items()}
+    keys = known_keys()
+    _refuse_unknown(values, keys)
+    return {name: keys[name].check(value) for name, value in values.items()}
 
 
 def parse(values: Mapping[str, Scalar]) -> Config:
-    """Check every value and every combination, and fill keys left at "auto" from the method.
+    """Check every value and every combination. Keys left at "auto" take the method's value.
 
     Args:
         values: run keys in kebab-case; missing ones take their defaults.
@@ -53,20 +53,19 @@ def parse(values: Mapping[str, Scalar]) -> Config:
     Raises:
         ConfigError: names the key, the value given and what is allowed.
     """
-    given = typed(values)
-    known = known_keys()
-    checked = defaults() | given
-    method = METHODS.get(str(checked["method"]))
+    given = check_values(values)  # first: it may register a method from outside, which adds keys
+    keys, all_values = known_keys(), defaults() | given
+    method = METHODS.get(str(all_values["method"]))
     if method is None:
-        raise ConfigError(_unknown("method", str(checked["method"]), list(METHODS)))
-    prompt = str(method.prompts[0] if checked["prompt"] == AUTO else checked["prompt"])
-    _refuse_unread(checked | {"prompt": prompt}, method, known)
-    core = {n.replace("-", "_"): _resolve(k, checked[n], method, prompt) for n, k in keys_of(Config).items()}
-    own = {name.removeprefix(f"{method.name}-").replace("-", "_"): checked[name] for name in method.own_keys()}
-    config = Config(**core, options=method.options(**own))  # type: ignore[arg-type]  # each was checked above
+        raise ConfigError(_unknown("method", str(all_values["method"]), list(METHODS)))
+    prompt = str(method.prompts[0] if all_values["prompt"] == AUTO else all_values["prompt"])
+    _refuse_unread(all_values | {"prompt": prompt}, method, keys)
+    core = {n.replace("-", "_"): _resolve(k, all_values[n], method, prompt) for n, k in keys_of(Config).items()}
+    options = {n.removeprefix(f"{method.name}-").replace("-", "_"): all_values[n] for n in method.own_keys()}
+    config = Config(**core, options=method.options(**options))  # type: ignore[arg-type]  # each was checked above
     step = "backbone-learning-rate"
-    if not config.trains_backbone and config.backbone_learning_rate != _resolve(known[step], AUTO, method, prompt):
-        raise ConfigError(f"{step} = {checked[step]!r} would be ignored: this run's backbone is frozen.")
+    if not config.trains_backbone and config.backbone_learning_rate != _resolve(keys[step], AUTO, method, prompt):
+        raise ConfigError(f"{step} = {all_values[step]!r} would be ignored: this run's backbone is frozen.")
     check_combination(config)
     return config
 
@@ -84,10 +83,10 @@ def _resolve(k: Key, value: Scalar, method: Method, prompt: str) -> Scalar:
     return method.defaults.get(k.name, of_prompt.get(k.name, k.rule.auto))
 
 
-def _refuse_unknown(values: Mapping[str, Any], known: Mapping[str, Key]) -> None:
+def _refuse_unknown(values: Mapping[str, Any], keys: Mapping[str, Key]) -> None:
     for name in values:
-        if name not in known:
-            raise ConfigError(_unknown("run key", name, list(known)))
+        if name not in keys:
+            raise ConfigError(_unknown("run key", name, list(keys)))
 
 
 def _unknown(what: str, name: str, names: list[str]) -> str:
@@ -96,33 +95,34 @@ def _unknown(what: str, name: str, names: list[str]) -> str:
     return f"{what} {name!r} does not exist.{hint} Allowed: {', '.join(sorted(names))}."
 
 
-def _refuse_unread(checked: Mapping[str, Scalar], method: Method, known: Mapping[str, Key]) -> None:
-    """A key that this run would ignore must not look as if it did something."""
-    mine = {**keys_of(Config), **method.own_keys()}
-    for name, value in checked.items():
-        if value != known[name].default:
+def _refuse_unread(values: Mapping[str, Scalar], method: Method, keys: Mapping[str, Key]) -> None:
+    """Refuse a changed key that this run would ignore."""
+    readable = {**keys_of(Config), **method.own_keys()}
+    for name, value in values.items():
+        if value != keys[name].default:
             owner = next((m.name for m in METHODS.values() if name in m.own_keys()), "")
-            reader = reading_setting(known[name], checked, known) if name in mine else f"method {owner!r}"
+            reader = missing_setting(keys[name], values, keys) if name in readable else f"method {owner!r}"
             if reader:
                 raise ConfigError(f"{name} = {value!r} would be ignored: only {reader} reads it.")
 
 
-def with_clients(config: Config, number: int) -> Config:
+def set_num_clients(config: Config, number: int) -> Config:
     """The same run with the number of clients known.
 
     Raises:
         ConfigError: too few for clients-per-round or the quorum.
     """
-    completed = replace(config, num_clients=number)
-    check_combination(completed)
-    return completed
+    config = replace(config, num_clients=number)
+    check_combination(config)
+    return config
 
 
 def ignored_keys(config: Config) -> list[str]:
-    """Keys of local training that are not at their defaults, where the method trains nothing locally.
+    """Changed keys of local training that have no effect, because the method trains nothing at the clients.
 
-    They are accepted, as one set of keys may serve many methods.
+    They are accepted, because a suite gives the same keys to all its methods.
     """
-    usual = parse({"method": config.method, "prompt": config.prompt})
-    changed = [name for name in LOCAL if getattr(config, name) != getattr(usual, name)]
-    return [] if config.row.client else [name.replace("_", "-") for name in changed]
+    if config.row.client:
+        return []
+    values, usual = config.flat(), parse({"method": config.method, "prompt": config.prompt}).flat()
+    return [name for name in keys_affecting("local training") if values[name] != usual[name]]

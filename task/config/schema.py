@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from task.keys import AUTO, ConfigError, Key, key, keys_of
@@ -26,17 +26,19 @@ FROM_PATH = (
 )
 REGISTERED = EMBEDDED + FROM_PATH
 APPEARING = "appearing"
-OF_THE_NODE = ("device", "data-dir", "backbone-weights")  # a node's own settings of these names win over the run's
-WAITING = ("start-timeout", "round-timeout")  # keys that change what a run waits for and not what it finds
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
-LOCAL = ("local_epochs", "batch_size", "optimizer", "learning_rate", "gradient_clip", "augmentation")
 PREFIXED = tuple(name for name in PROMPTED if name != "l2p")  # the others are tokens
 REDRAWN = ("split-ratio",)  # partitions that are drawn anew in every round
 ASYNCHRONOUS = ("consensus",)  # partitions whose clients have class sequences of their own
 PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASYNCHRONOUS)
 
-# Backbones without pre-trained weights, and the smallest side at which batch normalisation can do with a batch of one
-# image: the last layer's map, an eighth of the side rounded up, must have more than one place.
+# Groups of what a key may affect, see task.keys.Affects.
+OF_THE_NODE = ("files", "device")  # a node's own settings win over the run's
+OF_THE_SERVER = ("folder", "output")  # clients are not told
+SAME_RESULT = ("device", "speed", "waiting", *OF_THE_SERVER)  # what a run measures stays the same but for rounding
+
+# Backbones without pre-trained weights, and the smallest image side with which batch normalisation can train on a batch
+# of one image: the last feature map, whose side is an eighth of it rounded up, must have more than one position.
 FROM_SCRATCH = {"resnet18_cifar": 9}
 
 
@@ -78,12 +80,16 @@ class Config:
         "",
         "folder (or .npz file) of the data set; a node's own setting goes before it",
         only=("dataset", *FROM_PATH, OWN),
+        affects="files",
     )
     unreadable_share: float = key(
         0.05, "of a node's image files that may be unreadable", minimum=0, maximum=1, only=("dataset", OWN)
     )
     augmentation: str = key(
-        AUTO, "of training images; auto is the data set's own choice", choices=(AUTO, "none", "crop", "crop-flip")
+        AUTO,
+        "of training images; auto is the data set's own choice",
+        choices=(AUTO, "none", "crop", "crop-flip"),
+        affects="local training",
     )
     class_order: str = key(
         "shuffled",
@@ -103,16 +109,22 @@ class Config:
     )
 
     backbone: str = key("vit_glyphs", "bundled vit_glyphs, any plain ViT of timm, or resnet18_cifar")
-    backbone_weights: str = key(AUTO, "auto: bundled, or timm's pre-trained; a file; or random")
+    backbone_weights: str = key(AUTO, "auto: bundled, or timm's pre-trained; a file; or random", affects="files")
     image_size: int = key(0, "side of the input in pixels; 0 = the backbone's own", minimum=0)
 
     rounds_per_task: int = key(AUTO, "R: rounds of each task", minimum=1, auto=5)
-    local_epochs: int = key(5, "E: epochs of a local training; ncm and afcl read no key of it", minimum=1)
-    batch_size: int = key(AUTO, "images per local step", minimum=1, auto=64)
-    optimizer: str = key(AUTO, "local optimiser", choices=("adam", "sgd"), auto="adam")
-    learning_rate: float = key(AUTO, "local step size, cosine within each local training", above=0, auto=1e-3)
+    local_epochs: int = key(
+        5, "E: epochs of a local training; ncm and afcl read no key of it", minimum=1, affects="local training"
+    )
+    batch_size: int = key(AUTO, "images per local step", minimum=1, auto=64, affects="local training")
+    optimizer: str = key(AUTO, "local optimiser", choices=("adam", "sgd"), auto="adam", affects="local training")
+    learning_rate: float = key(
+        AUTO, "local step size, cosine within each local training", above=0, auto=1e-3, affects="local training"
+    )
     backbone_learning_rate: float = key(AUTO, "local step size of a trained backbone", above=0, auto=1e-4)
-    gradient_clip: float = key(1.0, "largest norm of a local gradient; 0 = no limit", minimum=0)
+    gradient_clip: float = key(
+        1.0, "largest norm of a local gradient; 0 = no limit", minimum=0, affects="local training"
+    )
 
     num_clients: int = key(0, "clients; 0 = as many nodes as are connected", minimum=0)
     clients_per_round: int = key(0, "clients drawn each round; 0 = all", minimum=0)
@@ -140,28 +152,43 @@ class Config:
         0.5, "share of a client's classes that all clients have", minimum=0, maximum=1, only=("partition", "consensus")
     )
 
-    seed: int = key(0, "seed of everything random", minimum=0, maximum=2**63 - 1)
-    device: str = key(AUTO, "auto, cpu, cuda or cuda:N")
-    threads: int = key(1, "torch threads of each client and of the server", minimum=1, maximum=1024)
+    seed: int = key(0, "seed of everything random", minimum=0, maximum=2**63 - 1, affects="seed")
+    device: str = key(AUTO, "auto, cpu, cuda or cuda:N", affects="device")
+    threads: int = key(1, "torch threads of each client and of the server", minimum=1, maximum=1024, affects="speed")
     precision: str = key("fp32", "arithmetic of the backbone", choices=("fp32", "bf16"))
     evaluate: str = key("server", "who evaluates: the server, or each client its part", choices=("server", "clients"))
     federated_bias: bool = key(False, "measure the local models of each task too: an evaluation per client and task")
     quorum: int = key(1, "clients that must answer in every round", minimum=1)
-    start_timeout: float = key(15.0, "seconds to wait for each further one of num-clients nodes to connect", above=0)
-    round_timeout: float = key(3600.0, "seconds to wait for the answers of a round", above=0)
+    start_timeout: float = key(
+        15.0, "seconds to wait for each further one of num-clients nodes to connect", above=0, affects="waiting"
+    )
+    round_timeout: float = key(3600.0, "seconds to wait for the answers of a round", above=0, affects="waiting")
 
     min_class_count: int = key(
-        0, "a client sends no statistics of classes of which it has fewer images", minimum=0, maximum=10**9
+        0,
+        "a client sends no statistics of classes of which it has fewer images",
+        minimum=0,
+        maximum=10**9,
+        affects="privacy",
     )
-    privacy_clip: float = key(0.0, "C: largest L2 norm of what a client's training changes; 0 = no clipping", minimum=0)
+    privacy_clip: float = key(
+        0.0, "C: largest L2 norm of what a client's training changes; 0 = no clipping", minimum=0, affects="privacy"
+    )
     privacy_feature_clip: float = key(
-        0.0, "B: largest L2 norm of an image's features in class statistics; 0 = no clipping", minimum=0
+        0.0,
+        "B: largest L2 norm of an image's features in class statistics; 0 = no clipping",
+        minimum=0,
+        affects="privacy",
     )
     privacy_noise: float = key(
-        0.0, "z: Gaussian noise in all that is sent, of deviation z C in arrays; 0 = none", minimum=0
+        0.0, "z: Gaussian noise in all that is sent, of deviation z C in arrays; 0 = none", minimum=0, affects="privacy"
     )
-    privacy_delta: float = key(1e-5, "delta of the (epsilon, delta) that results.json names", above=0, maximum=0.5)
-    privacy_seeded: bool = key(False, "noise from the run's seed, which the server knows: for tests and simulations")
+    privacy_delta: float = key(
+        1e-5, "delta of the (epsilon, delta) that results.json names", above=0, maximum=0.5, affects="privacy"
+    )
+    privacy_seeded: bool = key(
+        False, "noise from the run's seed, which the server knows: for tests and simulations", affects="privacy"
+    )
 
     max_update_norm: float = key(
         0.0, "L2 norm, over all arrays, above which what a client changed is refused; 0 = off", minimum=0
@@ -170,12 +197,12 @@ class Config:
         0.0, "likewise, in medians of a round's norms, if three or more updates came; 0 = off", minimum=0
     )
 
-    output_dir: str = key("runs", "folder of all runs")
-    run_name: str = key("", "folder of this run; empty = method, data set, seed and time")
+    output_dir: str = key("runs", "folder of all runs", affects="folder")
+    run_name: str = key("", "folder of this run; empty = method, data set, seed and time", affects="folder")
 
-    tensorboard: bool = key(False, "write scalars for TensorBoard into the run's folder too")
+    tensorboard: bool = key(False, "write scalars for TensorBoard into the run's folder too", affects="output")
 
-    resume: str = key("", "folder of an unfinished run to go on with, by its own settings")
+    resume: str = key("", "folder of an unfinished run to go on with, by its own settings", affects="folder")
 
     options: Options = field(default_factory=Options)
 
@@ -201,22 +228,22 @@ class Config:
 
     @property
     def partition_parameters(self) -> dict[str, Any]:
-        """What the chosen partition takes beside labels, clients, tasks and seed."""
-        names = {f.name: f.metadata["rule"].only for f in fields(self) if "rule" in f.metadata}
-        return {n: getattr(self, n) for n, only in names.items() if only == ("partition", self.partition)}
+        """Parameters of the chosen partition, with underscores in their names."""
+        names = [n for n, k in keys_of(Config).items() if k.rule.only == ("partition", self.partition)]
+        return {name.replace("-", "_"): getattr(self, name.replace("-", "_")) for name in names}
 
     def flat(self) -> dict[str, Scalar]:
-        """The resolved keys as users write them, the method's own included; parsing them gives this object again."""
-        core = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
-        own = {f"{self.row.name}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
-        known, values = known_keys(), core | own
-        unread = {name for name in values if reading_setting(known[name], values, known)}
-        return {name: known[name].default if name in unread else value for name, value in values.items()}
+        """The resolved keys as users write them, with the method's own; parsing them gives an equal object."""
+        values = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
+        values |= {f"{self.row.name}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
+        keys = known_keys()
+        unread = {name for name in values if missing_setting(keys[name], values, keys)}
+        return {name: keys[name].default if name in unread else value for name, value in values.items()}
 
     def for_clients(self) -> dict[str, Scalar]:
-        """What travels to clients: all but what is about the server's own files."""
-        own = {"output-dir", "run-name", "tensorboard", "resume"}
-        return {name: value for name, value in self.flat().items() if name not in own}
+        """What is sent to clients: all keys but those about the server's own files."""
+        hidden = keys_affecting(*OF_THE_SERVER)
+        return {name: value for name, value in self.flat().items() if name not in hidden}
 
     def blocks(self) -> list[int]:
         """Prompted blocks, counted from 0, ascending.
@@ -224,21 +251,26 @@ class Config:
         Raises:
             ConfigError: ``prompt-blocks`` is neither a range nor a list of numbers from 1.
         """
-        found: list[int] = []
+        blocks: list[int] = []
         if re.fullmatch(r"\d{1,3}(-\d{1,3})?(,\d{1,3}(-\d{1,3})?)*", self.prompt_blocks):
             spans = [[int(n) for n in part.split("-")] for part in self.prompt_blocks.split(",")]
-            found = sorted({b - 1 for span in spans for b in range(span[0], span[-1] + 1)})
-        if not found or found[0] < 0:
+            blocks = sorted({b - 1 for span in spans for b in range(span[0], span[-1] + 1)})
+        if not blocks or blocks[0] < 0:
             raise ConfigError(f"prompt-blocks = {self.prompt_blocks!r} is not possible: write 1-5, or 1,3 and so on.")
-        return found
+        return blocks
 
 
 def known_keys() -> dict[str, Key]:
     """Every run key of the core and of all methods, by name."""
-    found = dict(keys_of(Config))
+    keys = dict(keys_of(Config))
     for method in METHODS.values():
-        found |= method.own_keys()
-    return found
+        keys |= method.own_keys()
+    return keys
+
+
+def keys_affecting(*categories: str) -> list[str]:
+    """Names of the run keys that affect one of ``categories``, see :data:`task.keys.Affects`."""
+    return [name for name, k in known_keys().items() if k.rule.affects in categories]
 
 
 def defaults() -> dict[str, Scalar]:
@@ -246,11 +278,11 @@ def defaults() -> dict[str, Scalar]:
     return {name: k.default for name, k in known_keys().items()}
 
 
-def reading_setting(key: Key, values: Mapping[str, Scalar], known: Mapping[str, Key]) -> str:
-    """The settings under which a key is read, in words, unless they are the run's."""
+def missing_setting(key: Key, values: Mapping[str, Scalar], keys: Mapping[str, Key]) -> str:
+    """The setting that a run lacks so that ``key`` is read, in words; empty if the run reads it."""
     if not key.rule.only:
         return ""
     owner = str(key.rule.only[0])
     if values[owner] in key.rule.only[1:]:
-        return reading_setting(known[owner], values, known)
+        return missing_setting(keys[owner], values, keys)
     return f"{key.rule.only[0]} = {' or '.join(map(repr, key.rule.only[1:]))}"

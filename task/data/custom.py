@@ -8,17 +8,17 @@ import numpy as np
 
 from task.data.image_folders import class_folders, images_by_class, require_classes
 from task.data.images import Dataset, ImageFiles
-from task.data.splits import HELD_OUT, chosen_by_digest, held_out, split_by
+from task.data.splits import HELD_OUT, draw_held_out, select_by_digest, split_dataset
 from task.keys import ConfigError
 
 
 def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
     """Arrays: images uint8 [N, H, W, 3] or [N, H, W], labels [N]; class names and split [N] (1 = test) are optional.
 
-    ``path`` is an .npz file, read into memory whole, or a folder of images.npy, labels.npy, split.npy and
+    ``path`` is an .npz file, which is read into memory, or a folder of images.npy, labels.npy, split.npy and
     class_names.txt (one name per line), whose images are memory-mapped: only those that are used are read. Without a
-    split a fifth of each class is held out at random, or with ``by_content`` about a fifth by a digest of each image:
-    what is trained on stays so however the file grows.
+    split a fifth of each class is held out at random. With ``by_content`` about a fifth is held out by a digest of each
+    image, so that training images stay training images when the file grows.
 
     Raises:
         ConfigError: missing, unreadable, of the wrong shapes or types, or names or split that do not fit the labels.
@@ -30,7 +30,7 @@ def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
     except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
         what = "folder of .npy files" if path.is_dir() else ".npz file"
         raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({error}).") from error
-    images, labels = _checked(arrays, path)
+    images, labels = _check_arrays(arrays, path)
     names = arrays.get("class_names", np.arange(labels.max() + 1))
     test = _test_part(arrays, images, labels, by_content)
     if (
@@ -41,15 +41,15 @@ def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
         or (test.all() or not test.any()) > by_content
     ):
         raise ConfigError(f"data-dir = {str(path)!r}: class_names or split do not fit the {len(labels)} labels.")
-    return split_by(test, images, labels, tuple(map(str, names)))
+    return split_dataset(test, images, labels, tuple(map(str, names)))
 
 
 def _test_part(arrays: dict[str, np.ndarray], images: np.ndarray, labels: np.ndarray, by_content: bool) -> np.ndarray:
     if "split" in arrays:
         return np.asarray(arrays["split"]) == 1
     if by_content:
-        return chosen_by_digest([image.tobytes() for image in images])
-    return held_out(labels, HELD_OUT, 0, "npz")
+        return select_by_digest([image.tobytes() for image in images])
+    return draw_held_out(labels, HELD_OUT, 0, "npz")
 
 
 def _npz_file(path: Path) -> dict[str, np.ndarray]:
@@ -70,7 +70,7 @@ def _npy_folder(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _checked(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray, np.ndarray]:
     images, labels = arrays.get("images", np.empty(0)), arrays.get("labels", np.empty(0))
     images = images[..., None] if images.ndim == 3 else images
     fits = images.ndim == 4 and images.shape[-1] in (1, 3) and images.dtype == np.uint8
@@ -80,10 +80,10 @@ def _checked(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray, np.
             + (", ".join(f"{n} {a.dtype} {list(a.shape)}" for n, a in arrays.items()) or "nothing")
             + "."
         )
-    # without names a class needs an image to exist
+    # without names, the classes are those of the labels
     if labels.min() < 0 or labels.max() >= arrays.get("class_names", labels).size:
-        found = f"they go from {labels.min()} to {labels.max()}"
-        raise ConfigError(f"data-dir = {str(path)!r}: labels must start at 0 and leave no number out; {found}.")
+        limits = f"they go from {labels.min()} to {labels.max()}"
+        raise ConfigError(f"data-dir = {str(path)!r}: labels must start at 0 and leave no number out; {limits}.")
     return images, np.array(labels, np.int64)
 
 
@@ -97,7 +97,7 @@ def folder(path: Path, side: int) -> Dataset:
         raise ConfigError(f"data-dir = {str(path)!r}: there is no such folder for dataset 'folder'.")
     if not ((path / "train").is_dir() and (path / "test").is_dir()):
         names, images, labels = _scan(path, side)
-        return split_by(held_out(labels, HELD_OUT, 0, "folder"), images, labels, names)
+        return split_dataset(draw_held_out(labels, HELD_OUT, 0, "folder"), images, labels, names)
     names, train, train_labels = _scan(path / "train", side)
     test_names, test, test_labels = _scan(path / "test", side)
     if names != test_names:

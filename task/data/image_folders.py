@@ -11,8 +11,8 @@ from PIL import Image
 from task.data.images import ImageFiles
 from task.keys import ConfigError
 
-_MADE_BY_SYSTEMS = ("@eaDir", "__MACOSX")  # folders with copies of images
-_NO_PHOTOS = {"BUFR", "EMF", "GRIB", "HDF5", "MPEG", "WMF"}  # formats that Pillow knows of and cannot read
+_SYSTEM_FOLDERS = ("@eaDir", "__MACOSX")  # made by operating systems, with copies of images
+_UNREADABLE = {"BUFR", "EMF", "GRIB", "HDF5", "MPEG", "WMF"}  # formats that Pillow registers but cannot read
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
@@ -20,46 +20,46 @@ def images_by_class(folders: Sequence[Path], side: int) -> tuple[ImageFiles, np.
     """Every image file below each folder, sorted by name; hidden files and folders are left out.
 
     Args:
-        folders: one per class, in the order of the class ids; one that does not exist counts as empty.
+        folders: one per class, in the order of the class ids; a missing folder counts as empty.
         side: of the decoded images, in pixels.
 
     Returns:
         the N images and their class ids, int64 [N].
     """
-    found = [sorted(_image_files(folder)) for folder in folders]
-    labels = np.repeat(np.arange(len(folders)), np.array([len(files) for files in found], np.int64))
-    return ImageFiles(tuple(f for files in found for f in files), side), labels
+    by_class = [sorted(_image_files(folder)) for folder in folders]
+    labels = np.repeat(np.arange(len(folders)), np.array([len(files) for files in by_class], np.int64))
+    return ImageFiles(tuple(f for files in by_class for f in files), side), labels
 
 
 def _image_files(folder: Path) -> Iterator[str]:
-    for place, inside, files in os.walk(folder):  # links to folders may lead anywhere, so they are not followed
-        inside[:] = [name for name in inside if not _hidden(name)]
-        yield from (os.path.join(place, f) for f in files if f.lower().endswith(_endings()) and not _hidden(f))
+    for parent, folders, files in os.walk(folder):  # links to folders are not followed
+        folders[:] = [name for name in folders if not _hidden(name)]
+        yield from (os.path.join(parent, f) for f in files if f.lower().endswith(_endings()) and not _hidden(f))
 
 
 @lru_cache(maxsize=1)
 def _endings() -> tuple[str, ...]:
-    """Of image files that can be read."""
-    known = Image.registered_extensions()  # first: it loads the formats
-    readable = Image.OPEN.keys() - _NO_PHOTOS
-    return tuple(ending for ending, kind in known.items() if kind in readable)
+    """File name endings of the images that Pillow can read."""
+    formats = Image.registered_extensions()  # must come first: it loads Image.OPEN
+    readable = Image.OPEN.keys() - _UNREADABLE
+    return tuple(ending for ending, kind in formats.items() if kind in readable)
 
 
 def class_folders(path: Path) -> list[Path]:
     """Folders directly below ``path``, sorted by name, hidden ones left out; empty if there is no such path."""
-    inside = sorted(path.iterdir(), key=lambda p: p.name) if path.is_dir() else []
-    return [p for p in inside if p.is_dir() and not _hidden(p.name)]
+    entries = sorted(path.iterdir(), key=lambda p: p.name) if path.is_dir() else []
+    return [p for p in entries if p.is_dir() and not _hidden(p.name)]
 
 
 def require_classes(folders: Sequence[Path]) -> None:
-    """Refuse train/ and val/ and the like as names of classes: such a folder holds folders and no image.
+    """Refuse folders such as train/ and val/, which hold folders and no images, as classes.
 
     Raises:
         ConfigError: names one.
     """
     for folder in folders:
-        inside = class_folders(folder) if folder.name.casefold() in _PARTS else []
-        if inside and len(images_by_class(inside, side=1)[0]) == len(images_by_class([folder], side=1)[0]):
+        subfolders = class_folders(folder) if folder.name.casefold() in _PARTS else []
+        if subfolders and len(images_by_class(subfolders, side=1)[0]) == len(images_by_class([folder], side=1)[0]):
             raise ConfigError(
                 f"{str(folder)!r} looks like a part of the data and not like a class: data-dir holds a folder per "
                 "class, or train/ and test/, both, so written, with a folder per class each."
@@ -67,4 +67,4 @@ def require_classes(folders: Sequence[Path]) -> None:
 
 
 def _hidden(name: str) -> bool:
-    return name.startswith((".", *_MADE_BY_SYSTEMS))
+    return name.startswith((".", *_SYSTEM_FOLDERS))

@@ -1,4 +1,4 @@
-"""Images and labels as every other module sees them: the Dataset, and image files that are decoded when asked for."""
+"""Data sets of images and labels, and image files that are decoded on access."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Labels are int64 and index ``class_names``; ``augmentation`` is what suits these images by default."""
+    """Labels are int64 and index ``class_names``; ``augmentation`` is the default for these images."""
 
     class_names: tuple[str, ...]
     train_images: Images
@@ -63,10 +63,9 @@ class Subset:
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Image files, decoded to ``side`` x ``side`` pixels when asked for.
+    """Image files, decoded to ``side`` x ``side`` pixels on access.
 
-    A client sees the same images in every epoch and round, so the last ``CACHE_BYTES`` of decoded pixels are kept. A
-    task that does not fit is decoded anew, without harm but for the time.
+    The last ``CACHE_BYTES`` of decoded pixels are cached, because a client reads the same images in every epoch.
     """
 
     paths: tuple[str, ...]
@@ -98,28 +97,28 @@ def decode(path: str, side: int) -> np.ndarray:
     Raises:
         UnreadableImage: the file is missing, truncated or no image.
     """
-    return fitted(read_rgb(path), side, side)
+    return fit_image(read_rgb(path), side, side)
 
 
 def read_rgb(path: str) -> Image.Image:
-    """An image file in RGB, at its own size; see :func:`rgb`.
+    """An image file in RGB, at its own size; see :func:`to_rgb`.
 
     Raises:
         UnreadableImage: the file is missing, truncated or no image.
     """
     try:
         with Image.open(path) as image:
-            return rgb(image)
+            return to_rgb(image)
     except MemoryError:
         raise
-    except Exception as error:  # readers of some formats raise whatever they like
+    except Exception as error:  # Pillow's readers raise many types
         raise UnreadableImage(f"{path!r} cannot be read as an image ({error}); replace it or take it away.") from error
 
 
-def rgb(image: Image.Image) -> Image.Image:
-    """An image in RGB; grey of more than 8 bits is stretched from its own darkest to its brightest pixel.
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image to RGB; grey of more than 8 bits is scaled so that its pixels span 0 .. 255.
 
-    Scanners use any part of 16 bits, and Pillow's own conversion cuts everything off at 255.
+    (Scanners use any part of 16 bits, and Pillow's own conversion clips at 255.)
 
     Raises:
         ValueError: it holds NaN or infinite values.
@@ -133,8 +132,8 @@ def rgb(image: Image.Image) -> Image.Image:
     return Image.fromarray(np.round(stretched).astype(np.uint8)).convert("RGB")
 
 
-def fitted(image: Image.Image, height: int, width: int) -> np.ndarray:
-    """An RGB image as uint8 [height, width, 3]: scaled until it just covers that (bicubic), then its centre."""
+def fit_image(image: Image.Image, height: int, width: int) -> np.ndarray:
+    """An RGB image as uint8 [height, width, 3]: the smallest (bicubic) scaling that covers this size, centre crop."""
     scale = max(height / image.height, width / image.width)
     image = image.resize((max(width, round(image.width * scale)), max(height, round(image.height * scale))))
     left, top = (image.width - width) // 2, (image.height - height) // 2

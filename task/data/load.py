@@ -1,7 +1,6 @@
-"""The data set of a run: found in the table, loaded, counted, checked.
+"""Loading a run's data set by its name in the table.
 
-What is found of a published data set is counted, and anything but the published numbers is refused with what was found,
-what belongs there and where to get it.
+The classes and images of a published data set are counted; other numbers than the published ones are refused.
 """
 
 from dataclasses import replace
@@ -13,7 +12,7 @@ import numpy as np
 from task.data.images import Dataset
 from task.data.published import IncompleteError
 from task.data.registry import SOURCES, Source
-from task.data.splits import with_validation
+from task.data.splits import split_validation
 from task.keys import ConfigError
 
 
@@ -25,11 +24,11 @@ def load_dataset(name: str, data_dir: str, image_size: int, validation_share: fl
         ConfigError: the path is missing, empty, incomplete or not in the expected form.
     """
     try:
-        dataset = read(SOURCES[name], Path(data_dir).expanduser(), image_size)
-    except (OSError, RuntimeError) as error:  # a path that is too long, a home that nobody has, no right to read
+        dataset = read_source(SOURCES[name], Path(data_dir).expanduser(), image_size)
+    except (OSError, RuntimeError) as error:  # such as a path that is too long, an unknown user, no right to read
         raise ConfigError(f"data-dir = {data_dir!r} cannot be read: {error}.") from error
     if validation_share:
-        dataset = with_validation(dataset, validation_share, seed)
+        dataset = split_validation(dataset, validation_share, seed)
     for part in (dataset.train_labels, dataset.test_labels):
         missing = np.flatnonzero(np.bincount(part, minlength=len(dataset.class_names)) == 0)
         if len(missing):
@@ -47,7 +46,7 @@ def default_augmentation(dataset: Dataset, asked: str) -> str:
     return dataset.augmentation if asked == "auto" else asked
 
 
-def read(source: Source, path: Path, side: int) -> Dataset:
+def read_source(source: Source, path: Path, side: int) -> Dataset:
     """Load and count a data set.
 
     Args:
@@ -63,7 +62,7 @@ def read(source: Source, path: Path, side: int) -> Dataset:
     root = path if path.name == source.folder else path / source.folder
     try:
         dataset = source.load(root, side)
-        _count(dataset, source)
+        _check_counts(dataset, source)
     except FileNotFoundError as error:
         raise _refusal(source, path, root, f"{error.filename} is missing") from error
     except IncompleteError as error:
@@ -86,13 +85,13 @@ def _counts(classes: int, train: int, test: int) -> str:
     return f"{images} of {classes} classes"
 
 
-def _count(dataset: Dataset, source: Source) -> None:
+def _check_counts(dataset: Dataset, source: Source) -> None:
     classes, train, test = len(dataset.class_names), len(dataset.train_labels), len(dataset.test_labels)
-    found = (classes, train, test) if source.test else (classes, train + test, 0)
-    if found == (source.classes, source.train, source.test):
+    counts = (classes, train, test) if source.test else (classes, train + test, 0)
+    if counts == (source.classes, source.train, source.test):
         return
-    problem = f"found {_counts(*found)}"
-    if classes and found[1] < source.train:
+    problem = f"found {_counts(*counts)}"
+    if classes and counts[1] < source.train:
         each = np.bincount(dataset.train_labels, minlength=classes)
         problem += f"; {dataset.class_names[each.argmin()]!r} has the fewest training images, {each.min()}"
     raise IncompleteError(problem)

@@ -1,7 +1,7 @@
 """Loaders of the published data sets.
 
-Nothing is ever downloaded at run time: an archive is fetched by hand and unpacked below data-dir. Images stay files
-that are decoded when asked for (CIFAR, which is one small array, apart).
+Nothing is downloaded at run time: people fetch an archive and unpack it below data-dir. Images are decoded on access,
+but for CIFAR, which is one small array.
 """
 
 import os
@@ -16,14 +16,14 @@ from torchvision.datasets.utils import check_integrity
 
 from task.data.image_folders import class_folders, images_by_class
 from task.data.images import Dataset, ImageFiles
-from task.data.splits import HELD_OUT, held_out, split_by
+from task.data.splits import HELD_OUT, draw_held_out, split_dataset
 
 DOMAINS = ("clipart", "infograph", "painting", "quickdraw", "real", "sketch")
-TINY_SIDE = 64  # pixels of Tiny-ImageNet's own images; the backbone's size is reached later, for a whole batch at once
+TINY_SIDE = 64  # pixels of Tiny-ImageNet's own images; they are resized for the backbone later, batch by batch
 
 
 class IncompleteError(Exception):
-    """What is missing of a published data set, as a clause for the error that ``read`` makes of it."""
+    """Files of a published data set are missing; the message is a clause of the error of ``load.read_source``."""
 
 
 def cifar(kind: type[CIFAR10], root: Path, side: int) -> Dataset:
@@ -47,10 +47,10 @@ def tiny_imagenet(root: Path, side: int) -> Dataset:
     ids = {number: c for c, number in enumerate(numbers)}
     side = min(side, TINY_SIDE)
     train, train_labels = images_by_class([root / "train" / number for number in numbers], side)
-    rows = [line.split("\t")[:2] for line in _lines(root / "val" / "val_annotations.txt")]
-    test = _listed(root, [f"val/images/{file}" for file, _ in rows], side)
+    rows = [line.split("\t")[:2] for line in _read_lines(root / "val" / "val_annotations.txt")]
+    test = _list_images(root, [f"val/images/{file}" for file, _ in rows], side)
     test_labels = np.array([ids[number] for _, number in rows], np.int64)
-    return Dataset(_words(numbers), train, train_labels, test, test_labels)
+    return Dataset(_word_of_each(numbers), train, train_labels, test, test_labels)
 
 
 def mini_imagenet(root: Path, side: int) -> Dataset:
@@ -61,23 +61,25 @@ def mini_imagenet(root: Path, side: int) -> Dataset:
     for the test set, always the same ones (not those of any paper). Class ids follow the sorted WordNet numbers. The
     images may have any size; 84 x 84 is usual, and a backbone of 224 x 224 sees more in ImageNet's own.
     """
-    lists = [_lines(root / f"{part}.csv")[1:] for part in ("train", "val", "test")]
+    lists = [_read_lines(root / f"{part}.csv")[1:] for part in ("train", "val", "test")]
     rows = sorted([field.strip() for field in line.split(",")] for lines in lists for line in lines)
     numbers, labels = np.unique([number for _, number in rows], return_inverse=True)
-    images = _listed(root, [f"images/{file}" for file, _ in rows], side)
-    return split_by(held_out(labels, 1 / 6, 0, "mini-imagenet"), images, labels, _words(numbers.tolist()))
+    images = _list_images(root, [f"images/{file}" for file, _ in rows], side)
+    return split_dataset(
+        draw_held_out(labels, 1 / 6, 0, "mini-imagenet"), images, labels, _word_of_each(numbers.tolist())
+    )
 
 
 def cub200(root: Path, side: int) -> Dataset:
     """Caltech-UCSD Birds-200-2011 (Wah et al. 2011) with its own split; whole images, bounding boxes are not used."""
     names, files, labels, training = (
-        dict(line.split(maxsplit=1) for line in _lines(root / f"{name}.txt"))
+        dict(line.split(maxsplit=1) for line in _read_lines(root / f"{name}.txt"))
         for name in ("classes", "images", "image_class_labels", "train_test_split")
     )
-    images = _listed(root, [f"images/{file}" for file in files.values()], side)
+    images = _list_images(root, [f"images/{file}" for file in files.values()], side)
     test = np.array([training[image] == "0" for image in files], bool)
     ids = np.array([int(labels[image]) - 1 for image in files], np.int64)
-    return split_by(test, images, ids, tuple(names[str(c + 1)] for c in range(len(names))))
+    return split_dataset(test, images, ids, tuple(names[str(c + 1)] for c in range(len(names))))
 
 
 def imagenet_r(root: Path, side: int) -> Dataset:
@@ -88,7 +90,9 @@ def imagenet_r(root: Path, side: int) -> Dataset:
     """
     folders = class_folders(root)
     images, labels = images_by_class(folders, side)
-    return split_by(held_out(labels, HELD_OUT, 0, "imagenet-r"), images, labels, _words([p.name for p in folders]))
+    return split_dataset(
+        draw_held_out(labels, HELD_OUT, 0, "imagenet-r"), images, labels, _word_of_each([p.name for p in folders])
+    )
 
 
 def domainnet(root: Path, side: int) -> Dataset:
@@ -97,36 +101,37 @@ def domainnet(root: Path, side: int) -> Dataset:
     HePCo's public code draws an 80 : 20 split of its own from the .jpg files instead, which leaves out quickdraw.
     """
     parts = [
-        [line.rsplit(maxsplit=1) for domain in DOMAINS for line in _lines(root / f"{domain}_{part}.txt")]
+        [line.rsplit(maxsplit=1) for domain in DOMAINS for line in _read_lines(root / f"{domain}_{part}.txt")]
         for part in ("train", "test")
     ]
     names = {int(label): file.split("/")[1] for part in parts for file, label in part}  # clipart/ant/1.jpg 6 -> 6: ant
-    train, test = (_listed(root, [file for file, _ in part], side) for part in parts)
+    train, test = (_list_images(root, [file for file, _ in part], side) for part in parts)
     train_labels, test_labels = (np.array([int(label) for _, label in part], np.int64) for part in parts)
     return Dataset(tuple(names[c] for c in range(len(names))), train, train_labels, test, test_labels)
 
 
-def _lines(path: Path) -> list[str]:
+def _read_lines(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _listed(root: Path, files: Sequence[str], side: int) -> ImageFiles:
-    """Image files that a published list names, relative to ``root``; every folder is looked into once."""
-    there: set[str] = set()
+def _list_images(root: Path, files: Sequence[str], side: int) -> ImageFiles:
+    """Image files of a published list, relative to ``root``.
+
+    Raises:
+        IncompleteError: files are missing.
+    """
+    present: set[str] = set()  # by listing each folder once, which is faster than a check per file
     for folder in {file.rpartition("/")[0] for file in files}:
         with suppress(FileNotFoundError):
-            there.update(f"{folder}/{name}" for name in os.listdir(root / folder))
-    missing = [file for file in files if file not in there]
+            present.update(f"{folder}/{name}" for name in os.listdir(root / folder))
+    missing = [file for file in files if file not in present]
     if missing:
         raise IncompleteError(f"{len(missing):,} of {len(files):,} listed images are missing, such as {missing[0]}")
     return ImageFiles(tuple(os.path.join(root, file) for file in files), side)
 
 
-def _words(numbers: Sequence[str]) -> tuple[str, ...]:
+def _word_of_each(numbers: Sequence[str]) -> tuple[str, ...]:
     """WordNet's first word for each ImageNet class, its number added where two classes share the word."""
     info = ImageNetInfo()
     words = [info.label_name_to_description(number).split(",")[0] for number in numbers]
     return tuple(w if words.count(w) == 1 else f"{w} ({n})" for w, n in zip(words, numbers, strict=True))
-
-
-# fmt: on

@@ -1,4 +1,4 @@
-"""Every data set a run can name: one table."""
+"""The table of data sets."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ class Source:
 
     Attributes:
         load: (folder of the data, side in pixels of decoded files) -> the data set.
-        augmentation: of training images, unless the user asks for another.
-        classes: their number; 0 if it is not fixed, and then nothing is counted.
-        train: number of training images; of all images when ``test`` is 0.
-        test: number of test images; 0 if none are published as such and ``load`` draws its own.
-        folder: where the files lie below data-dir, as the archive unpacks.
-        holds: what must be in it.
-        address: where to get it.
+        augmentation: default for training images.
+        classes: number of classes; 0 if it is not fixed, and then nothing is counted.
+        train: number of training images; of all images if ``test`` is 0.
+        test: number of test images; 0 if there is no published test set, and ``load`` draws one.
+        folder: folder of the files below data-dir, as the archive unpacks.
+        holds: files that must be in it.
+        address: where people get the archive.
     """
 
     load: Callable[[Path, int], Dataset]

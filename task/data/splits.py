@@ -11,8 +11,8 @@ from task.utils.seeding import numpy_rng
 HELD_OUT = 0.2  # test share of a data set that comes without a test split
 
 
-def held_out(labels: np.ndarray, share: float, seed: int, purpose: str) -> np.ndarray:
-    """Mark ``share`` of every class, at random; bool [N], reproducible from ``seed`` and ``purpose``."""
+def draw_held_out(labels: np.ndarray, share: float, seed: int, purpose: str) -> np.ndarray:
+    """Mark a random ``share`` of every class; bool [N], the same for equal ``seed`` and ``purpose``."""
     shuffled = numpy_rng(seed, purpose).permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     counts = np.bincount(labels)
@@ -22,13 +22,13 @@ def held_out(labels: np.ndarray, share: float, seed: int, purpose: str) -> np.nd
     return mask
 
 
-def chosen_by_digest(contents: Sequence[bytes]) -> np.ndarray:
-    """Mark about ``HELD_OUT`` of them; bool [N]. Whether one is marked depends on nothing but itself."""
+def select_by_digest(contents: Sequence[bytes]) -> np.ndarray:
+    """Mark about ``HELD_OUT`` of the contents by their SHA-256; bool [N]. Each mark depends on one content only."""
     digests = [int.from_bytes(hashlib.sha256(content).digest()[:6]) for content in contents]
     return np.array(digests, np.int64) < HELD_OUT * 2**48
 
 
-def split_by(
+def split_dataset(
     mask: np.ndarray, images: Images, labels: np.ndarray, names: tuple[str, ...], augmentation: str = "crop-flip"
 ) -> Dataset:
     """A data set whose test part is where ``mask``, bool [N], is true."""
@@ -36,7 +36,7 @@ def split_by(
     return Dataset(names, Subset(images, train), labels[train], Subset(images, test), labels[test], augmentation)
 
 
-def with_validation(dataset: Dataset, share: float, seed: int) -> Dataset:
-    """Keep back ``share`` of the training images of each class and let them stand in for the test set."""
-    mask = held_out(dataset.train_labels, share, seed, "validation")
-    return split_by(mask, dataset.train_images, dataset.train_labels, dataset.class_names, dataset.augmentation)
+def split_validation(dataset: Dataset, share: float, seed: int) -> Dataset:
+    """Hold out ``share`` of the training images of each class; they replace the test set."""
+    mask = draw_held_out(dataset.train_labels, share, seed, "validation")
+    return split_dataset(mask, dataset.train_images, dataset.train_labels, dataset.class_names, dataset.augmentation)

@@ -1,4 +1,4 @@
-"""The device that was asked for, or an error: never another one in silence."""
+"""The torch device of the run key ``device``, or an error."""
 
 import re
 

@@ -1,9 +1,8 @@
-"""Queries q(x): computed once per image in each process, and reused wherever the image is not augmented.
+"""A cache of queries q(x) of images without augmentation, in each process.
 
-q(x) depends on the image, its plain transform and the frozen backbone alone: test images, statistics and training
-without augmentation need it once per run. Its last bits depend on the batch that it was computed in, so what is kept
-are whole batches, and the same images are always asked for in the same ones: results do not depend on what a process
-happened to have at hand.
+q(x) depends on the image and the frozen backbone only, so test images, statistics and training without augmentation
+need it once per run. Its last bits depend on the batch in which it is computed. Therefore whole batches are cached, and
+callers ask for the same batches again: results do not depend on what is in the cache.
 """
 
 import hashlib
@@ -22,15 +21,15 @@ from task.models.preprocessing import prepare
 from task.models.vit import Backbone
 
 BATCH = 256  # images of one pass without gradient
-CACHE_BYTES = 2**28  # queries kept by a process: 87,000 at D = 768
+CACHE_BYTES = 2**28  # of cached queries in a process: 87,000 queries at D = 768
 
 
 class Inputs(NamedTuple):
-    """What a forward pass starts from.
+    """Inputs of the model's forward pass.
 
     Attributes:
-        images: prepared, [B, 3, H, W]; empty where the features are the query.
-        query: q(x) [B, D] where it is known already.
+        images: prepared, [B, 3, H, W]; empty if the features are the query.
+        query: q(x) [B, D] if it is known.
     """
 
     images: Tensor
@@ -38,8 +37,8 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Queries of one batch, and whose they are: an id alone may belong to another object by now."""
+class CachedBatch:
+    """Queries of one batch, and the objects they belong to: Python may give the id of a deleted object to another."""
 
     images: weakref.ref[Images]
     backbone: weakref.ref[Backbone]
@@ -47,48 +46,48 @@ class Kept:
 
 
 class QueryCache:
-    """The queries used last, up to ``limit`` bytes of them."""
+    """The queries that were used last, at most ``limit`` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self._kept: OrderedDict[tuple[int, int, str, bytes], Kept] = OrderedDict()
+        self._batches: OrderedDict[tuple[int, int, str, bytes], CachedBatch] = OrderedDict()
 
     def query(self, model: Model, images: Images, positions: np.ndarray) -> Tensor:
-        """q(x) of the images at ``positions``, int64 [B] -> [B, D] on the model's device; not to be written to."""
+        """q(x) of the images at ``positions``, int64 [B] -> [B, D] on the model's device; read only."""
         digest = hashlib.sha256(positions.tobytes()).digest()
         key = (id(images), id(model.backbone), model.precision, digest)
-        kept = self._take(key)
-        if not kept or kept.images() is not images or kept.backbone() is not model.backbone:
+        batch = self._pop(key)
+        if not batch or batch.images() is not images or batch.backbone() is not model.backbone:
             query = model.query(prepare(images[positions], model.backbone))
-            kept = Kept(weakref.ref(images), weakref.ref(model.backbone), query)
-        self._kept[key] = kept
-        self.size += kept.query.nbytes
+            batch = CachedBatch(weakref.ref(images), weakref.ref(model.backbone), query)
+        self._batches[key] = batch
+        self.size += batch.query.nbytes
         while self.size > self.limit:
-            self._take(next(iter(self._kept)))
-        return kept.query
+            self._pop(next(iter(self._batches)))
+        return batch.query
 
-    def _take(self, key: tuple[int, int, str, bytes]) -> Kept | None:
-        kept = self._kept.pop(key, None)
-        self.size -= kept.query.nbytes if kept else 0
-        return kept
+    def _pop(self, key: tuple[int, int, str, bytes]) -> CachedBatch | None:
+        batch = self._batches.pop(key, None)
+        self.size -= batch.query.nbytes if batch else 0
+        return batch
 
 
 CACHE = QueryCache(CACHE_BYTES)
 
 
 @torch.no_grad()
-def known_query(model: Model, images: Images, positions: np.ndarray) -> Tensor | None:
-    """q(x) of the images at ``positions`` without augmentation, int64 [N] -> [N, D]; None where it would save nothing.
+def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor | None:
+    """q(x) of the images at ``positions`` without augmentation, int64 [N] -> [N, D]; None if the model needs none.
 
-    Equal positions give equal bits, whatever has been asked for before.
+    Equal positions give equal bits.
     """
     if not model.reuses_query or not len(positions):
         return None
     batches = [positions[start : start + BATCH] for start in range(0, len(positions), BATCH)]
-    return torch.cat([CACHE.query(model, images, some) for some in batches])
+    return torch.cat([CACHE.query(model, images, batch) for batch in batches])
 
 
-def inputs_at(
+def load_inputs(
     model: Model,
     images: Images,
     positions: np.ndarray,
@@ -96,15 +95,15 @@ def inputs_at(
     augmentation: str = "none",
     rng: torch.Generator | None = None,
 ) -> Inputs:
-    """Inputs of the images at ``positions`` [B], which are not even read where their query says all.
+    """Inputs of the images at ``positions``; the images are not read if the model needs their query only.
 
     Args:
-        model: takes the inputs.
+        model: for which the inputs are.
         images: source of the images.
         positions: int64 [B].
-        query: theirs, [B, D], if known; must be None for augmented images.
+        query: q(x) of these images, [B, D], if known; must be None for augmented images.
         augmentation: as in :func:`task.models.preprocessing.prepare`.
-        rng: likewise.
+        rng: as in :func:`task.models.preprocessing.prepare`.
     """
     if query is not None and not model.prompted:
         return Inputs(torch.empty(0), query)

@@ -8,14 +8,14 @@ from task.models.vit import Backbone, load_vit
 
 
 def build_backbone(name: str, weights: str, image_size: int, device: str) -> Backbone:
-    """A backbone of one's own; arguments are the run keys of the same names.
+    """A new backbone; the arguments are the run keys of the same names.
 
     Raises:
         ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
     """
-    made = load_resnet18(weights, image_size) if name in FROM_SCRATCH else load_vit(name, weights, image_size)
-    return made.to(device)
+    backbone = load_resnet18(weights, image_size) if name in FROM_SCRATCH else load_vit(name, weights, image_size)
+    return backbone.to(device)
 
 
-# the one instance in this process, however many clients it serves
+# one instance for all clients of this process
 load_backbone = lru_cache(maxsize=2)(build_backbone)

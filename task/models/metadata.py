@@ -1,4 +1,4 @@
-"""What a file of a model says about its arrays: all that is needed to use them."""
+"""Metadata in a model file: all that is needed to use its arrays."""
 
 import json
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ class ModelMetadata:
 
     Attributes:
         config: the resolved run keys.
-        class_ids: row by row of the head, class in the data set.
-        class_names: likewise.
+        class_ids: class in the data set of each head row.
+        class_names: name of each head row's class.
         task_sizes: number of classes of each task that has begun.
         image_shape: height and width in pixels of the stored images, before they are resized for the backbone.
         backbone_sha256: digest of the weights that the backbone started from.

@@ -22,10 +22,10 @@ from task.utils.seeding import torch_rng
 
 
 class Head(nn.Module):
-    """Linear classifier that grows: weight [seen, D], bias [seen].
+    """Linear classifier that grows with the tasks: weight [seen, D], bias [seen].
 
-    With ``projection`` > 0 it stands on that many random features max(0, x W), W ~ N(0, 1) fixed by the seed, and D is
-    their number (RanPAC, McDonnell et al. 2023).
+    With ``projection`` > 0 its inputs are D = ``projection`` random features max(0, x W), W ~ N(0, 1) drawn from the
+    seed (RanPAC, McDonnell et al. 2023).
     """
 
     projection: Tensor | None
@@ -40,14 +40,14 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.empty(0))
 
     def grow(self, classes: int) -> None:
-        """Add rows; each row's start depends on the seed and its place alone."""
+        """Add rows; the initial value of a row depends on the seed and the number of rows before."""
         seen, dim = self.weight.shape
         fresh = 0.02 * torch.randn(classes, dim, generator=torch_rng(self.seed, "head", seen))
         self.weight = nn.Parameter(torch.cat([self.weight.data, fresh.to(self.weight.device)]))
         self.bias = nn.Parameter(torch.cat([self.bias.data, self.bias.new_zeros(classes)]))
 
     def project(self, features: Tensor) -> Tensor:
-        """What the linear layer stands on: features [B, backbone's D] themselves, or their random projection [B, D]."""
+        """Inputs of the linear layer: features [B, backbone's D] themselves, or their random projection [B, D]."""
         return features if self.projection is None else (features @ self.projection).relu()
 
     def forward(self, features: Tensor) -> Tensor:
@@ -59,13 +59,13 @@ class Model(nn.Module):
     """Class-incremental model. Rows of the head follow the class order of the run, task by task.
 
     Args:
-        backbone: the process's one; frozen.
-        prompt: turns queries into what the backbone's blocks take.
-        seed: of the head's start and projection.
+        backbone: shared by all models of the process; frozen.
+        prompt: makes prefixes or prompt tokens of queries.
+        seed: of the head's initial values and projection.
         precision: fp32 or bf16, of the backbone's arithmetic.
         projection: random features under the head; 0 = none.
         trains_backbone: train, and send, a copy of the backbone.
-        projects: prefixes as the backbone projects tokens.
+        projects: whether the backbone projects prefixes as it does tokens.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Model(nn.Module):
         projects: bool = False,
     ) -> None:
         super().__init__()
-        self._shared = [backbone]  # in a list: shared by all models of the process, so no sub-module of this one
+        self._shared = [backbone]  # in a list, so that it is no sub-module: all models of the process share it
         self.trained_backbone = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
         self.prompt, self.head = prompt, Head(backbone.dim, seed, projection)
         self.task_sizes: list[int] = []
@@ -87,16 +87,16 @@ class Model(nn.Module):
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
         self.precision, self.projects = precision, projects
         self.to(backbone.mean.device)
-        self.eval()  # the prompts of a model in training know the task, which nobody says of a test image
+        self.eval()  # in training mode prompts know the task, which is unknown for a test image
 
     @property
     def backbone(self) -> Backbone:
-        """The process's one frozen backbone, or the model's own that it trains."""
+        """The process's frozen backbone, or the model's own copy that it trains."""
         return self._shared[0] if self.trained_backbone is None else self.trained_backbone
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model."""
         return self.head.weight.device
 
     def begin_task(self, classes: int) -> None:
@@ -109,15 +109,15 @@ class Model(nn.Module):
         self.to(self.device)
 
     def set_active_rows(self, rows: np.ndarray) -> None:
-        """Let the local loss choose among other classes than the current task's: their head rows, int64 [C]."""
+        """Set the head rows, int64 [C], of the classes among which the local loss chooses."""
         self._rows = torch.from_numpy(np.sort(rows)).to(self.device)
 
     def current_rows(self) -> Tensor:
-        """int64 [C] ascending: head rows among which the local loss chooses, at first those of the current task."""
+        """Head rows among which the local loss chooses, int64 [C] ascending; by default those of the current task."""
         return self._rows
 
     def local_targets(self, rows: Tensor) -> Tensor:
-        """Place of each head row among the current ones, int64 like ``rows``, which must be of them."""
+        """Index of each head row in :meth:`current_rows`, int64 like ``rows``."""
         return torch.searchsorted(self._rows, rows)
 
     def query(self, images: Tensor) -> Tensor:
@@ -132,13 +132,13 @@ class Model(nn.Module):
 
     @property
     def reuses_query(self) -> bool:
-        """Whether a known q(x) saves a pass: the prompt reads it, or it is f(x). Never for a backbone that trains."""
+        """Whether a cached q(x) is of use: the prompt reads it, or it is f(x). False if the backbone is trained."""
         return self.trained_backbone is None and (self.prompt.needs_query or not self.prompted)
 
     def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, D], float32.
 
-        ``query`` is their q(x) [B, D] if it is known already; without prompt it is f(x), whatever the images are.
+        ``query`` is q(x) [B, D] of the images, if known; without prompt it is f(x), and the images are not read.
         """
         if query is not None and not self.prompted:
             return query
@@ -152,40 +152,40 @@ class Model(nn.Module):
         return self.head(self.features(images, query))
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Prompt and head by stable names: everything that travels to clients.
+        """Arrays sent to clients, by stable names: prompt and head.
 
-        A trained backbone is one array more, ``backbone`` [P]: hundreds of small ones would travel slowly.
+        A trained backbone is one array more, ``backbone`` [P], because sending hundreds of small ones is slow.
         """
         return {name: p.detach() for name, p in self._small_parameters()} | self._packed()
 
-    def trained(self) -> dict[str, Tensor]:
-        """Those of the travelling arrays that the current task trains: what clients send back."""
+    def trained_state(self) -> dict[str, Tensor]:
+        """Arrays of :meth:`shared_state` that the current task trains: what clients send back."""
         return {name: p.detach() for name, p in self._small_parameters() if p.requires_grad} | self._packed()
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Overwrite all travelling arrays, or all trained ones, in place.
+        """Overwrite all arrays of :meth:`shared_state`, or all of :meth:`trained_state`, in place.
 
         Raises:
-            ValueError: names or shapes are neither those of :meth:`shared_state` nor of :meth:`trained`.
+            ValueError: names or shapes are of neither of the two.
         """
-        own = self.shared_state() if arrays.keys() != self.trained().keys() else self.trained()
-        if {n: tuple(a.shape) for n, a in arrays.items()} != {n: tuple(a.shape) for n, a in own.items()}:
-            got = {n: a.shape for n, a in arrays.items()}
-            raise ValueError(f"arrays {got} do not fit { ({n: tuple(a.shape) for n, a in own.items()}) }")
-        for name, target in own.items():
+        state = self.shared_state() if arrays.keys() != self.trained_state().keys() else self.trained_state()
+        got, expected = ({name: tuple(a.shape) for name, a in part.items()} for part in (arrays, state))
+        if got != expected:
+            raise ValueError(f"arrays {got} do not fit {expected}")
+        for name, target in state.items():
             target.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])))
         if self.trained_backbone is not None:
-            places = self._backbone_state()
-            for place, part in zip(places, own["backbone"].split([p.numel() for p in places]), strict=True):
-                place.detach().copy_(part.view_as(place))
+            weights = self._backbone_state()
+            for weight, part in zip(weights, state["backbone"].split([w.numel() for w in weights]), strict=True):
+                weight.detach().copy_(part.view_as(weight))
 
     def export(self) -> Arrays:
-        """Copies of the travelling arrays as float32 NumPy arrays."""
+        """Copies of :meth:`shared_state` as float32 NumPy arrays."""
         return to_arrays(self.shared_state())
 
     @contextmanager
     def backbone_eval(self) -> Iterator[None]:
-        """A trained backbone in evaluation mode, so that features depend on no batch and change no running mean."""
+        """Context with the backbone in evaluation mode: features do not depend on the batch or change running means."""
         training = self.backbone.training
         self.backbone.eval()
         yield
@@ -202,7 +202,7 @@ class Model(nn.Module):
         return {} if self.trained_backbone is None else {"backbone": self.packed_backbone().detach()}
 
     def _backbone_state(self) -> list[Tensor]:
-        """What :meth:`packed_backbone` packs; counters stay behind."""
+        """Tensors that :meth:`packed_backbone` joins; counters are left out."""
         state = self.trained_backbone.state_dict(keep_vars=True) if self.trained_backbone is not None else {}
         return [value for value in state.values() if value.is_floating_point()]
 
@@ -221,7 +221,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
     Args:
         config: the resolved run keys.
         task_sizes: number of classes of each task so far.
-        backbone: in place of the process's own.
+        backbone: used instead of the process's shared one.
 
     Raises:
         ConfigError: the backbone or its weights cannot be used, or a prompted block does not exist.

@@ -1,4 +1,4 @@
-"""From stored images to the backbone's input: the same resizing and normalisation everywhere."""
+"""From stored images to the backbone's input: augmentation, resizing, normalisation."""
 
 import numpy as np
 import torch
@@ -11,19 +11,17 @@ from task.models.vit import Backbone
 def prepare(
     images: np.ndarray, backbone: Backbone, augmentation: str = "none", rng: torch.Generator | None = None
 ) -> Tensor:
-    """Augment, resize (bicubic) and normalise as the backbone's weights were trained (methods.md section 0).
+    """Augment, resize (bicubic) and normalise as the backbone's weights were trained.
 
     Args:
         images: uint8 [B, H, W, 3 or 1].
-        backbone: gives size, mean, standard deviation and device.
+        backbone: its image size, mean, standard deviation and device are used.
         augmentation: none, crop or crop-flip; anything but none needs ``rng``.
         rng: CPU generator of the random crops and flips.
 
     Returns:
         float32 [B, 3, image_size, image_size] on the backbone's device.
     """
-    if augmentation != "none" and rng is None:
-        raise ValueError(f"augmentation {augmentation!r} needs a generator")
     x = torch.from_numpy(images).permute(0, 3, 1, 2)
     if augmentation != "none":
         x = random_crop(x, rng)
@@ -47,7 +45,7 @@ def normalise(x: Tensor, backbone: Backbone) -> Tensor:
 
 
 def random_crop(x: Tensor, rng: torch.Generator | None) -> Tensor:
-    """Shift each image by up to an eighth of its side, zeros moving in; [B, C, H, W] -> [B, C, H, W]."""
+    """Shift each image by up to an eighth of its side, filled with zeros; [B, C, H, W] -> [B, C, H, W]."""
     B, _, H, W = x.shape
     pad = max(1, H // 8)
     padded = F.pad(x, (pad, pad, pad, pad))

@@ -25,10 +25,11 @@ class ResNet18(Backbone):
 
 
 def load_resnet18(weights: str, image_size: int) -> ResNet18:
-    """ResNet-18 for images of ``image_size`` (0 = 32), from a file or from chance, with a fixed seed.
+    """ResNet-18 for images of side ``image_size`` (0 = 32), from a file or initialised with a fixed seed.
 
     Raises:
-        ConfigError: weights missing, broken or of another architecture; "auto" is no file, as nobody pre-trained this.
+        ConfigError: weights missing, broken or of another architecture; "auto" is refused, as there are no pre-trained
+            weights.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

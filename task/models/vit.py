@@ -20,9 +20,9 @@ class PrefixAttention(nn.Module):
     """timm's attention with key and value vectors put in front of the projected ones.
 
     Prefix tuning (HGP section 3.2, PIP eq. 3): keys [P_k; K], values [P_v; V], queries unchanged. The prefix is split
-    over heads as K and V are, and given no position. It is not projected, unless ``projects`` says so: then it stands
-    for tokens in front of the others, as in PIP's equations. Without a prefix this is timm's own forward, unless
-    ``first_only`` asks for the first token's output only.
+    over heads as K and V are, and has no position embedding. With ``projects`` it is projected as the block does its
+    tokens, as in PIP's equations. With ``first_only`` only the first token's output is computed. Without prefix and
+    ``first_only`` this is timm's own forward.
     """
 
     def __init__(self, attention: Attention) -> None:
@@ -65,7 +65,7 @@ class PrefixAttention(nn.Module):
 class PromptedBlock(nn.Module):
     """timm's block with prompt tokens appended to its input and dropped at its output (prompt tuning, PIP eq. 2).
 
-    With ``first_only`` it gives the first token's output, and spares the rest of its work.
+    With ``first_only`` only the first token's output is computed.
     """
 
     def __init__(self, block: Block) -> None:
@@ -82,14 +82,14 @@ class PromptedBlock(nn.Module):
         return self._first(x) if self.first_only else self.block(x)[:, :N]
 
     def _first(self, x: Tensor) -> Tensor:
-        """What a block of timm does, where the attention lets the first token go on alone."""
+        """The forward pass of timm's block for the first token only."""
         block = self.block
         first = x[:, :1] + block.drop_path1(block.ls1(block.attn(block.norm1(x))))
         return first + block.drop_path2(block.ls2(block.mlp(block.norm2(first))))
 
 
 class Backbone(nn.Module):
-    """Images to features; frozen, unless a model holds a copy of its own to train.
+    """Images to features; frozen, unless it is a model's own copy to train.
 
     Attributes:
         dim: D, length of a feature.
@@ -130,16 +130,16 @@ class ViT(Backbone):
         self.train()
 
     def train(self, mode: bool = True) -> "ViT":
-        """Stay in evaluation mode: drop-out and drop-path belong to pre-training."""
+        """Stay in evaluation mode: no drop-out and drop-path."""
         return super().train(False)
 
     def forward(self, images: Tensor, prompted: Prompted | None = None, projects: bool = False) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, D]: the class token after the final norm.
 
-        (A ViT that timm pools otherwise gives its own pooled feature.) ``projects``: see :class:`PrefixAttention`.
+        A ViT for which timm has another pooling gives that pooled feature. ``projects``: see :class:`PrefixAttention`.
 
-        Without ``prompted`` this is q(x), exactly timm's forward_features and pre-logits head. With it, the last block
-        works out the class token only, the others being of no use then: the same feature but for rounding.
+        Without ``prompted`` this is q(x): timm's forward_features and pre-logits head. With it, the last block computes
+        the class token only, as nothing reads the others: the same feature but for rounding.
         """
         with self._holding(prompted or {}, projects):
             return self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
@@ -148,8 +148,8 @@ class ViT(Backbone):
     def _holding(self, prompted: Prompted, projects: bool) -> Iterator[None]:
         blocks, last = [self.vit.blocks[i] for i in prompted], self.vit.blocks[-1]
         try:
-            alone = bool(prompted) and self.vit.global_pool == "token" and type(last.block) is Block
-            last.first_only = last.block.attn.first_only = alone
+            first_only = bool(prompted) and self.vit.global_pool == "token" and type(last.block) is Block
+            last.first_only = last.block.attn.first_only = first_only
             for block, vectors in zip(blocks, prompted.values(), strict=True):
                 if vectors.ndim == 4:
                     block.block.attn.prefix, block.block.attn.projects = vectors, projects
@@ -163,7 +163,7 @@ class ViT(Backbone):
 
 
 def digest(module: nn.Module) -> str:
-    """SHA-256 over names, types, shapes and bytes of a module's state, independent of the file it came from."""
+    """SHA-256 over names, types, shapes and bytes of a module's state."""
     total = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         total.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -172,16 +172,16 @@ def digest(module: nn.Module) -> str:
 
 
 def load_vit(name: str, weights: str, image_size: int) -> ViT:
-    """A ViT with its weights, made for ``image_size`` (0 = its own).
+    """A ViT with its weights, for images of side ``image_size`` (0 = its own).
 
     Raises:
         ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
     """
     vit, mean, std = build_vit(name, weights)
-    patch, own = vit.patch_embed.patch_size[0], vit.patch_embed.img_size[0]
+    patch, default_size = vit.patch_embed.patch_size[0], vit.patch_embed.img_size[0]
     if image_size % patch:
         raise ConfigError(f"image-size = {image_size} is not possible: {name!r} needs a multiple of {patch}.")
-    sha256 = digest(vit)  # before resizing, whose rounding differs between processors
-    if image_size and image_size != own:
+    sha256 = digest(vit)  # before resizing, which rounds differently on different processors
+    if image_size and image_size != default_size:
         vit.set_input_size(img_size=(image_size, image_size))
     return ViT(vit, mean, std, sha256)

@@ -1,4 +1,4 @@
-"""Building a plain ViT with exactly the weights that were asked for, or an error: never others in silence."""
+"""Building a plain ViT with the weights of the run key ``backbone-weights``, or an error."""
 
 import base64
 import hashlib
@@ -96,7 +96,7 @@ def _require_plain(vit: nn.Module, name: str) -> None:
 
 
 def _go_offline_if_unreachable() -> None:
-    """Without a network the hub's client retries for most of a minute; a file in its cache is used all the same."""
+    """Without a network, tell the hub's client to use its cache at once: it would retry for most of a minute."""
     host = urlsplit(huggingface_hub.constants.ENDPOINT).hostname
     if getproxies():
         return
@@ -126,18 +126,18 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
-    """Everything but a classifier must fit by name and shape: a partly loaded backbone would be silently random.
+    """Load a state dict of which every array but a classifier's must fit by name and shape.
 
     Raises:
         ConfigError: an array is missing, too many, of another shape or not finite; ``source`` is named.
     """
-    wanted = network.state_dict()
+    expected = network.state_dict()
     state = {name: value.float() for name, value in state.items() if not name.startswith(("head.", "fc."))}
-    misfits = sorted(set(wanted) ^ set(state)) or [n for n in wanted if wanted[n].shape != state[n].shape]
+    misfits = sorted(set(expected) ^ set(state)) or [n for n in expected if expected[n].shape != state[n].shape]
     if misfits:
         raise ConfigError(
-            f"backbone-weights = {source!r} are of another architecture: {len(misfits)} of {len(wanted)} arrays do not "
-            f"fit, the first is {misfits[0]!r}."
+            f"backbone-weights = {source!r} are of another architecture: {len(misfits)} of {len(expected)} arrays do "
+            f"not fit, the first is {misfits[0]!r}."
         )
     if not all(bool(value.isfinite().all()) for value in state.values()):
         raise ConfigError(f"backbone-weights = {source!r} hold NaN or infinite values.")

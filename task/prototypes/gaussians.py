@@ -1,4 +1,4 @@
-"""Class statistics: computing, packing, merging and sampling them.
+"""Class statistics: computing, packing, joining and sampling them.
 
 Arrays of one message, K classes of dimension D: class_ids int64 [K], counts int64 [K], means [K, D] and, for Gaussians,
 the covariance in the run's packing:
@@ -19,28 +19,22 @@ from torch import Tensor
 from task.message import Arrays
 from task.method_options import Packing
 
-_ROWS = 1024  # rows drawn at once: they stay in the processor's cache
-_SLACK = 1e-6  # of the trace: rounding of a float32 covariance makes eigenvalues as low as about -1e-7 of it
-_CHUNK = 64  # prototypes drawn from at once: bounds the padding of a batched product
+_ROWS = 1024  # rows drawn at once, few enough for the processor's cache
+_SLACK = 1e-6  # times the trace: float32 rounding makes eigenvalues of a covariance as low as about -1e-7 of the trace
+_CHUNK = 64  # prototypes in one batched product, so that little of it is padding
 
 
 def class_means(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Features [N, D], labels [N] -> class ids [K] ascending, counts [K], means [K, D]."""
-    class_ids, place, counts = labels.unique(return_inverse=True, return_counts=True)
+    class_ids, index, counts = labels.unique(return_inverse=True, return_counts=True)
     # in float32 the sum of many images would lose the digits that covariances need
     sums = torch.zeros(len(class_ids), features.shape[1], dtype=torch.float64, device=features.device)
-    sums.index_add_(0, place, features.double())
+    sums.index_add_(0, index, features.double())
     return class_ids, counts, (sums / counts[:, None]).to(features.dtype)
 
 
-def mean_statistics(features: Tensor, labels: Tensor) -> Arrays:
-    """Counts and means of the classes present, as they travel; features [N, D], labels [N]."""
-    class_ids, counts, means = class_means(features, labels)
-    return {"class_ids": _int64(class_ids), "counts": _int64(counts), "means": means.cpu().numpy()}
-
-
-def gaussian_statistics(features: Tensor, labels: Tensor, packing: Packing, rank: int) -> Arrays:
-    """Counts, means and packed covariances (divided by n - 1; zero for n = 1) of the classes present.
+def class_gaussians(features: Tensor, labels: Tensor, packing: Packing, rank: int) -> dict[str, Tensor]:
+    """Class ids, counts, means and packed covariances (divided by n - 1; zero for n = 1) of the classes present.
 
     Args:
         features: float32 [N, D].
@@ -48,105 +42,61 @@ def gaussian_statistics(features: Tensor, labels: Tensor, packing: Packing, rank
         packing: how the covariance travels, see the module's docstring.
         rank: r of the low-rank packing.
     """
-    found = mean_statistics(features, labels)
-    present, place = labels.unique(return_inverse=True)
-    centred = features - torch.from_numpy(found["means"]).to(features.device)[place]
-    scaled = centred / (torch.from_numpy(found["counts"]).to(centred)[place] - 1).clamp(min=1).sqrt()[:, None]
-    return found | _PACK[packing](scaled, place, len(present), rank)
+    class_ids, counts, means = class_means(features, labels)
+    index = torch.searchsorted(class_ids, labels)
+    centred = features - means[index]
+    scaled = centred / (counts.to(centred)[index] - 1).clamp(min=1).sqrt()[:, None]
+    packed = _PACK[packing](scaled, index, len(class_ids), rank)
+    return {"class_ids": class_ids, "counts": counts, "means": means, **packed}
 
 
-def _pack_diagonal(scaled: Tensor, place: Tensor, classes: int, rank: int) -> Arrays:
-    variances = scaled.new_zeros(classes, scaled.shape[1]).index_add_(0, place, scaled.square())
-    return {"variances": variances.cpu().numpy()}
+def _pack_diagonal(scaled: Tensor, index: Tensor, classes: int, rank: int) -> dict[str, Tensor]:
+    return {"variances": scaled.new_zeros(classes, scaled.shape[1]).index_add_(0, index, scaled.square())}
 
 
-def _pack_full(scaled: Tensor, place: Tensor, classes: int, rank: int) -> Arrays:
-    rows = _by_class(scaled, place, classes)
-    return {"covariances": pack_symmetric((rows.mT @ rows).cpu().numpy())}
+def _pack_full(scaled: Tensor, index: Tensor, classes: int, rank: int) -> dict[str, Tensor]:
+    rows = _by_class(scaled, index, classes)
+    return {"covariances": pack_symmetric(rows.mT @ rows)}
 
 
-def _pack_low_rank(scaled: Tensor, place: Tensor, classes: int, rank: int) -> Arrays:
-    _, singular, directions = torch.linalg.svd(_by_class(scaled, place, classes), full_matrices=False)
+def _pack_low_rank(scaled: Tensor, index: Tensor, classes: int, rank: int) -> dict[str, Tensor]:
+    _, singular, directions = torch.linalg.svd(_by_class(scaled, index, classes), full_matrices=False)
     factors = (singular[:, :, None] * directions)[:, :rank]
     padding = factors.new_zeros(classes, rank - factors.shape[1], factors.shape[2])
     factors = torch.cat([factors, padding], dim=1)
-    total = scaled.new_zeros(classes, scaled.shape[1]).index_add_(0, place, scaled.square())
-    rest = (total - factors.square().sum(dim=1)).clamp(min=0)
-    return {"factors": factors.cpu().numpy(), "variances": rest.cpu().numpy()}
+    total = scaled.new_zeros(classes, scaled.shape[1]).index_add_(0, index, scaled.square())
+    return {"factors": factors, "variances": (total - factors.square().sum(dim=1)).clamp(min=0)}
 
 
-_PACK: dict[Packing, Callable[[Tensor, Tensor, int, int], Arrays]] = {
+_PACK: dict[Packing, Callable[[Tensor, Tensor, int, int], dict[str, Tensor]]] = {
     "diagonal": _pack_diagonal,
     "full": _pack_full,
     "low-rank": _pack_low_rank,
 }
 
 
-def _by_class(rows: Tensor, place: Tensor, classes: int) -> Tensor:
-    """Rows [N, D] of class ``place`` [N] -> [classes, largest class, D], padded with zeros."""
-    order = place.argsort(stable=True)
-    counts = place.bincount(minlength=classes)
-    within = torch.arange(len(place), device=place.device) - (counts.cumsum(0) - counts)[place[order]]
+def _by_class(rows: Tensor, index: Tensor, classes: int) -> Tensor:
+    """Rows [N, D], row i of class ``index[i]`` -> [classes, largest class, D], padded with zeros."""
+    order = index.argsort(stable=True)
+    counts = index.bincount(minlength=classes)
+    within = torch.arange(len(index), device=index.device) - (counts.cumsum(0) - counts)[index[order]]
     padded = rows.new_zeros(classes, int(counts.max()), rows.shape[1])
-    padded[place[order], within] = rows[order]
+    padded[index[order], within] = rows[order]
     return padded
 
 
-def _int64(values: Tensor) -> np.ndarray:
-    return values.cpu().numpy().astype(np.int64)
-
-
-def pack_symmetric(matrices: np.ndarray) -> np.ndarray:
-    """Symmetric [K, D, D] -> upper triangles [K, D (D + 1) / 2]."""
+def pack_symmetric(matrices: Any) -> Any:
+    """Symmetric [K, D, D] -> upper triangles [K, D (D + 1) / 2]; NumPy or torch in, the same out."""
     row, column = np.triu_indices(matrices.shape[-1])
     return matrices[:, row, column]
 
 
-def unpack_symmetric(packed: np.ndarray, dim: int) -> np.ndarray:
-    """Upper triangles [K, D (D + 1) / 2] -> symmetric [K, D, D]."""
+def unpack_symmetric(packed: Any, dim: int) -> Any:
+    """Upper triangles [K, D (D + 1) / 2] -> symmetric [K, D, D]; NumPy or torch in, the same out."""
     row, column = np.triu_indices(dim)
-    matrices = np.empty((len(packed), dim, dim), packed.dtype)
-    matrices[:, row, column] = matrices[:, column, row] = packed
-    return matrices
-
-
-def merge_diagonal(means: Any, variances: Any, weights: Any) -> tuple[Any, Any]:
-    """One diagonal Gaussian for weighted ones (PIP eq. 14-15); NumPy or torch in, the same out.
-
-    mu = sum_l w_l mu_l / sum_l w_l;  sigma2 = sum_l w_l (mu_l^2 + sigma2_l) / sum_l w_l - mu^2.
-
-    Args:
-        means: [L, D].
-        variances: [L, D].
-        weights: [L], not negative, sum above 0.
-
-    Returns:
-        mean [D] and variance [D].
-    """
-    weights = 0 * means[:, 0] + weights  # whole numbers would divide in torch's default type, whatever the means'
-    share = (weights / weights.sum())[:, None]
-    mean = (share * means).sum(0)
-    # eq. 15's E[x^2] - mu^2 cancels digits; this is the same sum, and never negative
-    return mean, (share * (variances + (means - mean) ** 2)).sum(0)
-
-
-def merge_gaussians(means: Any, covariances: Any, counts: Any) -> tuple[Any, Any]:
-    """Mean and covariance (divided by N - 1) of the union of L sample sets; NumPy or torch in, the same out.
-
-    Args:
-        means: [L, D].
-        covariances: [L, D, D], each divided by n_l - 1; anything finite where n_l = 1.
-        counts: [L], N = their sum, at least 2.
-
-    Returns:
-        mean [D] and covariance [D, D].
-    """
-    total = counts.sum()
-    mean = (counts[:, None] * means).sum(0) / total
-    apart = means - mean
-    within = ((counts - 1)[:, None, None] * covariances).sum(0)
-    between = (counts[:, None] * apart).T @ apart
-    return mean, (within + between) / (total - 1)
+    position = np.empty((dim, dim), np.int64)
+    position[row, column] = position[column, row] = np.arange(len(row))
+    return packed[:, position]
 
 
 @dataclass(frozen=True)
@@ -196,47 +146,43 @@ class Gaussians:
         order = times.argsort(descending=True, stable=True)[: int((times > 0).sum())]
         choice = order.repeat_interleave(times[order])
         features = self.means.new_empty(total, self.means.shape[1])
-        for rows, some in zip(features.split(_ROWS), choice.split(_ROWS), strict=True):
-            rows.normal_(generator=rng).mul_(self.deviations[some]).mul_(scale**0.5).add_(self.means[some])
+        for rows, picked in zip(features.split(_ROWS), choice.split(_ROWS), strict=True):
+            rows.normal_(generator=rng).mul_(self.deviations[picked]).mul_(scale**0.5).add_(self.means[picked])
         if self.factors.shape[1]:
             features.add_(self._correlated(order, times[order], rng), alpha=scale**0.5)
         return features, self.class_ids[choice]
 
     def _correlated(self, order: Tensor, times: Tensor, rng: torch.Generator) -> Tensor:
-        """For each prototype in ``order``, ``times`` rows of noise_R @ factor; like-sized groups share a product."""
+        """For each prototype in ``order``, ``times`` rows of noise_R @ factor; ``times`` is sorted."""
         rows = []
-        for some, count in zip(order.split(_CHUNK), times.split(_CHUNK), strict=True):
+        for picked, count in zip(order.split(_CHUNK), times.split(_CHUNK), strict=True):
             width = int(count.max())
-            noise = torch.randn(len(some), width, self.factors.shape[1], generator=rng, device=rng.device)
+            noise = torch.randn(len(picked), width, self.factors.shape[1], generator=rng, device=rng.device)
             keep = torch.arange(width, device=rng.device) < count[:, None]
-            rows.append((noise @ self.factors[some])[keep])
+            rows.append((noise @ self.factors[picked])[keep])
         return torch.cat(rows)
 
 
 def prepare_gaussians(replies: Sequence[Arrays], packing: Packing) -> Gaussians:
-    """Join the statistics of a round's clients and factorise each covariance, once.
+    """Join the statistics of a round's clients and factorise each covariance once.
 
-    A class seen once by a client has no covariance: it takes the count-weighted mean of that class over the other
-    clients, else over all classes here (methods.md section 0).
+    A class of which a client has one image has no covariance: it takes the count-weighted mean covariance of that class
+    over the other clients, or if there is none, of all classes in ``replies``.
     """
     joined = {name: np.concatenate([r[name] for r in replies]) for name in replies[0]}
-    joined |= _FILL[packing](joined)
-    deviations, factors = _factorise(joined, packing)
-    return Gaussians(
-        torch.from_numpy(joined["class_ids"]),
-        torch.from_numpy(joined["counts"]),
-        torch.from_numpy(joined["means"]),
-        deviations,
-        factors,
-    )
+    spread = "covariances" if packing == "full" else "variances"
+    joined[spread] = _fill(joined, spread)
+    class_ids, counts, means = (torch.from_numpy(joined[name]) for name in ("class_ids", "counts", "means"))
+    return Gaussians(class_ids, counts, means, *_factorise(joined, packing))
 
 
-def _fill_low_rank(joined: Arrays) -> Arrays:
-    """Only the diagonal of a low-rank covariance can be averaged, so singletons borrow the total variances."""
-    total = joined["variances"] + np.square(joined["factors"]).sum(axis=1)
+def _fill(joined: Arrays, spread: str) -> np.ndarray:
+    """``joined[spread]`` with its rows of count 1 filled; with the diagonal where the covariance is low-rank."""
+    total = joined[spread]
+    if "factors" in joined:
+        total = total + np.square(joined["factors"]).sum(axis=1)
     filled = fill_singletons(joined["class_ids"], joined["counts"], total)
-    single = joined["counts"][:, None] == 1
-    return {"variances": np.where(single, filled, joined["variances"])}
+    return np.where(joined["counts"][:, None] == 1, filled, joined[spread])
 
 
 def fill_singletons(class_ids: np.ndarray, counts: np.ndarray, spread: np.ndarray) -> np.ndarray:
@@ -244,19 +190,12 @@ def fill_singletons(class_ids: np.ndarray, counts: np.ndarray, spread: np.ndarra
     weights = np.where(counts > 1, counts, 0).astype(np.float64)
     if weights.all() or not weights.any():
         return spread
-    _, place = np.unique(class_ids, return_inverse=True)
-    sums, total = np.zeros((place.max() + 1, spread.shape[1])), np.bincount(place, weights)
-    np.add.at(sums, place, weights[:, None] * spread)
+    _, index = np.unique(class_ids, return_inverse=True)
+    sums, total = np.zeros((index.max() + 1, spread.shape[1])), np.bincount(index, weights)
+    np.add.at(sums, index, weights[:, None] * spread)
     overall = sums.sum(axis=0) / total.sum()
     per_class = np.where(total[:, None] > 0, sums / np.maximum(total, 1)[:, None], overall)
-    return np.where(weights[:, None] > 0, spread, per_class[place]).astype(spread.dtype)
-
-
-_FILL: dict[Packing, Callable[[Arrays], Arrays]] = {
-    "diagonal": lambda j: {"variances": fill_singletons(j["class_ids"], j["counts"], j["variances"])},
-    "full": lambda j: {"covariances": fill_singletons(j["class_ids"], j["counts"], j["covariances"])},
-    "low-rank": _fill_low_rank,
-}
+    return np.where(weights[:, None] > 0, spread, per_class[index]).astype(spread.dtype)
 
 
 def _factorise(joined: Arrays, packing: Packing) -> tuple[Tensor, Tensor]:
@@ -282,15 +221,15 @@ def cholesky(covariances: Tensor, slack: float = _SLACK) -> tuple[Tensor, Tensor
 def cholesky_fails(packed: np.ndarray, dim: int) -> bool:
     """Whether any of the packed covariances [P, D (D + 1) / 2] is not positive semi-definite.
 
-    Half the slack is left to what merging and rounding do to those that pass.
+    It allows half the slack of :func:`cholesky`; the other half is for rounding when covariances are merged.
     """
     return bool(cholesky(torch.from_numpy(unpack_symmetric(packed, dim)), _SLACK / 2)[1].any())
 
 
 def merge_means(class_ids: Tensor, counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count-weighted mean of each class over clients; [P], [P], [P, D] -> class ids [K], counts [K], means [K, D]."""
-    classes, place = class_ids.unique(return_inverse=True)
-    total = torch.zeros(len(classes), dtype=torch.float64).index_add_(0, place, counts.double())
+    classes, index = class_ids.unique(return_inverse=True)
+    total = torch.zeros(len(classes), dtype=torch.float64).index_add_(0, index, counts.double())
     sums = torch.zeros(len(classes), means.shape[1], dtype=torch.float64)
-    sums.index_add_(0, place, counts.double()[:, None] * means.double())
+    sums.index_add_(0, index, counts.double()[:, None] * means.double())
     return classes, total, (sums / total[:, None]).to(means.dtype)

@@ -1,7 +1,7 @@
-"""What a client sends, clipped and noised before it leaves: local differential privacy by the Gaussian mechanism.
+"""Clipping and noise in what a client sends: local differential privacy by the Gaussian mechanism.
 
-Unit: one training image of a client, replaced by any other of the same class. How many images of which class there are
-is sent as it is and not protected. With C = privacy-clip, B = privacy-feature-clip and z = privacy-noise, every release
+Unit: one training image of a client, replaced by any other of the same class. The number of images of each class is
+sent as it is and not protected. With C = privacy-clip, B = privacy-feature-clip and z = privacy-noise, every release
 has noise of z / 2 times its L2 sensitivity:
 
 - what training changed, all arrays as one vector, scaled down to norm C at most: two such vectors, of any data, are at
@@ -10,9 +10,9 @@ has noise of z / 2 times its L2 sensitivity:
 - mean of their squares, or of f f^T: |f f^T - g g^T| <= sqrt(2) B^2, so sqrt(2) B^2 / n; deviation z B^2 / (sqrt(2) n).
 - sums instead of means: the same without the division by n.
 
-Statistics are taken with the noised arrays: with those that training left, one image would move the features of all
-others too. An image is of one class, so that the classes of a message together are one release. What is done after the
-noise costs nothing: variances are raised to zero, matrices made positive semi-definite, means put back into the ball B.
+Statistics are computed with the noised arrays: with the trained ones, one image would move the features of all others
+too. An image has one class, so all classes of a message together are one release. Steps after the noise cost no
+privacy: variances are raised to zero, matrices made positive semi-definite, means scaled down to norm B.
 
 Noise of floating-point numbers is not proof against an attack on their last digits (Mironov 2012).
 """
@@ -36,9 +36,9 @@ Normal = Callable[[tuple[int, ...]], np.ndarray]  # shape -> independent N(0, 1)
 
 
 def system_normal(shape: tuple[int, ...]) -> np.ndarray:
-    """N(0, 1) of the given shape from the operating system's randomness, which nobody can compute again.
+    """N(0, 1) of the given shape from the operating system's random numbers, which cannot be repeated.
 
-    (Box and Muller 1958; beyond 8.6 standard deviations, a probability below 1e-17, nothing is drawn.)
+    Box and Muller 1958; values beyond 8.6 standard deviations, of probability below 1e-17, are never drawn.
     """
     words = np.frombuffer(os.urandom(16 * math.prod(shape)), np.uint64).reshape(2, *shape)
     first, second = ((words >> np.uint64(11)) + 0.5) * 2.0**-53
@@ -63,22 +63,26 @@ class GaussianMechanism:
 
     @classmethod
     def of(cls, config: Config, stream: int, server_round: int) -> Self:
-        """The run's mechanism; ``stream`` is the client's, and tells only where ``privacy-seeded`` is true."""
+        """The run's mechanism; ``stream`` is the client's number, which only ``privacy-seeded`` noise depends on."""
         seeded = numpy_rng(config.seed, "privacy", stream, server_round).standard_normal
         normal: Normal = seeded if config.privacy_seeded else system_normal
         return cls(config.privacy_clip, config.privacy_feature_clip, config.privacy_noise, normal)
 
     def arrays(self, trained: Arrays, sent: Arrays) -> Arrays:
-        """``sent`` + the clipped and noised difference to it, in the types of ``trained``, as one vector."""
+        """``sent`` + the difference of ``trained`` to it, clipped as one vector and noised; types of ``trained``.
+
+        Raises:
+            ValueError: the trained arrays hold NaN or infinite values, which cannot be clipped.
+        """
         if not self.clip:
             return trained
         steps = {name: a - sent[name].astype(np.float64) for name, a in trained.items()}
         norm = math.sqrt(sum(np.square(step).sum() for step in steps.values()))
-        if not math.isfinite(norm):  # nothing could be clipped to it
+        if not math.isfinite(norm):
             raise ValueError("the trained arrays hold NaN or infinite values")
         share = min(1.0, self.clip / norm) if norm else 1.0
         return {
-            name: (sent[name] + share * step + self.noised(step.shape, self.clip)).astype(trained[name].dtype)
+            name: (sent[name] + share * step + self.draw(step.shape, self.clip)).astype(trained[name].dtype)
             for name, step in steps.items()
         }
 
@@ -88,40 +92,49 @@ class GaussianMechanism:
             return features
         return features * (self.feature_clip / features.norm(dim=1, keepdim=True)).clamp(max=1)
 
-    def noised(self, shape: tuple[int, ...], scale: float) -> np.ndarray:
+    def draw(self, shape: tuple[int, ...], scale: float) -> np.ndarray:
         """Noise of the standard deviation z * ``scale``, float64; zeros where there is none."""
         return self.noise * scale * self.normal(shape) if self.noise else np.zeros(shape)
 
-    def means(self, means: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Class means [K, D] with their noise, none beyond norm B; counts [K]; float64."""
+    def add(self, values: Tensor, scale: float, counts: Tensor | int = 1) -> Tensor:
+        """``values`` [K, S] with noise of the standard deviation z * ``scale`` / n, n = ``counts`` [K]; float64."""
+        noise = torch.from_numpy(self.draw(tuple(values.shape), scale)).to(values.device)
+        return values + noise / (counts[:, None] if isinstance(counts, Tensor) else counts)
+
+    def means(self, means: Tensor, counts: Tensor) -> Tensor:
+        """Class means [K, D] of ``counts`` [K] images with their noise, none beyond norm B; float64 if noised."""
         if not self.noise:
             return means
-        moved = means + self.noised(means.shape, self.feature_clip) / counts[:, None]
-        return moved * np.minimum(1, self.feature_clip / np.linalg.norm(moved, axis=1, keepdims=True))
+        noised = self.add(means, self.feature_clip, counts)
+        return noised * (self.feature_clip / noised.norm(dim=1, keepdim=True)).clamp(max=1)
 
-    def squares(self, squares: np.ndarray, counts: np.ndarray | int = 1) -> np.ndarray:
+    def squares(self, squares: Tensor, counts: Tensor | int = 1) -> Tensor:
         """Mean squares, or packed mean outer products, [K, S] with their noise; counts [K], or 1 for sums; float64."""
-        return squares + self.noised(squares.shape, self.feature_clip**2 / math.sqrt(2)) / np.reshape(counts, (-1, 1))
+        return self.add(squares, self.feature_clip**2 / math.sqrt(2), counts)
+
+    def moments(self, means: Tensor, spread: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Class means [K, D] and variances, or packed covariances, [K, S] with noise in means and mean squares.
+
+        ``spread`` is divided by n - 1, n = ``counts`` [K]; so is what is returned, which is not negative, or positive
+        semi-definite, and zero for a class of one image.
+        """
+        if not self.noise:
+            return means, spread
+        diagonal = means.shape == spread.shape
+        row, column = (np.diag_indices if diagonal else np.triu_indices)(means.shape[1])
+        share = ((counts - 1).clamp(min=1) / counts.double())[:, None]  # n - 1 over n
+        means = means.double()
+        squares = self.squares(spread * share + means[:, row] * means[:, column], counts)
+        means = self.means(means, counts)
+        spread = squares - means[:, row] * means[:, column]
+        spread = spread.clamp(min=0) if diagonal else nearest_semi_definite(spread, means.shape[1])
+        return means, torch.where(counts[:, None] > 1, spread / share, 0)
 
 
-def spread_from_squares(squares: np.ndarray, means: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Variances, or packed covariances, [K, S] divided by n, from noised mean squares and means.
-
-    Not negative and positive semi-definite respectively; zero where a class has a single image.
-    """
-    row, column = spread_indices(squares.shape[1], means.shape[1])
-    found = squares - means[:, row] * means[:, column]
-    found = found.clip(0) if squares.shape == means.shape else nearest_semi_definite(found, means.shape[1])
-    return np.where(counts[:, None] > 1, found, 0)
-
-
-def spread_indices(size: int, dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column of each of the ``size`` numbers: of a diagonal, or of a packed symmetric matrix."""
-    return np.diag_indices(dim)[:2] if size == dim else np.triu_indices(dim)  # type: ignore[return-value]
-
-
-def nearest_semi_definite(packed: np.ndarray, dim: int) -> np.ndarray:
+def nearest_semi_definite(packed: Tensor, dim: int) -> Tensor:
     """Packed symmetric matrices [K, D (D + 1) / 2] without negative eigenvalues: the nearest in Frobenius norm."""
-    values, vectors = torch.linalg.eigh(torch.from_numpy(unpack_symmetric(packed, dim)))
-    raised = (vectors * values.clamp(min=0)[:, None]) @ vectors.mT
-    return pack_symmetric(raised.numpy())
+    values, vectors = torch.linalg.eigh(unpack_symmetric(packed, dim))
+    return pack_symmetric((vectors * values.clamp(min=0)[:, None]) @ vectors.mT)
+
+
+NO_NOISE = GaussianMechanism(0.0, 0.0, 0.0, system_normal)

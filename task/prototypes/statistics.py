@@ -1,7 +1,7 @@
-"""What clients send beside trained arrays, one small class per kind; both sides load it by the name in the table.
+"""What clients send beside trained arrays: one class per kind, loaded on both sides by its name in the table.
 
-``collect`` runs on the client, ``shapes`` tells the server what to expect. Every kind but the first carries class_ids
-and counts, int64 [K]; ``shapes`` lists the arrays of numbers beside them.
+``collect`` runs on the client; ``expected`` tells the server which shapes to check. Every kind but the first sends
+class_ids and counts, int64 [K]; ``shapes`` lists the other arrays.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from task.method_options import Options
 from task.models.evaluation import extract_features
 from task.models.model import Model
 from task.models.preprocessing import prepare
-from task.prototypes.gaussians import gaussian_statistics, mean_statistics, pack_symmetric
-from task.prototypes.noise import GaussianMechanism, nearest_semi_definite, spread_from_squares, spread_indices
+from task.prototypes.gaussians import class_gaussians, class_means, pack_symmetric
+from task.prototypes.noise import NO_NOISE, GaussianMechanism, nearest_semi_definite
 
 Shapes = dict[str, tuple[int, ...]]
-_MOST_GRADIENTS = 2**25  # numbers of single images' gradients held at once: 128 MiB
+_GRADIENTS = 2**25  # entries of per-image gradients in memory at once: 128 MiB
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,15 @@ class Sample:
 class ClientStatistics:
     """No statistics: the base of all.
 
-    ``carries`` says whether anything travels, ``at_task_end`` that it does in a task's last round only,
-    ``needs_features`` what it takes. The server refuses numbers that are not of ``dtype`` or above ``largest``, and
-    arrays that are not what ``not_negative`` and ``semi_definite`` (packed symmetric matrices) promise. A message with
-    noise makes so many ``releases`` of the Gaussian mechanism (task/prototypes/noise.py).
+    Attributes:
+        carries: whether anything is sent.
+        at_task_end: whether it is sent in a task's last round only.
+        needs_features: whether it is computed from features.
+        dtype: of the arrays of numbers; the server refuses another one.
+        not_negative: arrays in which the server refuses negative numbers.
+        semi_definite: packed symmetric matrices, which the server refuses if they are not positive semi-definite.
+        largest: the server refuses numbers of larger magnitude.
+        releases: of the Gaussian mechanism in one message with noise (task/prototypes/noise.py).
     """
 
     carries = False
@@ -52,20 +57,26 @@ class ClientStatistics:
     dtype: type = np.float32
     not_negative = frozenset({"variances", "fisher"})
     semi_definite = frozenset({"covariances", "gram"})
-    largest = 1e6  # no sane prompt, head row or feature statistic comes near; more would drown every other client
+    largest = 1e6  # far above any honest value; a larger one would dominate the mean over clients
     releases = 0
 
     def collect(self, model: Model, sample: Sample, options: Options, mechanism: GaussianMechanism) -> Arrays:
-        """The arrays for a client's images, which are seen without augmentation, as they may leave the client."""
+        """The arrays of a client's images without augmentation, clipped and noised."""
         features = torch.empty(len(sample.labels), 0, device=model.device)
         if self.needs_features:
             features = mechanism.features(model.head.project(extract_features(model, sample.images, sample.positions)))
-        found = self.compute(features, sample.labels, options)
-        return self.noised(found, mechanism) if mechanism.noise else found
+        return self.compute(features, sample.labels, options, mechanism)
 
-    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
-        """What :meth:`compute` found, with noise in it; class ids and counts stay as they are."""
-        return found
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
+        """Features float32 [N, D] of the local images, labels int64 [N] -> arrays, with the noise of ``mechanism``."""
+        return {}
+
+    def as_arrays(self, **tensors: Tensor) -> Arrays:
+        """NumPy arrays as they travel: whole numbers as they are, the others as ``dtype``."""
+        arrays = {name: value.cpu().numpy() for name, value in tensors.items()}
+        return {name: a if a.dtype.kind == "i" else a.astype(self.dtype) for name, a in arrays.items()}
 
     def unprotected(self, options: Options) -> str:
         """Why these statistics cannot be noised, or an empty text."""
@@ -75,12 +86,8 @@ class ClientStatistics:
         """Arrays of numbers by name for K = ``classes`` local classes, given the shapes of the trained ``arrays``."""
         return self.shapes(classes, arrays["head.weight"][1], options)
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
-        """Features float32 [N, D] of the local images, labels int64 [N] -> arrays."""
-        return {}
-
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
-        """As ``expected`` says, with D = ``dim``."""
+        """Arrays of numbers by name for K = ``classes`` local classes and D = ``dim``."""
         return {}
 
 
@@ -90,13 +97,12 @@ class MeanStatistics(ClientStatistics):
     carries = needs_features = True
     releases = 1
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
         """Counts and means of the classes present."""
-        return mean_statistics(features, labels)
-
-    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
-        """Noise in the means."""
-        return found | {"means": mechanism.means(found["means"], found["counts"]).astype(np.float32)}
+        class_ids, counts, means = class_means(features, labels)
+        return self.as_arrays(class_ids=class_ids, counts=counts, means=mechanism.means(means, counts))
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means only."""
@@ -109,9 +115,14 @@ class GaussianStatistics(ClientStatistics):
     carries = needs_features = True
     releases = 2
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
         """Counts, means and packed covariances of the classes present."""
-        return gaussian_statistics(features, labels, options.packing, options.packing_rank)
+        moments = class_gaussians(features, labels, options.packing, options.packing_rank)
+        spread = "covariances" if options.packing == "full" else "variances"
+        moments["means"], moments[spread] = mechanism.moments(moments["means"], moments[spread], moments["counts"])
+        return self.as_arrays(**moments)
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means and what the packing consists of, see task/prototypes/gaussians.py."""
@@ -122,28 +133,9 @@ class GaussianStatistics(ClientStatistics):
         }
         return {"means": (classes, dim)} | packed[options.packing]
 
-    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
-        """Noise in means and mean squares, from which valid covariances are made."""
-        counts = found["counts"]
-        (name,) = found.keys() - {"class_ids", "counts", "means"}
-        unbiased = np.maximum(counts - 1, 1) / counts
-        means, spread = _noised_moments(found["means"], found[name] * unbiased[:, None], counts, mechanism)
-        return found | {"means": means.astype(np.float32), name: (spread / unbiased[:, None]).astype(np.float32)}
-
     def unprotected(self, options: Options) -> str:
-        """Nobody has bounded how far one image turns the directions of the low-rank packing."""
+        """The effect of one image on the directions of the low-rank packing has no known bound."""
         return "a low-rank covariance" if options.packing == "low-rank" else ""
-
-
-def _noised_moments(
-    means: np.ndarray, spread: np.ndarray, counts: np.ndarray, mechanism: GaussianMechanism
-) -> tuple[np.ndarray, np.ndarray]:
-    """Noised means [K, D] and, made from noised mean squares, valid variances or packed covariances [K, S]."""
-    row, column = spread_indices(spread.shape[1], means.shape[1])
-    wide = means.astype(np.float64)
-    squares = mechanism.squares(spread + wide[:, row] * wide[:, column], counts)
-    moved = mechanism.means(wide, counts)
-    return moved, spread_from_squares(squares, moved, counts)
 
 
 class VarianceStatistics(MeanStatistics):
@@ -151,16 +143,15 @@ class VarianceStatistics(MeanStatistics):
 
     releases = 2
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
         """Counts, means and variances of the classes present."""
-        found = gaussian_statistics(features, labels, "diagonal", rank=1)
-        counts = found["counts"][:, None].astype(np.float32)
-        return found | {"variances": found["variances"] * ((counts - 1) / counts)}
-
-    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
-        """Noise in means and mean squares."""
-        means, spread = _noised_moments(found["means"], found["variances"], found["counts"], mechanism)
-        return found | {"means": means.astype(np.float32), "variances": spread.astype(np.float32)}
+        moments = class_gaussians(features, labels, "diagonal", rank=1)
+        counts = moments["counts"]
+        moments["means"], variances = mechanism.moments(moments["means"], moments["variances"], counts)
+        wide = counts[:, None].to(variances)
+        return self.as_arrays(**moments | {"variances": variances * ((wide - 1) / wide)})
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means and variances."""
@@ -172,10 +163,12 @@ class CountStatistics(ClientStatistics):
 
     carries = True
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
         """Counts of the classes present; features are not looked at."""
         class_ids, counts = labels.unique(return_counts=True)
-        return {"class_ids": class_ids.cpu().numpy(), "counts": counts.cpu().numpy()}
+        return self.as_arrays(class_ids=class_ids, counts=counts)
 
 
 class GramStatistics(ClientStatistics):
@@ -189,27 +182,22 @@ class GramStatistics(ClientStatistics):
     largest = 1e15
     releases = 2
 
-    def compute(self, features: Tensor, labels: Tensor, options: Options) -> Arrays:
-        """Counts, sums and the upper triangle of the Gram matrix, row by row."""
+    def compute(
+        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
+    ) -> Arrays:
+        """Counts, sums and the upper triangle of the Gram matrix, row by row; with noise it stays semi-definite."""
         wide = features.double()
-        class_ids, place, counts = labels.unique(return_inverse=True, return_counts=True)
-        sums = wide.new_zeros(len(class_ids), wide.shape[1]).index_add_(0, place, wide)
-        return {
-            "class_ids": class_ids.cpu().numpy(),
-            "counts": counts.cpu().numpy(),
-            "sums": sums.cpu().numpy(),
-            "gram": pack_symmetric((wide.T @ wide)[None].cpu().numpy()),
-        }
+        class_ids, index, counts = labels.unique(return_inverse=True, return_counts=True)
+        sums = wide.new_zeros(len(class_ids), wide.shape[1]).index_add_(0, index, wide)
+        gram = pack_symmetric((wide.T @ wide)[None])
+        if mechanism.noise:
+            sums = mechanism.add(sums, mechanism.feature_clip)
+            gram = nearest_semi_definite(mechanism.squares(gram), wide.shape[1])
+        return self.as_arrays(class_ids=class_ids, counts=counts, sums=sums, gram=gram)
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Class sums, and one Gram matrix for all classes."""
         return {"sums": (classes, dim), "gram": (1, dim * (dim + 1) // 2)}
-
-    def noised(self, found: Arrays, mechanism: GaussianMechanism) -> Arrays:
-        """Noise in both; the Gram matrix becomes positive semi-definite again."""
-        sums = found["sums"] + mechanism.noised(found["sums"].shape, mechanism.feature_clip)
-        gram = nearest_semi_definite(mechanism.squares(found["gram"]), sums.shape[1])
-        return found | {"sums": sums, "gram": gram}
 
 
 class FisherStatistics(ClientStatistics):
@@ -224,8 +212,7 @@ class FisherStatistics(ClientStatistics):
     def collect(self, model: Model, sample: Sample, options: Options, mechanism: GaussianMechanism) -> Arrays:
         """F_i = mean over images of (d log p(y | x) / d theta_i)^2, p over the current task's classes."""
         class_ids, counts = sample.labels.unique(return_counts=True)
-        fisher = empirical_fisher(model, sample)
-        return {"class_ids": class_ids.cpu().numpy(), "counts": counts.cpu().numpy(), "fisher": fisher.cpu().numpy()}
+        return self.as_arrays(class_ids=class_ids, counts=counts, fisher=empirical_fisher(model, sample))
 
     def expected(self, classes: int, arrays: Mapping[str, tuple[int, ...]], options: Options) -> Shapes:
         """One number for every entry of the travelling backbone; 0 for running statistics, which nothing trains."""
@@ -244,12 +231,11 @@ def empirical_fisher(model: Model, sample: Sample) -> Tensor:
         return F.cross_entropy(model.head(features)[:, current], target[None])
 
     gradients = vmap(grad(loss), in_dims=(None, 0, 0))
-    few = max(1, _MOST_GRADIENTS // sum(value.numel() for value in weights.values()))
-    with sdpa_kernel(SDPBackend.MATH):  # the one kernel that vmap need not call image by image
-        for start in range(0, len(sample.rows), few):
-            images = prepare(sample.images[sample.positions[start : start + few]], network)
-            for name, found in gradients(
-                weights, images, model.local_targets(sample.rows[start : start + few])
-            ).items():
-                total[name] += found.square().sum(dim=0)
+    per_pass = max(1, _GRADIENTS // sum(value.numel() for value in weights.values()))
+    with sdpa_kernel(SDPBackend.MATH):  # the only kernel that vmap can batch
+        for start in range(0, len(sample.rows), per_pass):
+            images = prepare(sample.images[sample.positions[start : start + per_pass]], network)
+            targets = model.local_targets(sample.rows[start : start + per_pass])
+            for name, gradient in gradients(weights, images, targets).items():
+                total[name] += gradient.square().sum(dim=0)
     return torch.cat([value.flatten() for value in total.values()]) / len(sample.rows)

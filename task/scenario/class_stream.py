@@ -47,38 +47,38 @@ def split_tasks(order: Sequence[int], num_tasks: int) -> list[list[int]]:
 
 
 def stages(streams: Sequence[Sequence[Sequence[int]]], order: Sequence[int]) -> list[list[int]]:
-    """What is new to the server at each stage of an asynchronous run: classes that no client has had before.
+    """New classes of each stage of an asynchronous run: those that no client has had before.
 
     >>> stages([[[0, 1], [2], [3]], [[1], [3, 0], [2]]], [3, 2, 1, 0])
     [[1, 0], [3, 2], []]
 
     Args:
-        streams: by client T lists of class ids, its own tasks.
-        order: of all classes; that of the classes of one stage follows it.
+        streams: class ids by client and task; T tasks each.
+        order: of all classes; the classes of a stage are sorted by it.
 
     Returns:
-        T lists, the first not empty; a later one may be.
+        T lists of class ids; all but the first may be empty.
     """
-    first: dict[int, int] = {}
-    for stage, together in enumerate(zip(*streams, strict=True)):
-        for c in chain.from_iterable(together):
-            first.setdefault(c, stage)
-    return [[c for c in order if first.get(c) == stage] for stage in range(len(streams[0]))]
+    first_stage: dict[int, int] = {}
+    for stage, classes_by_client in enumerate(zip(*streams, strict=True)):
+        for c in chain.from_iterable(classes_by_client):
+            first_stage.setdefault(c, stage)
+    return [[c for c in order if first_stage.get(c) == stage] for stage in range(len(streams[0]))]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which round belongs to which task, and which classes are known when.
+    """Which round belongs to which task, and which classes each task brings.
 
     ``server_round`` counts from 1 over the whole run, as Flower does; ``task`` and the round within a task count from
-    0. In an asynchronous run a task is what is new to the server at that stage, see ``stages``.
+    0. In an asynchronous run a task is the new classes of a stage, see ``stages``.
 
     Args:
         tasks: class ids of each task; no class twice, a task may be empty.
-        rounds_per_task: at least 1, the same for every task.
+        rounds_per_task: R, the same for every task; the run key of this name says that it is at least 1.
 
     Raises:
-        ValueError: no task, no round, or a class in two tasks.
+        ValueError: no task, or a class in two tasks.
     """
 
     tasks: Sequence[Sequence[int]]
@@ -88,11 +88,9 @@ class Schedule:
         classes = [c for task in self.tasks for c in task]
         if not self.tasks:
             raise ValueError("tasks=[]: a schedule needs at least one task")
-        if self.rounds_per_task < 1:
-            raise ValueError(f"rounds-per-task={self.rounds_per_task}: allowed are integers from 1")
         if len(set(classes)) < len(classes):
             raise ValueError(f"tasks={self.tasks}: a class belongs to one task only")
-        # A copy, since a frozen object must not change when the caller's lists do.
+        # copied, so that it does not change with the caller's lists
         object.__setattr__(self, "tasks", tuple(tuple(task) for task in self.tasks))
 
     @property
@@ -110,17 +108,6 @@ class Schedule:
         if not 1 <= server_round <= self.total_rounds:
             raise ValueError(f"server_round={server_round}: allowed are 1 to {self.total_rounds}")
         return divmod(server_round - 1, self.rounds_per_task)
-
-    def server_round(self, task: int, round_in_task: int) -> int:
-        """The server round of (task, round within the task): the inverse of ``locate``; ValueError out of range."""
-        self._check_task(task)
-        if not 0 <= round_in_task < self.rounds_per_task:
-            raise ValueError(f"round={round_in_task}: allowed are 0 to {self.rounds_per_task - 1}")
-        return task * self.rounds_per_task + round_in_task + 1
-
-    def is_first_round(self, server_round: int) -> bool:
-        """Whether a task begins with this server round."""
-        return self.locate(server_round)[1] == 0
 
     def is_last_round(self, server_round: int) -> bool:
         """Whether a task ends with this server round."""

@@ -59,7 +59,7 @@ def partition(
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be dealt out: the sorted sample indices of each class, and to how many clients."""
+    """Input of a partition: the sorted sample indices of each class, the number of clients, the tasks and the seed."""
 
     samples: dict[int, IntArray]
     num_clients: int
@@ -127,7 +127,7 @@ def quantity(problem: Problem, *, classes_per_client: int) -> Partition:
                 f"{len(classes)} classes of task {t} and {problem.num_clients} clients, so that every class has a "
                 "holder; change classes_per_client, the number of clients or the number of tasks"
             )
-    return _deal_held(problem, "quantity", lambda num_classes: int(classes_per_client))
+    return _deal_by_class(problem, "quantity", lambda num_classes: int(classes_per_client))
 
 
 def class_share(problem: Problem, *, class_share: float) -> Partition:
@@ -146,7 +146,7 @@ def class_share(problem: Problem, *, class_share: float) -> Partition:
         ValueError: eta out of range.
     """
     _check_share("class_share", class_share)
-    return _deal_held(problem, "class-share", lambda num_classes: _share_of(class_share, num_classes))
+    return _deal_by_class(problem, "class-share", lambda num_classes: _share_of(class_share, num_classes))
 
 
 def split_ratio(
@@ -199,18 +199,18 @@ def consensus(problem: Problem, *, consensus_rate: float) -> Partition:
     Raises:
         ValueError: gamma out of range, or fewer classes per client than tasks.
     """
-    own = consensus_tasks(problem.tasks, problem.num_clients, problem.seed, consensus_rate=consensus_rate)
-    places: dict[int, list[int]] = defaultdict(list)
-    for place, classes in enumerate(classes for tasks in own for classes in tasks):
-        for label in classes:
-            places[label].append(place)
-    held = {label: problem.samples[label] for label in sorted(places.keys() & problem.samples.keys())}
-    owners = [
-        _even_owners(numpy_rng(problem.seed, "partition/consensus", label), len(pool), np.array(places[label]))
-        for label, pool in held.items()
-    ]
+    streams = consensus_tasks(problem.tasks, problem.num_clients, problem.seed, consensus_rate=consensus_rate)
     num_tasks = len(problem.tasks)
-    dealt = _gather(_concatenate(list(held.values())), _concatenate(owners), problem.num_clients * num_tasks)
+    holders: dict[int, list[int]] = defaultdict(list)  # by class; task t of client m is holder m * num_tasks + t
+    for holder, classes in enumerate(classes for tasks in streams for classes in tasks):
+        for label in classes:
+            holders[label].append(holder)
+    pools = {label: problem.samples[label] for label in sorted(holders.keys() & problem.samples.keys())}
+    owners = [
+        _even_owners(numpy_rng(problem.seed, "partition/consensus", label), len(pool), np.array(holders[label]))
+        for label, pool in pools.items()
+    ]
+    dealt = _gather(_concatenate(list(pools.values())), _concatenate(owners), problem.num_clients * num_tasks)
     return [dealt[m * num_tasks : (m + 1) * num_tasks] for m in range(problem.num_clients)]
 
 
@@ -239,9 +239,10 @@ def consensus_sizes(num_classes: int, num_clients: int, consensus_rate: float) -
     _check("num_clients", num_clients, Integral, lambda v: v >= 1, "integers from 1")
     _check("consensus_rate", consensus_rate, Real, lambda v: 0 <= v <= 1, "numbers from 0 to 1")
 
-    def sizes(held: int) -> ConsensusSizes:
-        common = round(consensus_rate * held)
-        return ConsensusSizes(common, held - common, common + num_clients * (held - common) - num_classes)
+    def sizes(per_client: int) -> ConsensusSizes:
+        common = round(consensus_rate * per_client)
+        private = per_client - common
+        return ConsensusSizes(common, private, common + num_clients * private - num_classes)
 
     half = math.ceil(num_classes / 2)
     return next(s for s in map(sizes, range(half, num_classes + 1)) if s.overlap >= 0)
@@ -277,11 +278,11 @@ def consensus_tasks(
     drawn = numpy_rng(seed, "partition/consensus-classes").permutation(classes)
     common, rest = np.split(drawn, [sizes.common])
     private = np.resize(rest, (num_clients, sizes.private))
-    shuffled = [
+    streams = [
         numpy_rng(seed, "partition/consensus-order", m).permutation(np.concatenate([common, private[m]])).tolist()
         for m in range(num_clients)
     ]
-    return [split_tasks(own, len(tasks)) for own in shuffled]
+    return [split_tasks(stream, len(tasks)) for stream in streams]
 
 
 PARTITIONS: dict[str, Callable[..., Partition]] = {
@@ -304,28 +305,31 @@ def _deal(problem: Problem, name: str, owners: Callable[[Rng, list[IntArray]], I
     return [[task[m] for task in dealt] for m in range(problem.num_clients)]
 
 
-def _deal_held(problem: Problem, name: str, held_of: Callable[[int], int]) -> Partition:
-    """Each client holds ``held_of(C)`` of a task's C classes; the holders of a class share its samples evenly."""
+def _deal_by_class(problem: Problem, name: str, classes_of: Callable[[int], int]) -> Partition:
+    """Each client holds ``classes_of(C)`` of a task's C classes; the holders of a class share its samples evenly."""
 
     def owners(rng: Rng, pools: list[IntArray]) -> IntArray:
-        held = _assign_classes(rng, problem.num_clients, len(pools), held_of(len(pools)))
-        return _concatenate([_even_owners(rng, len(p), np.flatnonzero(held[:, j])) for j, p in enumerate(pools)])
+        holds = _assign_classes(rng, problem.num_clients, len(pools), classes_of(len(pools)))
+        return _concatenate([_even_owners(rng, len(p), np.flatnonzero(holds[:, j])) for j, p in enumerate(pools)])
 
     return _deal(problem, name, owners)
 
 
 def _assign_classes(rng: Rng, num_clients: int, num_classes: int, per_client: int) -> npt.NDArray[np.bool_]:
-    """[M, C] who holds what: ``per_client`` classes in each row (more only where that cannot cover), none unheld."""
-    # Every class first gets a guardian, the clients in turn, so that nobody guards more than per_client classes when
-    # that can cover. A client's other classes are a uniform choice: those with the smallest keys.
+    """Bool [M, C]: which client holds which class; ``per_client`` classes each, and every class has a holder.
+
+    A client holds more than ``per_client`` classes only if the classes cannot be covered otherwise.
+    """
+    # Every class first gets a guardian, the clients in turn, so that nobody guards more than per_client classes if
+    # that can cover all. A client's other classes are a uniform choice: those with the smallest keys.
     guardians = np.resize(rng.permutation(num_clients), num_classes)
     guarded = rng.permutation(num_classes)
     keys = rng.random((num_clients, num_classes))
     keys[guardians, guarded] = -1
-    held = np.zeros(keys.shape, bool)
-    np.put_along_axis(held, np.argsort(keys, axis=1)[:, :per_client], True, axis=1)
-    held[guardians, guarded] = True
-    return held
+    holds = np.zeros(keys.shape, bool)
+    np.put_along_axis(holds, np.argsort(keys, axis=1)[:, :per_client], True, axis=1)
+    holds[guardians, guarded] = True
+    return holds
 
 
 def _even_owners(rng: Rng, size: int, holders: IntArray) -> IntArray:
@@ -338,8 +342,8 @@ def _dirichlet_owners(rng: Rng, size: int, num_clients: int, beta: float) -> Int
     """[size] owners of a class's samples, in shares p ~ Dir(beta)."""
     # Beyond 1e12 nothing changes any more, except that the sum of NumPy's gamma draws would overflow.
     shares = rng.dirichlet(np.full(num_clients, min(beta, 1e12)))
-    places = (np.arange(size) + rng.random()) / size
-    return rng.permutation(np.searchsorted(np.cumsum(shares)[:-1], places, side="right"))
+    quantiles = (np.arange(size) + rng.random()) / size
+    return rng.permutation(np.searchsorted(np.cumsum(shares)[:-1], quantiles, side="right"))
 
 
 def _raise_to_minimum(rng: Rng, owner: IntArray, num_clients: int, min_size: int) -> IntArray:

@@ -1,4 +1,4 @@
-"""What a process needs of a run beside the model: data set and class stream, computed once."""
+"""A run's data set and class stream, computed once per process."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,13 +22,13 @@ Streams = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run's data and schedule, equal in every process; where nodes have data of their own, a node's view of them.
+    """A run's data and schedule, equal in every process; if nodes have their own images, ``dataset`` is the node's.
 
     Attributes:
-        dataset: images and labels; a label is -1 where the class of a node's image is not in the run's plan.
+        dataset: images and labels; the label is -1 for a node's image whose class is not in the task plan.
         schedule: tasks and rounds.
-        rows: int64 [classes]; head row of each class id, that is its place among the classes as they come.
-        streams: in an asynchronous run each client's own tasks, class ids; else empty.
+        rows: int64 [classes]; head row of each class id, which is its position in the class stream.
+        streams: class ids by client and task in an asynchronous run; else empty.
     """
 
     dataset: Dataset
@@ -43,19 +43,21 @@ class Scenario:
 
 @lru_cache(maxsize=16)
 def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inventory | None = None) -> Scenario:
-    """Load the data and lay out the tasks.
+    """Load the data set and make the schedule.
 
     Args:
         config: the run keys.
-        plan: what was agreed on, if nodes have data of their own.
-        inventory: then this node's; on the server there is none, and no image.
+        plan: the run's task plan, if nodes have their own images.
+        inventory: this node's images in that case; None on the server, which then has no image.
 
     Raises:
         ConfigError: data missing or unusable, or more tasks than classes.
     """
     if plan:
-        dataset = _own(plan, open_inventory(inventory, image_size(config))) if inventory else _nobodys(plan)
-        return _laid_out(dataset, Schedule(plan.tasks, config.rounds_per_task))
+        dataset = (
+            _node_dataset(plan, open_inventory(inventory, image_size(config))) if inventory else _empty_dataset(plan)
+        )
+        return _make_scenario(dataset, Schedule(plan.tasks, config.rounds_per_task))
     if config.asynchronous and not config.num_clients:
         raise ConfigError(
             f"num-clients = 0 is not possible with partition {config.partition!r}: "
@@ -68,22 +70,24 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
         tasks = split_tasks(order, config.num_tasks)
         streams = _streams(config, tasks) if config.asynchronous else []
     except ValueError as error:
-        raise ConfigError(f"{in_run_keys(config, error)} of {config.dataset!r}.") from error
-    return _laid_out(dataset, Schedule(stages(streams, order) if streams else tasks, config.rounds_per_task), streams)
+        raise ConfigError(f"{use_run_key_names(config, error)} of {config.dataset!r}.") from error
+    return _make_scenario(
+        dataset, Schedule(stages(streams, order) if streams else tasks, config.rounds_per_task), streams
+    )
 
 
-def _laid_out(dataset: Dataset, schedule: Schedule, streams: Streams | None = None) -> Scenario:
+def _make_scenario(dataset: Dataset, schedule: Schedule, streams: Streams | None = None) -> Scenario:
     return Scenario(dataset, schedule, schedule.head_rows, streams or [])
 
 
-def _own(plan: TaskPlan, holdings: Dataset) -> Dataset:
+def _node_dataset(plan: TaskPlan, dataset: Dataset) -> Dataset:
     """A node's images under the class ids of the plan."""
-    ids = class_ids(holdings.class_names, plan.class_names)
-    labels = {"train_labels": ids[holdings.train_labels], "test_labels": ids[holdings.test_labels]}
-    return replace(holdings, class_names=plan.class_names, **labels)
+    ids = class_ids(dataset.class_names, plan.class_names)
+    labels = {"train_labels": ids[dataset.train_labels], "test_labels": ids[dataset.test_labels]}
+    return replace(dataset, class_names=plan.class_names, **labels)
 
 
-def _nobodys(plan: TaskPlan) -> Dataset:
+def _empty_dataset(plan: TaskPlan) -> Dataset:
     images, labels = np.empty((0, *plan.image_shape, 3), np.uint8), np.empty(0, np.int64)
     return Dataset(plan.class_names, images, labels, images, labels)
 
@@ -92,8 +96,8 @@ def _streams(config: Config, tasks: list[list[int]]) -> Streams:
     return consensus_tasks(tasks, config.num_clients, config.seed, **config.partition_parameters)
 
 
-def in_run_keys(config: Config, error: ValueError) -> str:
-    """What a partition complains of, in the names of the run keys: its parameters have underscores for hyphens."""
+def use_run_key_names(config: Config, error: ValueError) -> str:
+    """Message of a partition's error with the names of run keys, which have hyphens instead of underscores."""
     text = str(error)
     for name in config.partition_parameters:
         text = text.replace(name, name.replace("_", "-"))

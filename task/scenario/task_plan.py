@@ -1,4 +1,4 @@
-"""Classes and tasks that the server makes of what its nodes say to hold, where each node has data of its own."""
+"""The classes and tasks of a run whose nodes have their own images, made by the server from their answers to hello."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,10 +13,10 @@ from task.scenario.class_stream import class_order, split_tasks
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """What nodes with data of their own have to agree on.
+    """Class ids and tasks, the same for all nodes.
 
     Attributes:
-        class_names: by class id; an id never changes, new classes come at the end.
+        class_names: by class id; an id never changes, new classes are added at the end.
         tasks: class ids of each task.
         image_shape: height and width in pixels of the nodes' images, before they are resized for the backbone.
     """
@@ -25,8 +25,8 @@ class TaskPlan:
     tasks: tuple[tuple[int, ...], ...]
     image_shape: tuple[int, int]
 
-    def extended(self, names: Iterable[str]) -> Self:
-        """The same with one more task, of new classes in the order of their names.
+    def add_task(self, names: Iterable[str]) -> Self:
+        """The plan with one more task, of new classes in the order of their names.
 
         Args:
             names: of all nodes together, for :func:`task.data.class_names.choose_spellings`.
@@ -37,7 +37,7 @@ class TaskPlan:
         return replace(self, class_names=(*self.class_names, *new), tasks=(*self.tasks, tuple(ids)))
 
     def message(self) -> dict[str, Any]:
-        """What travels to the nodes of it, for :meth:`read`."""
+        """Config entries of the message to the nodes; :meth:`read` is the inverse."""
         return {"class-names": list(self.class_names), "tasks": json.dumps(self.tasks), "shape": list(self.image_shape)}
 
     @classmethod
@@ -48,7 +48,7 @@ class TaskPlan:
 
 
 def first_task_plan(config: Config, names: Iterable[str], image_shape: tuple[int, int]) -> TaskPlan:
-    """The plan at the start of a run: class ids follow the names, tasks the run keys class-order and num-tasks.
+    """The plan at the start of a run: class ids follow the sorted names, tasks follow class-order and num-tasks.
 
     Args:
         config: the run keys.
@@ -60,7 +60,7 @@ def first_task_plan(config: Config, names: Iterable[str], image_shape: tuple[int
     """
     class_names = tuple(sorted(choose_spellings(names).values()))
     if config.class_order == APPEARING:
-        return TaskPlan((), (), image_shape).extended(class_names)
+        return TaskPlan((), (), image_shape).add_task(class_names)
     try:
         tasks: Sequence[Sequence[int]] = split_tasks(
             class_order(len(class_names), config.seed, config.class_order), config.num_tasks

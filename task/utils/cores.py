@@ -1,4 +1,4 @@
-"""How many things this machine can do at once; needs the standard library only."""
+"""The number of processor cores; imports the standard library only."""
 
 import os
 

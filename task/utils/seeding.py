@@ -1,7 +1,7 @@
 """Independent random streams from the run's one seed, one stream per purpose.
 
-Class order, partition, initialisation, client sampling, ... each draw from a stream of their own, so that one more draw
-in one place changes nothing elsewhere, and two methods with the same seed see the same order, data and clients.
+Class order, partition, initialisation, client sampling and so on each draw from their own stream. So one more draw in
+one place changes nothing elsewhere, and two methods with the same seed have the same class order, data and clients.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Installed versions and the code itself, which results depend on."""
+"""Versions of packages and a digest of the code, both of which results depend on."""
 
 import hashlib
 import platform
@@ -24,7 +24,7 @@ def versions() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def code_sha256() -> str:
-    """Digest of the code that clients run: a simulation may import another copy than the one that was meant."""
+    """SHA-256 of all code that clients run, sub-folders included; the server refuses a node with another digest."""
     total = hashlib.sha256()
     root = Path(__file__).parents[2]
     for path in sorted(p for folder in ("task", "client_app") for p in (root / folder).rglob("*.py")):

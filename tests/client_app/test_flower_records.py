@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from client_app.flower_records import from_records, to_records
-from task.message import Packet, detached
+from task.message import Packet, copy_packet
 from tests.helpers.flower import LoopbackGrid, echo, through_wire
 
 
@@ -33,7 +33,7 @@ def test_arrays_arrive_alike_by_wire_and_in_process(array):
     LoopbackGrid(echo)
     sent = Packet(arrays={"a.b": array}, statistics={"π": array})
     arrived = from_records(through_wire(Message(to_records(sent), 1, "train")).content)
-    for one in (arrived, detached(sent)):
+    for one in (arrived, copy_packet(sent)):
         assert list(one.arrays) == ["a.b"]
         assert list(one.statistics) == ["π"]
         assert same_array(one.arrays["a.b"], np.ascontiguousarray(array).reshape(array.shape))
@@ -62,7 +62,7 @@ def test_scalars_arrive_alike_by_wire_and_in_process(config, metrics):
     LoopbackGrid(echo)
     sent = Packet(config=config, metrics=metrics)
     arrived = from_records(through_wire(Message(to_records(sent), 1, "train")).content)
-    for one in (arrived, detached(sent)):
+    for one in (arrived, copy_packet(sent)):
         assert repr(one.config) == repr(config)  # tells True from 1, and NaN is like NaN
         assert repr(one.metrics) == repr(metrics)
 
@@ -75,7 +75,7 @@ def mixed_signs(values: list) -> bool:
 
 def test_numpy_scalars_become_pythons():
     sent = Packet(metrics={"a": np.float32(0.5), "b": np.int64(3), "c": np.True_}, config={"d": np.bool_(False)})
-    for one in (from_records(to_records(sent)), detached(sent)):
+    for one in (from_records(to_records(sent)), copy_packet(sent)):
         assert repr(one) == "Packet(arrays={}, statistics={}, metrics={'a': 0.5, 'b': 3, 'c': 1}, config={'d': False})"
 
 
@@ -94,7 +94,7 @@ def test_numpy_scalars_become_pythons():
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("convert", [to_records, detached])
+@pytest.mark.parametrize("convert", [to_records, copy_packet])
 def test_what_cannot_travel_is_refused_by_name(convert, bad):
     with pytest.raises((TypeError, ValueError), match="'bad'"):
         convert(bad)

@@ -19,7 +19,7 @@ import yaml
 from flwr.common.config import parse_config_args
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
-from task.config.schema import OF_THE_NODE
+from task.config.schema import OF_THE_NODE, keys_affecting
 from tests.helpers.proxy import make_keys, proxy
 
 FOLDER = Path(__file__).parents[2] / "docker"
@@ -145,7 +145,7 @@ def test_the_keys_of_a_node_are_those_that_the_readme_explains():
     [own] = re.findall(r"--node-config '(name=[^']+)'", section)
     rows = re.findall(r"^\| (`.+`) \|", section, re.MULTILINE)
     explained = set(re.findall(r"`([\w-]+)`", " ".join(rows)))
-    assert set(parse_config_args([own])) < explained == {"name", "state-dir", *OF_THE_NODE}
+    assert set(parse_config_args([own])) < explained == {"name", "state-dir", *keys_affecting(*OF_THE_NODE)}
 
 
 def test_a_service_has_the_secrets_that_its_command_reads_and_no_others():

@@ -9,8 +9,8 @@ from strategies.base import RoundContext, Update
 from strategies.ccvr import CCVR, merge_by_class
 from task.config.parsing import parse
 from task.models.model import Head
-from task.prototypes.gaussians import merge_gaussians
 from task.scenario.class_stream import Schedule
+from tests.helpers.prototypes import merge_gaussians
 
 D = 5
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0

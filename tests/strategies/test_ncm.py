@@ -60,8 +60,9 @@ def head_after(updates_by_round):
     """Head after the rounds 1, 2, ... of the schedule, tasks beginning as in a run."""
     strategy, model = NearestMean(parse({"method": "ncm"})), model_of([])
     for server_round, updates in enumerate(updates_by_round, start=1):
-        if SCHEDULE.is_first_round(server_round):
-            model.begin_task(len(SCHEDULE.tasks[SCHEDULE.locate(server_round)[0]]))
+        task, round_in_task = SCHEDULE.locate(server_round)
+        if round_in_task == 0:
+            model.begin_task(len(SCHEDULE.tasks[task]))
         strategy.refine(model, updates, RoundContext(SCHEDULE, server_round))
     return model.head
 

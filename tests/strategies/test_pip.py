@@ -21,10 +21,10 @@ from task.models.feature_cache import Inputs
 from task.models.model import Model, build_model
 from task.models.vit import ViT
 from task.prompts.base import Prompt
-from task.prototypes.gaussians import merge_diagonal
 from task.prototypes.statistics import VarianceStatistics
 from task.scenario.class_stream import Schedule
 from task.scenario.scenario import build_scenario
+from tests.helpers.prototypes import merge_diagonal
 
 D = 8
 SCHEDULE = Schedule([[7, 2, 4], [5, 0]], 3)

@@ -20,7 +20,7 @@ from task.methods import METHODS
 from task.models.evaluation import extract_features
 from task.models.model import build_model
 from task.scenario import client_data as lessons
-from task.scenario.client_data import client_task_data, ever_held, learnable
+from task.scenario.client_data import all_client_positions, client_task_data, learnable_classes
 from task.scenario.partition import partition
 from task.scenario.scenario import build_scenario
 from task.utils.seeding import torch_rng
@@ -76,13 +76,13 @@ def test_nobody_ever_holds_more_than_hello_said(name: str, tiny: dict) -> None:
     config = parse(tiny | EACH[name])
     for client in range(config.num_clients):
         said = handle("hello", Packet(), Node(config.flat(), {"partition-id": client})).arrays["class_counts"].tolist()
-        assert said == counts(config, ever_held(config, client))
+        assert said == counts(config, all_client_positions(config, client))
         for task in range(2):
             for round in range(config.rounds_per_task):
                 task_data = client_task_data(config, client, task, round, holds_pool=True)
                 held = counts(config, task_data.positions)
                 assert all(n <= most for n, most in zip(held, said, strict=True))
-                allowed = learnable(config, build_scenario(config).schedule, task)
+                allowed = learnable_classes(config, build_scenario(config).schedule, task)
                 assert {c for c, n in enumerate(held) if n} <= set(task_data.classes) <= set(allowed)
 
 

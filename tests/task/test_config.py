@@ -31,6 +31,7 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"num-tasks": 2.0}, ["num-tasks", "2.0", "whole number"]),
         ({"num-tasks": True}, ["num-tasks", "True"]),
         ({"prompt-length": 0}, ["prompt-length", "0", "at least 1"]),
+        ({"rounds-per-task": 0}, ["rounds-per-task", "0", "at least 1"]),
         ({"prompt-blocks": "0-3"}, ["prompt-blocks", "'0-3'"]),
         ({"prompt-blocks": "one"}, ["prompt-blocks", "'one'"]),
         ({"partition": "dirichle"}, ["partition", "'dirichle'", "dirichlet"]),

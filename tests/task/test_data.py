@@ -9,7 +9,7 @@ from sklearn.datasets import load_digits
 
 from task.config.parsing import parse
 from task.data.load import load_dataset
-from task.data.splits import held_out, with_validation
+from task.data.splits import draw_held_out, split_validation
 from task.keys import ConfigError
 from task.scenario.scenario import build_scenario
 
@@ -43,15 +43,15 @@ def test_embedded_digits_are_scikit_learns() -> None:
 
 def test_held_out_share_of_every_class() -> None:
     labels = np.array([0] * 10 + [1] * 5 + [2] * 20)
-    mask = held_out(labels, 0.2, 0, "test")
+    mask = draw_held_out(labels, 0.2, 0, "test")
     assert [int(mask[labels == c].sum()) for c in range(3)] == [2, 1, 4]
-    assert (mask == held_out(labels, 0.2, 0, "test")).all()
-    assert (mask != held_out(labels, 0.2, 1, "test")).any()
+    assert (mask == draw_held_out(labels, 0.2, 0, "test")).all()
+    assert (mask != draw_held_out(labels, 0.2, 1, "test")).any()
 
 
 def test_validation_replaces_the_test_set_with_training_images() -> None:
     full = load_dataset("digits", "", 32, 0.0, 0)
-    less = with_validation(full, 0.25, seed=0)
+    less = split_validation(full, 0.25, seed=0)
     assert len(less.train_labels) + len(less.test_labels) == len(full.train_labels)
     everything = {full.train_images[np.array([i])].tobytes() for i in range(len(full.train_labels))}
     assert all(less.test_images[np.array([i])].tobytes() in everything for i in range(len(less.test_labels)))

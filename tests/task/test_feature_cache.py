@@ -15,7 +15,7 @@ from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.models import feature_cache as queries
 from task.models.evaluation import confusion_counts, extract_features
-from task.models.feature_cache import QueryCache, known_query
+from task.models.feature_cache import QueryCache, cached_query
 from task.models.model import Model, build_model
 from task.models.vit import ViT
 from task.prompt_kinds import PROMPTS
@@ -60,7 +60,7 @@ def test_a_known_query_gives_the_features_that_the_images_give(tiny, prompt):
     _, scenario, model = built(tiny, prompt)
     images = scenario.dataset.train_images
     positions = np.arange(9)
-    query = known_query(model, images, positions)
+    query = cached_query(model, images, positions)
     assert (query is None) == (prompt == "shared")  # the one prompt that neither reads q(x) nor leaves it as it is
     prepared = queries.prepare(images[positions], model.backbone)
     with torch.no_grad():
@@ -141,7 +141,7 @@ def test_no_more_than_the_limit_is_kept_and_the_last_used_stay(tiny, monkeypatch
 
     def computed(start, stop):
         before = sum(passes[False])
-        known_query(model, images, np.arange(start, stop))
+        cached_query(model, images, np.arange(start, stop))
         return sum(passes[False]) - before
 
     assert computed(0, 25) == 25
@@ -158,26 +158,26 @@ def test_queries_belong_to_their_images_backbone_and_precision(tiny):
     """Equal positions elsewhere are other images; a dead source whose id comes back is not taken for it."""
     _, scenario, model = built(tiny, "none")
     train, test, some = scenario.dataset.train_images, scenario.dataset.test_images, np.arange(6)
-    first = known_query(model, train, some)
-    assert not torch.equal(known_query(model, test, some), first)
-    assert not torch.equal(known_query(built(tiny, "none", precision="bf16")[2], train, some), first)
+    first = cached_query(model, train, some)
+    assert not torch.equal(cached_query(model, test, some), first)
+    assert not torch.equal(cached_query(built(tiny, "none", precision="bf16")[2], train, some), first)
     other = {"backbone-weights": "random"}
-    assert not torch.allclose(known_query(built(tiny, "none", **other)[2], train, some), first, atol=1e-3)
+    assert not torch.allclose(cached_query(built(tiny, "none", **other)[2], train, some), first, atol=1e-3)
     for shift in range(4):
         copy = np.roll(train[some], shift, axis=0)
-        assert torch.allclose(known_query(model, copy, some), first.roll(shift, 0), atol=1e-5)
+        assert torch.allclose(cached_query(model, copy, some), first.roll(shift, 0), atol=1e-5)
         del copy
         gc.collect()
-    assert torch.equal(known_query(model, train, some), first)
+    assert torch.equal(cached_query(model, train, some), first)
 
 
 def test_a_backbone_that_trains_has_no_known_query():
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=3, num_classes=0)
     model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), Prompt(), 0, "fp32")
     images = np.zeros((4, 8, 8, 3), np.uint8)
-    assert known_query(model, images, np.arange(4)) is not None
+    assert cached_query(model, images, np.arange(4)) is not None
     model = Model(model.backbone, Prompt(), 0, "fp32", trains_backbone=True)
-    assert known_query(model, images, np.arange(4)) is None
+    assert cached_query(model, images, np.arange(4)) is None
     assert model.features(queries.prepare(images, model.backbone)).requires_grad
 
 

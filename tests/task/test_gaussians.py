@@ -4,21 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from task.method_options import HGPOptions
+from task.method_options import HGPOptions, Options
 from task.prototypes.gaussians import (
     Gaussians,
     cholesky,
     cholesky_fails,
     fill_singletons,
-    gaussian_statistics,
-    mean_statistics,
-    merge_diagonal,
-    merge_gaussians,
     merge_means,
     pack_symmetric,
     prepare_gaussians,
     unpack_symmetric,
 )
+from task.prototypes.statistics import MeanStatistics
+from tests.helpers.prototypes import gaussian_statistics, merge_diagonal, merge_gaussians
 
 PACKINGS = ("diagonal", "full", "low-rank")
 COUNTS = {7: 9, 2: 6, 11: 5, 4: 1}  # class id -> images; class 4 has a single one
@@ -63,7 +61,7 @@ def test_counts_and_means(packing):
 
 def test_mean_statistics_are_the_same_without_covariance():
     features, labels = labelled_features()
-    found = mean_statistics(torch.from_numpy(features), torch.from_numpy(labels))
+    found = MeanStatistics().compute(torch.from_numpy(features), torch.from_numpy(labels), Options())
     assert set(found) == {"class_ids", "counts", "means"}
     for c, n, mean in zip(*found.values(), strict=True):
         assert n == (labels == c).sum()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from task import metrics
 from task.metrics import (
     METRICS,
-    completed,
+    crop_to_finished,
     fold,
     per_class_accuracy,
     prototype_distance,
@@ -119,18 +119,18 @@ def test_stages_that_bring_nothing_change_no_summary_but_by_their_rows(matrix, d
             stages.append(row)
     counts = [10 + i for i in range(len(matrix))]
     assert summarize(stages, samples) == pytest.approx(summarize(matrix, counts), nan_ok=True)
-    assert completed(stages, samples).shape == (len(stages), len(stages))
+    assert crop_to_finished(stages, samples).shape == (len(stages), len(stages))
 
 
 def test_without_counts_a_null_column_is_a_gap():
     with pytest.raises(ValueError, match="after task 2 on task 2 is missing"):
         summarize(STAGES)
     with pytest.raises(ValueError, match="after task 2 on task 2 is missing"):
-        completed(STAGES)
+        crop_to_finished(STAGES)
     with pytest.raises(ValueError, match="is missing"):
-        completed(STAGES, [10, 5, 30])
+        crop_to_finished(STAGES, [10, 5, 30])
     with pytest.raises(ValueError, match="samples_per_task must be 3 positive numbers, or 0 for a task of which no"):
-        completed(WORKED, [10, 0, 30])
+        crop_to_finished(WORKED, [10, 0, 30])
     with pytest.raises(ValueError, match="empty"):
         summarize([[None]], [0])
 
@@ -254,12 +254,12 @@ def test_completed_cuts_to_the_finished_tasks(matrix, data):
     empty = [None] * len(matrix)
     killed = [row if i < done else empty for i, row in enumerate(matrix)]
     expected = np.array([row[:done] for row in matrix[:done]], dtype=float).reshape(done, done)
-    assert np.array_equal(completed(killed), expected, equal_nan=True)
+    assert np.array_equal(crop_to_finished(killed), expected, equal_nan=True)
 
 
 def test_completed_of_nothing():
-    assert completed([[None, None], [None, None]]).shape == (0, 0)
-    assert completed([]).shape == (0, 0)
+    assert crop_to_finished([[None, None], [None, None]]).shape == (0, 0)
+    assert crop_to_finished([]).shape == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_completed_of_nothing():
 )
 def test_completed_refuses_gaps(matrix, message):
     with pytest.raises(ValueError, match=message):
-        completed(matrix)
+        crop_to_finished(matrix)
 
 
 def test_continual_utility_weighs():

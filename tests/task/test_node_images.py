@@ -13,7 +13,7 @@ from PIL import Image
 from task.config.parsing import parse
 from task.data.images import UnreadableImage, decode
 from task.data.node_images import load_inventory, open_inventory, scan_images
-from task.data.splits import chosen_by_digest
+from task.data.splits import select_by_digest
 from task.keys import ConfigError
 from task.scenario.class_stream import class_order
 from task.scenario.scenario import build_scenario
@@ -30,7 +30,7 @@ def data(tmp_path: Path) -> Path:
 
 def test_a_class_folder_is_split_and_each_class_is_trained_on(data: Path, tmp_path: Path) -> None:
     # one whose only file would be held out by its digest
-    lone = next(f"owl{i}" for i in range(99) if chosen_by_digest([f"owl{i}/000.png".encode()])[0])
+    lone = next(f"owl{i}" for i in range(99) if select_by_digest([f"owl{i}/000.png".encode()])[0])
     paint(data / lone, 1)
     found = open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
     assert found.class_names == ("cat", "dog", lone)
@@ -114,7 +114,7 @@ def test_each_run_has_its_own_list(data: Path, tmp_path: Path) -> None:
 def test_what_was_trained_on_is_what_the_latest_run_says(tmp_path: Path) -> None:
     """The lone file of a class, which its name marks to be held out, is trained on by the first run only."""
     root, state = tmp_path / "data", tmp_path / "state"
-    name = next(f"{i:03d}" for i in range(40) if chosen_by_digest([f"cat/{i:03d}.png".encode()])[0])
+    name = next(f"{i:03d}" for i in range(40) if select_by_digest([f"cat/{i:03d}.png".encode()])[0])
     paint(root / "dog", 5)
     scan_images(str(root), state, 0.0, "first")
     paint(root / "cat", 1, first=int(name))
@@ -153,7 +153,7 @@ def test_a_lost_disk_is_said(lost: str, tmp_path: Path) -> None:
     assert kept == first
     assert open_inventory(kept, 8).class_names == ("cat",)
     with pytest.raises(ConfigError, match=r"of 20 image files .* cannot be read"):
-        scan_images(str(root), tmp_path / "state", 0.05, known=kept)
+        scan_images(str(root), tmp_path / "state", 0.05, previous=kept)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("I;16", np.uint16), ("I", np.int32), ("F", np.float32)])
@@ -229,18 +229,18 @@ def test_losses_add_up(data: Path, tmp_path: Path) -> None:
     known = scan_images(str(data), tmp_path / "state", 0.1)
     for i in range(6):
         (data / "cat" / f"{i:03d}.png").unlink()
-        known = scan_images(str(data), tmp_path / "state", 0.1, known=known)
+        known = scan_images(str(data), tmp_path / "state", 0.1, previous=known)
     assert len(known.unreadable) == 6
     (data / "cat" / "006.png").unlink()
     with pytest.raises(ConfigError, match="7 of 60 image files"):
-        scan_images(str(data), tmp_path / "state", 0.1, known=known)
+        scan_images(str(data), tmp_path / "state", 0.1, previous=known)
 
 
 @pytest.mark.parametrize("between", ["gone", "unreadable", "unmounted"])
 def test_what_was_trained_on_is_never_held_out(between: str, tmp_path: Path) -> None:
     """The one file of a class is trained on though its name says otherwise, and so it stays when more come."""
     root, state = tmp_path / "data", tmp_path / "state"
-    marked = [f"cat/{i:03d}.png" for i in range(40) if chosen_by_digest([f"cat/{i:03d}.png".encode()])[0]]
+    marked = [f"cat/{i:03d}.png" for i in range(40) if select_by_digest([f"cat/{i:03d}.png".encode()])[0]]
     paint(root / "cat", 1, first=int(marked[0][4:7]))
     paint(root / "dog", 5)
     assert marked[0] not in scan_images(str(root), state, 0.5, "first").held_out
@@ -269,12 +269,12 @@ def test_what_is_lost_is_left_out_and_nothing_new_enters(
     first = scan_images(str(data), state, 0.0)
     paint(data / "cat", 5, first=40)
     (data / "dog" / "001.png").unlink()
-    after = scan_images(str(data), state, 0.1, known=first)
+    after = scan_images(str(data), state, 0.1, previous=first)
     assert set(after.readable) == set(first.readable) - {"dog/001.png"}
     assert set(after.held_out) == set(first.held_out) - {"dog/001.png"}
     sick = str(data / "dog" / "002.png")  # a disk error leaves size and time as they were
     monkeypatch.setattr("task.data.node_images._problem", lambda path: "sick" if str(path) == sick else "")
-    assert set(after.readable) - set(scan_images(str(data), state, 0.1, known=after).readable) == {"dog/002.png"}
+    assert set(after.readable) - set(scan_images(str(data), state, 0.1, previous=after).readable) == {"dog/002.png"}
 
 
 def test_unreadable_files_are_named_and_skipped_up_to_a_share(
@@ -338,9 +338,9 @@ def test_plans_by_name_shuffled_and_as_classes_appear() -> None:
     assert plan("shuffled", 3).tasks == tuple((c,) for c in class_order(3, 0, "shuffled"))
     open_ended = plan("appearing", 5)
     assert open_ended.tasks == ((0, 1, 2),)
-    grown = open_ended.extended(["emu", "cat", "ant"])
+    grown = open_ended.add_task(["emu", "cat", "ant"])
     assert (grown.class_names[3:], grown.tasks) == (("ant", "emu"), ((0, 1, 2), (3, 4)))
-    assert open_ended.extended(["Cat", "OWL!", "Emu", "emu", "emu"]).class_names[3:] == ("emu",)
+    assert open_ended.add_task(["Cat", "OWL!", "Emu", "emu", "emu"]).class_names[3:] == ("emu",)
     assert TaskPlan.read(json.loads(json.dumps(grown.message()))) == grown
     with pytest.raises(ConfigError, match=r"num-tasks=4.*cat, dog, owl"):
         plan("given", 4)

@@ -16,15 +16,17 @@ from task.config.parsing import parse
 from task.config.schema import Config
 from task.keys import ConfigError
 from task.message import Packet
+from task.method_options import HGPOptions
 from task.methods import METHODS
 from task.models.evaluation import extract_features
 from task.models.model import build_model
-from task.prototypes.gaussians import cholesky_fails, gaussian_statistics, pack_symmetric, unpack_symmetric
+from task.prototypes.gaussians import cholesky_fails, pack_symmetric, unpack_symmetric
 from task.prototypes.noise import GaussianMechanism, nearest_semi_definite, system_normal
 from task.prototypes.statistics import GaussianStatistics, GramStatistics, MeanStatistics, VarianceStatistics
 from task.scenario.client_data import client_task_data
 from task.scenario.scenario import build_scenario
 from task.utils.seeding import numpy_rng
+from tests.helpers.prototypes import gaussian_statistics
 from tests.helpers.runs import model_of, run, train_message, without_times
 
 PRIVATE = {"privacy-clip": 1.0, "privacy-noise": 1.0, "privacy-feature-clip": 10.0, "privacy-seeded": True}
@@ -68,15 +70,13 @@ def test_noise_in_arrays_has_the_deviation_z_times_c() -> None:
 
 def test_noise_in_statistics_has_the_deviations_of_the_docstring() -> None:
     """B = 10, z = 0.5: 0.5 x 10 / n in means, 0.5 x 100 / (sqrt(2) n) in squares."""
-    counts = np.repeat([100, 400], 500)
-    means = mechanism(feature_clip=10, noise=0.5).means(np.zeros((1000, 40)), counts)
-    squares = mechanism(feature_clip=10, noise=0.5).squares(np.zeros((1000, 40)), counts)
+    counts = torch.tensor([100, 400]).repeat_interleave(500)
+    means = mechanism(feature_clip=10, noise=0.5).means(torch.zeros(1000, 40), counts)
+    squares = mechanism(feature_clip=10, noise=0.5).squares(torch.zeros(1000, 40), counts)
     for some, n in ((slice(0, 500), 100), (slice(500, None), 400)):
         assert means[some].std() == pytest.approx(5 / n, rel=0.02)
         assert squares[some].std() == pytest.approx(35.355 / n, rel=0.02)
-    assert (
-        np.linalg.norm(mechanism(feature_clip=10, noise=9).means(np.zeros((5, 40)), np.ones(5)), axis=1) <= 10.001
-    ).all()
+    assert (mechanism(feature_clip=10, noise=9).means(torch.zeros(5, 40), torch.ones(5)).norm(dim=1) <= 10.001).all()
 
 
 def moments(images: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -104,8 +104,9 @@ def test_without_noise_the_way_through_moments_changes_nothing(packing: str) -> 
     """Noise so small that only the algebra shows: mean squares and back, divided by n - 1 as before."""
     rng = np.random.default_rng(1)
     features, labels = torch.from_numpy(rng.standard_normal((23, 5))).float(), torch.tensor([0] * 10 + [1] * 12 + [2])
-    found = gaussian_statistics(features, labels, packing, 1)  # type: ignore[arg-type]
-    noised = GaussianStatistics().noised(found, mechanism(feature_clip=1e4, noise=1e-16))
+    found = gaussian_statistics(features, labels, packing, 1)
+    tiny = mechanism(feature_clip=1e4, noise=1e-16)
+    noised = GaussianStatistics().compute(features, labels, HGPOptions(covariance=packing), tiny)
     name = "variances" if packing == "diagonal" else "covariances"
     assert np.allclose(noised[name], found[name], atol=1e-5)
     assert np.allclose(noised["means"], found["means"], atol=1e-6)
@@ -117,25 +118,20 @@ def test_statistics_stay_valid_under_any_noise() -> None:
     features, labels = torch.from_numpy(rng.standard_normal((30, 6))).float(), torch.arange(30) % 4
     heavy = mechanism(feature_clip=5, noise=50)
     for packing in ("full", "diagonal"):
-        found = gaussian_statistics(features, labels, packing, 1)  # type: ignore[arg-type]
-        noised = GaussianStatistics().noised(found, heavy)
+        found = gaussian_statistics(features, labels, packing, 1)
+        noised = GaussianStatistics().compute(features, labels, HGPOptions(covariance=packing), heavy)
         assert {n: (a.dtype, a.shape) for n, a in noised.items()} == {n: (a.dtype, a.shape) for n, a in found.items()}
         assert (noised.get("variances", np.zeros(1)) >= 0).all()
         assert "covariances" not in noised or not cholesky_fails(noised["covariances"], 6)
-    assert (
-        VarianceStatistics().noised(VarianceStatistics().compute(features, labels, Config().options), heavy)[
-            "variances"
-        ]
-        >= 0
-    ).all()
-    gram = GramStatistics().noised(GramStatistics().compute(features, labels, Config().options), heavy)
+    assert (VarianceStatistics().compute(features, labels, Config().options, heavy)["variances"] >= 0).all()
+    gram = GramStatistics().compute(features, labels, Config().options, heavy)
     assert not cholesky_fails(gram["gram"], 6)
     assert gram["sums"].dtype == np.float64
 
 
 def test_the_nearest_semi_definite_matrix_by_hand() -> None:
     """[[0, 2], [2, 0]] has the eigenvalues 2 and -2; without the latter it is [[1, 1], [1, 1]]."""
-    found = nearest_semi_definite(np.array([[0.0, 2.0, 0.0]]), 2)
+    found = nearest_semi_definite(torch.tensor([[0.0, 2.0, 0.0]]), 2)
     assert unpack_symmetric(found, 2)[0] == pytest.approx(np.ones((2, 2)))
 
 
@@ -258,7 +254,7 @@ def test_every_number_of_the_statistics_is_noised(kind: type, tiny: dict) -> Non
     config = parse(tiny | {"method": "hgp", **PRIVATE})
     features, labels = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 4
     found = kind().compute(features, labels, config.options)
-    noised = kind().noised(dict(found), GaussianMechanism.of(config, 0, 1))
+    noised = kind().compute(features, labels, config.options, GaussianMechanism.of(config, 0, 1))
     numbers = found.keys() - {"class_ids", "counts"}
     assert numbers
     for name in numbers:

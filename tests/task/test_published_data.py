@@ -17,7 +17,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 from task.config import schema as config
 from task.data import images
 from task.data.images import Dataset, ImageFiles
-from task.data.load import load_dataset, read
+from task.data.load import load_dataset, read_source
 from task.data.published import DOMAINS
 from task.data.registry import SOURCES, Source
 from task.keys import ConfigError
@@ -180,7 +180,7 @@ def test_table_has_every_data_set_that_may_be_asked_for() -> None:
 
 def test_complete_copy(tree: tuple[str, Source, Path]) -> None:
     name, source, root = tree
-    data = read(source, root.parent, 16)
+    data = read_source(source, root.parent, 16)
     assert data.class_names == NAMES[name]
     assert data.augmentation == "crop-flip"
     assert (len(data.train_images), len(data.test_images)) == (len(data.train_labels), len(data.test_labels))
@@ -194,7 +194,7 @@ def test_complete_copy(tree: tuple[str, Source, Path]) -> None:
 
 def test_data_dir_may_be_the_folder_itself_and_the_split_is_always_the_same(tree: tuple[str, Source, Path]) -> None:
     _, source, root = tree
-    one, two = read(source, root.parent, 16), read(source, root, 16)
+    one, two = read_source(source, root.parent, 16), read_source(source, root, 16)
     assert (one.train_labels == two.train_labels).all()
     assert (brightness(one)[1] == brightness(two)[1]).all()
 
@@ -204,7 +204,7 @@ def test_nothing_there_says_what_belongs_there_and_where_to_get_it(tree: tuple[s
     shutil.rmtree(root)
     source = SOURCES[name]
     with pytest.raises(ConfigError) as caught:
-        read(source, root.parent, 16)
+        read_source(source, root.parent, 16)
     for part in (str(root.parent), source.folder, source.address, source.holds, f"{source.train:,}", "data-dir"):
         assert part in str(caught.value)
     assert f"of {source.classes} classes" in str(caught.value)
@@ -213,7 +213,7 @@ def test_nothing_there_says_what_belongs_there_and_where_to_get_it(tree: tuple[s
 def test_other_numbers_than_the_published_are_refused(tree: tuple[str, Source, Path]) -> None:
     name, source, root = tree
     with pytest.raises(ConfigError) as caught:
-        read(SOURCES[name], root.parent, 16)
+        read_source(SOURCES[name], root.parent, 16)
     found = f"found {source.train} training and {source.test} test" if source.test else f"found {source.train} images"
     assert found in str(caught.value)
     assert f"{SOURCES[name].train:,}" in str(caught.value)
@@ -224,7 +224,7 @@ def test_one_image_short(tree: tuple[str, Source, Path]) -> None:
     _, source, root = tree
     sorted(path for path in root.rglob("*") if path.suffix in (".jpg", ".JPEG"))[0].unlink()
     with pytest.raises(ConfigError, match=r"1 of \d+ listed images|found \d+ .*has the fewest training images"):
-        read(source, root.parent, 16)
+        read_source(source, root.parent, 16)
 
 
 @pytest.mark.parametrize("tree", LISTS, indirect=True)
@@ -233,35 +233,35 @@ def test_a_list_is_missing_or_garbled(tree: tuple[str, Source, Path]) -> None:
     file = root / LISTS[name]
     file.write_text(file.read_bytes()[:1].decode("latin1") + "x\ny\n")
     with pytest.raises(ConfigError, match=r"not as published|damaged"):
-        read(source, root.parent, 16)
+        read_source(source, root.parent, 16)
     file.unlink()
     with pytest.raises(ConfigError, match=re.escape(file.name)):
-        read(source, root.parent, 16)
+        read_source(source, root.parent, 16)
 
 
 def test_a_folder_that_is_no_imagenet_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_imagenet_r(tmp_path / "imagenet-r", monkeypatch)
     draw(tmp_path / "imagenet-r" / "holiday" / "a.jpg", 0)
     with pytest.raises(ConfigError, match=r"not as published.*holiday"):
-        read(source, tmp_path, 16)
+        read_source(source, tmp_path, 16)
 
 
 def test_mini_imagenet_holds_back_a_sixth_of_each_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """500 and 100 of 600."""
-    data = read(write_mini_imagenet(tmp_path / "mini-imagenet", monkeypatch), tmp_path, 16)
+    data = read_source(write_mini_imagenet(tmp_path / "mini-imagenet", monkeypatch), tmp_path, 16)
     assert np.bincount(data.train_labels).tolist() == [5, 5, 5]
     assert np.bincount(data.test_labels).tolist() == [1, 1, 1]
 
 
 def test_official_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, train, test in (("cub200", [1, 1], [2, 2]), ("domainnet", [12, 10], [6, 5])):
-        data = read(TREES[name](tmp_path / SOURCES[name].folder, monkeypatch), tmp_path, 16)
+        data = read_source(TREES[name](tmp_path / SOURCES[name].folder, monkeypatch), tmp_path, 16)
         assert np.bincount(data.train_labels).tolist() == train
         assert np.bincount(data.test_labels).tolist() == test
 
 
 def test_small_images_are_not_enlarged_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = read(write_tiny_imagenet(tmp_path / "tiny-imagenet-200", monkeypatch), tmp_path, 224)
+    data = read_source(write_tiny_imagenet(tmp_path / "tiny-imagenet-200", monkeypatch), tmp_path, 224)
     assert data.train_images[np.array([0])].shape == (1, 64, 64, 3)
 
 
@@ -278,7 +278,7 @@ def test_files_are_decoded_only_when_asked_for(tmp_path: Path, monkeypatch: pyte
     bad = root / "images" / BIRDS[1] / f"{BIRDS[1]}_0.jpg"  # the second training image
     for content in (b"", b"no image", bad.read_bytes()[:200]):
         bad.write_bytes(content)
-        data = read(source, tmp_path, 16)
+        data = read_source(source, tmp_path, 16)
         assert data.train_images[np.array([0])].shape == (1, 16, 16, 3)
         with pytest.raises(ConfigError, match=re.escape(bad.name)):
             data.train_images[np.array([0, 1])]
