@@ -21,7 +21,7 @@ from task.message import Scalar
 ROOT = Path(__file__).parents[2]
 PRESETS = {path.stem: path for path in (ROOT / "presets").iterdir()}
 
-# methods.md sections 1 to 5, typed in by hand; "ours" where the paper gives nothing
+# the papers, typed in by hand; "ours" where the paper gives nothing
 # fmt: off
 PROTOCOLS: dict[str, tuple] = {
     # preset: tasks, rounds, epochs, clients, per round (0 = all), batch, optimiser, step size, L_p, partition

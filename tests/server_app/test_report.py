@@ -32,7 +32,7 @@ COMPARISON = ["accuracy.png", "matrices.png", "communication.png", "table.md", "
 
 
 def results(done=3, **changes):
-    """A results.json as wire.md has it: three tasks, two rounds each, of which ``done`` tasks are finished."""
+    """A results.json of schema 1: three tasks, two rounds each, of which ``done`` tasks are finished."""
     rounds = [
         {
             "task": task,

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from server_app.bench.runner import finished_run
-from server_app.bench.suite import Planned, read_suite
+from server_app.bench.suite import PlannedRun, read_suite
 from server_app.report.compare import Group, group_runs
 from server_app.report.runs import load_run
 from server_app.run_files.resume import load_resumed_keys
@@ -153,7 +153,7 @@ def refuses(folder: Path, words: str, *variants: dict[str, Scalar]) -> bool:
 @every_key
 def test_bench_keeps_a_finished_run_with_another_value(name: str, tmp_path: Path) -> None:
     place = {"output-dir": str(tmp_path), "run-name": "finished"}
-    planned = Planned("variant", "", 0, {"method": owner(name), **place})
+    planned = PlannedRun("variant", "", 0, {"method": owner(name), **place})
     write_run(planned.directory, **{**planned.config.flat(), name: "another"})
     if affects(name) in NOT_COMPARED_BY_BENCH:
         assert finished_run(planned) is not None
