@@ -9,7 +9,7 @@ from task.config.schema import REDRAWN, Config
 from task.keys import ConfigError
 from task.scenario.class_stream import Schedule
 from task.scenario.partition import Partition, partition
-from task.scenario.scenario import Scenario, build_scenario, use_run_key_names
+from task.scenario.scenario import Scenario, build_scenario
 
 
 @dataclass(frozen=True)
@@ -100,4 +100,4 @@ def _partition(config: Config, tasks: list[list[int]], **parameters: int) -> Par
     try:
         return partition(config.partition, labels, config.num_clients, tasks, config.seed, **parameters)
     except ValueError as error:
-        raise ConfigError(f"{use_run_key_names(config, error)}.") from error
+        raise ConfigError(f"{error}.") from error
