@@ -237,18 +237,13 @@ def stability(accuracy_matrix: Matrix) -> float:
     return float((final[:-1] if len(final) > 1 else final).mean())
 
 
-def continual_utility(accuracy_matrix: Matrix, balance: float = 0.5) -> float:
-    """U = balance * plasticity + (1 - balance) * stability, balance 0.5: learning weighed against keeping.
+def continual_utility(accuracy_matrix: Matrix) -> float:
+    """U = (plasticity + stability) / 2: learning weighed against keeping.
 
     Named after the property that FedProK (Gao et al. 2024) sets beside privacy and efficiency; the formula is settled
     here, and a number in a paper under this name need not be comparable.
-
-    Raises:
-        ValueError: ``balance`` is not in 0..1, or the matrix is malformed.
     """
-    if not 0 <= balance <= 1:
-        raise ValueError(f"balance must be in 0..1, not {balance}")
-    return balance * plasticity(accuracy_matrix) + (1 - balance) * stability(accuracy_matrix)
+    return 0.5 * plasticity(accuracy_matrix) + 0.5 * stability(accuracy_matrix)
 
 
 def _mean_or_zero(differences: np.ndarray) -> float:

@@ -249,9 +249,7 @@ def test_min_size_is_met_without_losing_a_sample(problem, beta, data):
 
 
 def test_impossible_min_size_is_refused():
-    with pytest.raises(
-        ValueError, match="dirichlet-min-size=6: allowed are 0 to 5 for a task of 20 samples and"
-    ):
+    with pytest.raises(ValueError, match="dirichlet-min-size=6: allowed are 0 to 5 for a task of 20 samples and"):
         partition("dirichlet", balanced(2, 10), 4, [[0, 1]], 0, dirichlet_beta=1.0, dirichlet_min_size=6)
 
 
