@@ -22,7 +22,6 @@ from task.models.load import build_backbone
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import Model, build_model
 from task.models.preprocessing import normalise, resize
-from task.models.vit import Backbone
 
 Picture = str | Path | Image.Image | np.ndarray
 
@@ -161,8 +160,11 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
     replaced = exported or config.trains_backbone  # by the file's own weights, so that none are fetched
     weights = "random" if replaced else config.backbone_weights
     backbone = build_backbone(config.backbone, weights, config.image_size, str(resolve_device(device)))
-    if not replaced:
-        _require_same(backbone, metadata, config)
+    if not replaced and backbone.sha256 != metadata.backbone_sha256:
+        raise ModelError(
+            f"backbone-weights = {weights!r} of {config.backbone!r} have the SHA-256 {backbone.sha256[:12]}, but the "
+            f"model was trained on {metadata.backbone_sha256[:12]}: put those weights back."
+        )
     model = build_model(replace(config, device=device), metadata.task_sizes, backbone)
     try:
         (Classifier(model) if exported else model).load(arrays)
@@ -186,15 +188,6 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
         raise ModelError(f"{file} is of another version: {error}") from error
     except (SafetensorError, KeyError, ValueError) as error:
         raise ModelError(f"{file} is damaged or no model of fcil run or fcil export ({error!r}).") from error
-
-
-def _require_same(backbone: Backbone, metadata: ModelMetadata, config: Config) -> None:
-    if backbone.sha256 != metadata.backbone_sha256:
-        raise ModelError(
-            f"backbone-weights = {config.backbone_weights!r} of {config.backbone!r} have the SHA-256 "
-            f"{backbone.sha256[:12]}, but the model was trained on "
-            f"{metadata.backbone_sha256[:12]}: put those weights back."
-        )
 
 
 def _rgb(image: Picture) -> Image.Image:

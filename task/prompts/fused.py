@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
 from task.prompts.base import Prompt, Prompted, draw_uniform
+from task.prompts.decomposed import cosines
 from task.utils.seeding import torch_rng
 
 
@@ -51,7 +51,6 @@ class FusedPrompt(Prompt):
 
     def forward(self, query: Tensor) -> Prompted:
         """Query [B, D] -> tokens [B, L_p, D] by block."""
-        cosines = F.normalize(query, dim=1) @ F.normalize(self.psi, dim=1).T  # [B, tasks]
-        weights = (self.scale * cosines).softmax(dim=1)
+        weights = (self.scale * cosines(query, self.psi)).softmax(dim=1)  # [B, tasks]
         fused = torch.einsum("bt,tjld->jbld", weights, torch.stack(tuple(self.prompts)))
         return dict(zip(self.blocks, fused.unbind(), strict=True))
