@@ -28,12 +28,7 @@ Picture = str | Path | Image.Image | np.ndarray
 
 @dataclass(frozen=True)
 class Predictions:
-    """Answers for N images.
-
-    Attributes:
-        probabilities: softmax over the C classes that the model has seen, float32 [N, C]; not calibrated.
-        class_names: of the columns.
-    """
+    """Answers for N images: softmax over the C classes seen, float32 [N, C], not calibrated, and their names."""
 
     probabilities: np.ndarray
     class_names: list[str]
@@ -89,12 +84,7 @@ class Classifier(nn.Module):
 
 
 class Predictor:
-    """A trained model; images are prepared as in the run's evaluation.
-
-    Attributes:
-        model: in evaluation mode.
-        metadata: run keys, class ids and names.
-    """
+    """A trained model in evaluation mode; images are prepared as in the run's evaluation."""
 
     def __init__(self, model: Model, metadata: ModelMetadata) -> None:
         self.model, self.metadata = model, metadata
@@ -128,10 +118,7 @@ class Predictor:
 
     @torch.inference_mode()
     def predict(self, images: Sequence[Picture] | np.ndarray) -> Predictions:
-        """Classes of N images; each answer depends on its own image only.
-
-        Args:
-            images: each as in :meth:`read`; an array uint8 [N, H, W, 3 or 1] is N images.
+        """Classes of N images, each as in :meth:`read`; each answer depends on its own image only.
 
         Raises:
             ConfigError, ValueError: as in :meth:`read`.

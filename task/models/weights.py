@@ -28,10 +28,7 @@ Normalisation = tuple[float, ...]  # per channel
 def build_vit(name: str, weights: str) -> tuple[Any, Normalisation, Normalisation]:
     """A timm VisionTransformer without classifier, and the mean and standard deviation of its images.
 
-    Args:
-        name: a bundled model, or any plain ViT of timm.
-        weights: "auto" (bundled, or timm's pre-trained), a file, or "random" (drawn from a fixed seed, so that server
-            and clients draw the same).
+    ``weights``: "auto" (bundled, or timm's pre-trained), a file, or "random" (from a fixed seed, the same everywhere).
 
     Raises:
         ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.

@@ -37,11 +37,7 @@ def class_means(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tenso
 def class_gaussians(features: Tensor, labels: Tensor, packing: Packing, rank: int) -> dict[str, Tensor]:
     """Class ids, counts, means and packed covariances (divided by n - 1; zero for n = 1) of the classes present.
 
-    Args:
-        features: float32 [N, D].
-        labels: int64 [N].
-        packing: how the covariance travels, see the module's docstring.
-        rank: r of the low-rank packing.
+    Features float32 [N, D], labels int64 [N]; ``packing`` and ``rank`` as in the module's docstring.
     """
     class_ids, counts, means = class_means(features, labels)
     index = torch.searchsorted(class_ids, labels)

@@ -42,12 +42,8 @@ def stages(streams: Sequence[Sequence[Sequence[int]]], order: Sequence[int]) -> 
     >>> stages([[[0, 1], [2], [3]], [[1], [3, 0], [2]]], [3, 2, 1, 0])
     [[1, 0], [3, 2], []]
 
-    Args:
-        streams: class ids by client and task; T tasks each.
-        order: of all classes; the classes of a stage are sorted by it.
-
-    Returns:
-        T lists of class ids; all but the first may be empty.
+    ``streams`` are class ids by client and task, T tasks each; the classes of a stage are sorted by ``order``. Of the T
+    lists all but the first may be empty.
     """
     first_stage: dict[int, int] = {}
     for stage, classes_by_client in enumerate(zip(*streams, strict=True)):
@@ -63,9 +59,7 @@ class Schedule:
     ``server_round`` counts from 1 over the whole run, as Flower does; ``task`` and the round within a task count from
     0. In an asynchronous run a task is the new classes of a stage, see ``stages``.
 
-    Args:
-        tasks: class ids of each task; no class twice, a task may be empty.
-        rounds_per_task: R, the same for every task.
+    ``tasks`` are the class ids of each task, no class twice; a task may be empty. Each has R = ``rounds_per_task``.
     """
 
     tasks: Sequence[Sequence[int]]

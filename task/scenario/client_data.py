@@ -14,26 +14,16 @@ from task.scenario.scenario import Scenario, build_scenario
 
 @dataclass(frozen=True)
 class ClientTaskData:
-    """Training data of one client in one round.
-
-    Attributes:
-        positions: int64 [N], sorted positions of its training images in the data set; N may be 0.
-        classes: class ids among which its loss chooses.
-    """
+    """Sorted positions, int64 [N], of a client's training images; the class ids among which its loss chooses."""
 
     positions: np.ndarray
     classes: list[int]
 
 
 def client_task_data(config: Config, client: int, task: int, round: int, holds_pool: bool = False) -> ClientTaskData:
-    """Training data of a client in a round.
+    """Training data of a client in a round; client, task and the round within the task are counted from 0.
 
-    Args:
-        config: the run keys; ``num_clients`` must not be 0.
-        client: its index, 0 to num-clients - 1.
-        task: counted from 0.
-        round: within the task, counted from 0.
-        holds_pool: whether it is the round's one client with data, if the method pools all clients' data.
+    ``holds_pool``: whether it is the round's one client with data, if the method pools all clients' data.
 
     Raises:
         ConfigError: the partition's parameters cannot work with this data.

@@ -35,7 +35,7 @@ def partition(
     Args:
         name: a key of ``PARTITIONS``.
         labels: [N] integer class id of each sample.
-        num_clients: M, at least 1.
+        num_clients: M.
         tasks: T lists of class ids, no class twice; an empty task, or a class without samples, is legal. The samples of
             classes in no task are dealt to nobody.
         seed: the run's seed.
@@ -84,8 +84,7 @@ def dirichlet(problem: Problem, *, dirichlet_beta: float, dirichlet_min_size: in
     Args:
         problem: what is dealt out.
         dirichlet_beta: beta > 0; small is heterogeneous, large is near iid.
-        dirichlet_min_size: samples that each client has at least in each task. Clients below it get random samples
-            out of what others hold beyond it.
+        dirichlet_min_size: samples that each client has at least in each task, out of what others hold beyond it.
 
     Raises:
         ValueError: a task with fewer than M x dirichlet_min_size samples.
@@ -129,10 +128,6 @@ def class_share(problem: Problem, *, class_share: float) -> Partition:
     holder, so that no sample is lost. Where the clients' classes cannot cover the task (M x round(eta |C|) < |C|), all
     classes are dealt out evenly instead, each to one client: some then hold more than their share. The samples of a
     class are divided evenly among its holders, without overlap.
-
-    Args:
-        problem: what is dealt out.
-        class_share: eta in (0, 1].
     """
     return _deal_by_class(problem, "class-share", lambda num_classes: _share_of(class_share, num_classes))
 
@@ -173,9 +168,7 @@ def consensus(problem: Problem, *, consensus_rate: float) -> Partition:
     Who holds which class in which task is ``consensus_tasks``. The samples of a class are split evenly at random among
     all its holders, a private class that overlap gave to several clients included.
 
-    Args:
-        problem: what is dealt out.
-        consensus_rate: gamma in [0, 1], common classes over classes of a client.
+    ``consensus_rate`` is gamma in [0, 1], common classes over classes of a client.
 
     Raises:
         ValueError: fewer classes per client than tasks.
@@ -234,8 +227,8 @@ def consensus_tasks(
 
     Args:
         tasks: T lists of class ids; only T and the union of the classes matter.
-        num_clients: M, at least 1.
-        seed: the run's seed; with the same seed ``partition("consensus", ...)`` deals samples for these sequences.
+        num_clients: M.
+        seed: the run's seed; ``partition("consensus", ...)`` with it deals samples for these sequences.
         consensus_rate: gamma in [0, 1], see ``consensus_sizes``.
 
     Returns:

@@ -50,7 +50,7 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
 
     Args:
         config: the run keys.
-        plan: the run's task plan, if nodes have their own images.
+        plan: if nodes have their own images.
         inventory: this node's images in that case; None on the server, which then has no image.
 
     Raises:
