@@ -22,19 +22,13 @@ from task.models.load import build_backbone
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import Model, build_model
 from task.models.preprocessing import normalise, resize
-from task.models.vit import Backbone
 
 Picture = str | Path | Image.Image | np.ndarray
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Answers for N images.
-
-    Attributes:
-        probabilities: softmax over the C classes that the model has seen, float32 [N, C]; not calibrated.
-        class_names: of the columns.
-    """
+    """Answers for N images: softmax over the C classes seen, float32 [N, C], not calibrated, and their names."""
 
     probabilities: np.ndarray
     class_names: list[str]
@@ -90,12 +84,7 @@ class Classifier(nn.Module):
 
 
 class Predictor:
-    """A trained model; images are prepared as in the run's evaluation.
-
-    Attributes:
-        model: in evaluation mode.
-        metadata: run keys, class ids and names.
-    """
+    """A trained model in evaluation mode; images are prepared as in the run's evaluation."""
 
     def __init__(self, model: Model, metadata: ModelMetadata) -> None:
         self.model, self.metadata = model, metadata
@@ -129,10 +118,7 @@ class Predictor:
 
     @torch.inference_mode()
     def predict(self, images: Sequence[Picture] | np.ndarray) -> Predictions:
-        """Classes of N images; each answer depends on its own image only.
-
-        Args:
-            images: each as in :meth:`read`; an array uint8 [N, H, W, 3 or 1] is N images.
+        """Classes of N images, each as in :meth:`read`; each answer depends on its own image only.
 
         Raises:
             ConfigError, ValueError: as in :meth:`read`.
@@ -161,8 +147,11 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
     replaced = exported or config.trains_backbone  # by the file's own weights, so that none are fetched
     weights = "random" if replaced else config.backbone_weights
     backbone = build_backbone(config.backbone, weights, config.image_size, str(resolve_device(device)))
-    if not replaced:
-        _require_same(backbone, metadata, config)
+    if not replaced and backbone.sha256 != metadata.backbone_sha256:
+        raise ModelError(
+            f"backbone-weights = {weights!r} of {config.backbone!r} have the SHA-256 {backbone.sha256[:12]}, but the "
+            f"model was trained on {metadata.backbone_sha256[:12]}: put those weights back."
+        )
     model = build_model(replace(config, device=device), metadata.task_sizes, backbone)
     try:
         (Classifier(model) if exported else model).load(arrays)
@@ -186,15 +175,6 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
         raise ModelError(f"{file} is of another version: {error}") from error
     except (SafetensorError, KeyError, ValueError) as error:
         raise ModelError(f"{file} is damaged or no model of fcil run or fcil export ({error!r}).") from error
-
-
-def _require_same(backbone: Backbone, metadata: ModelMetadata, config: Config) -> None:
-    if backbone.sha256 != metadata.backbone_sha256:
-        raise ModelError(
-            f"backbone-weights = {config.backbone_weights!r} of {config.backbone!r} have the SHA-256 "
-            f"{backbone.sha256[:12]}, but the model was trained on "
-            f"{metadata.backbone_sha256[:12]}: put those weights back."
-        )
 
 
 def _rgb(image: Picture) -> Image.Image:

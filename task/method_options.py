@@ -13,22 +13,25 @@ Packing = Literal["diagonal", "full", "low-rank"]
 
 @dataclass(frozen=True)
 class Options:
-    """A method's own run keys, none here. A subclass adds fields: field ``scale`` of hgp is the run key hgp-scale."""
+    """A method's own run keys, none here. A subclass adds fields: field ``scale`` of hgp is the run key hgp-scale.
+
+    Fields of three names say what clients send: ``covariance``, ``rank`` and ``random_features``.
+    """
 
     @property
     def packing(self) -> Packing:
         """How a class covariance travels."""
-        return "diagonal"
+        return getattr(self, "covariance", "diagonal")
 
     @property
     def packing_rank(self) -> int:
         """Rank of the low-rank packing."""
-        return 1
+        return getattr(self, "rank", 1)
 
     @property
     def projection(self) -> int:
         """Number of random features that the head takes; 0 = it takes the backbone's own features."""
-        return 0
+        return getattr(self, "random_features", 0)
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,6 @@ class HGPOptions(Options):
     learning_rate: float = key(0.01, "SGD step size of rebalancing", above=0)
     momentum: float = key(0.9, "SGD momentum of rebalancing", minimum=0, maximum=0.999)
     logit_temperature: float = key(0.0, "divide L2-normalised logits by this; 0 = plain logits", minimum=0)
-
-    @property
-    def packing(self) -> Packing:
-        """As the run key hgp-covariance says."""
-        return self.covariance  # type: ignore[return-value]  # its choices are checked when the key is read
-
-    @property
-    def packing_rank(self) -> int:
-        """As the run key hgp-rank says."""
-        return self.rank
 
 
 @dataclass(frozen=True)
@@ -146,11 +139,6 @@ class CCVROptions(Options):
     learning_rate: float = key(0.01, "SGD step size of calibration", above=0)
     logit_temperature: float = key(0.0, "divide L2-normalised logits by this; 0 = plain logits", minimum=0)
 
-    @property
-    def packing(self) -> Packing:
-        """As the run key ccvr-covariance says."""
-        return self.covariance  # type: ignore[return-value]  # its choices are checked when the key is read
-
 
 @dataclass(frozen=True)
 class FedSLCAOptions(CCVROptions):
@@ -177,11 +165,6 @@ class AFCLOptions(Options):
         minimum=0,
         maximum=20_000,
     )
-
-    @property
-    def projection(self) -> int:
-        """As the run key afcl-random-features says."""
-        return self.random_features
 
 
 @dataclass(frozen=True)

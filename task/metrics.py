@@ -39,13 +39,8 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
 
     Args:
         accuracy_matrix: [T, T], T >= 1; cut the matrix of an unfinished run with ``crop_to_finished`` first.
-        samples_per_task: number of test samples of each task, [T]. Accuracy over samples (``last_accuracy``, and its
-            mean over the time after each task, ``average_seen_accuracy``) cannot be known from the matrix alone;
-            without these counts tasks count alike, which is exact when all have equally many test samples. A task with
-            0 of them is folded, see ``fold``.
-
-    Returns:
-        Fractions; the forgettings, ``performance_drop`` and ``backward_transfer`` are differences in -1..1.
+        samples_per_task: number of test samples of each task, [T], for ``last_accuracy`` and its mean over time,
+            ``average_seen_accuracy``; without them tasks count alike. A task with 0 of them is folded, see ``fold``.
 
     Raises:
         ValueError: the matrix or the counts are malformed; the message says where.
@@ -68,12 +63,7 @@ def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) 
     (array([[0.8, nan],
            [0.7, 0.6]]), array([0, 2]))
 
-    Args:
-        accuracy_matrix: [T, T].
-        samples_per_task: [T].
-
-    Returns:
-        float64 [K, K] for the K tasks with samples, and the indices of these tasks, int64 [K].
+    Matrix [T, T] and counts [T] -> float64 [K, K] for the K tasks with samples, and their indices, int64 [K].
 
     Raises:
         ValueError: not T counts, or an accuracy where there is no sample.
@@ -237,18 +227,13 @@ def stability(accuracy_matrix: Matrix) -> float:
     return float((final[:-1] if len(final) > 1 else final).mean())
 
 
-def continual_utility(accuracy_matrix: Matrix, balance: float = 0.5) -> float:
-    """U = balance * plasticity + (1 - balance) * stability, balance 0.5: learning weighed against keeping.
+def continual_utility(accuracy_matrix: Matrix) -> float:
+    """U = (plasticity + stability) / 2: learning weighed against keeping.
 
     Named after the property that FedProK (Gao et al. 2024) sets beside privacy and efficiency; the formula is settled
     here, and a number in a paper under this name need not be comparable.
-
-    Raises:
-        ValueError: ``balance`` is not in 0..1, or the matrix is malformed.
     """
-    if not 0 <= balance <= 1:
-        raise ValueError(f"balance must be in 0..1, not {balance}")
-    return balance * plasticity(accuracy_matrix) + (1 - balance) * stability(accuracy_matrix)
+    return 0.5 * plasticity(accuracy_matrix) + 0.5 * stability(accuracy_matrix)
 
 
 def _mean_or_zero(differences: np.ndarray) -> float:
@@ -279,15 +264,10 @@ def response_entropy(responses: Sequence[int] | np.ndarray) -> float:
     Before aggregation, a local model answers test images of all seen classes: the less it knows of the classes that it
     does not hold, the fewer different answers it gives (federated bias; HGP section 2). At most ln C, for C classes.
 
-    100 answers "0", 50 "1", 50 "2" and none "3", so p = (1/2, 1/4, 1/4, 0) and H = (1/2) ln 2 + 2 (1/4) ln 4:
+    p = (1/2, 1/4, 1/4, 0), so H = (1/2) ln 2 + 2 (1/4) ln 4:
 
     >>> round(response_entropy([100, 50, 50, 0]), 4)
     1.0397
-    >>> round(float(response_entropy([100, 50, 50, 0]) / np.log(4)), 4)
-    0.75
-
-    Args:
-        responses: how often each of the C classes was answered, [C].
 
     Raises:
         ValueError: negative counts, or no answer at all.
@@ -332,11 +312,7 @@ def prototype_distance(class_ids: Sequence[int] | np.ndarray, means: np.ndarray)
 
 
 def per_class_accuracy(correct: Sequence[int] | np.ndarray, total: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Accuracy of each class from its counts, float64 [C]; NaN for a class without test samples.
-
-    Args:
-        correct: number of correctly classified samples of each class, [C].
-        total: number of samples of each class, [C].
+    """Accuracy of each class from its ``correct`` and all samples [C], float64 [C]; NaN for one without samples.
 
     Raises:
         ValueError: the shapes differ or are not [C], or a class has not 0 <= correct <= total.

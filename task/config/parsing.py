@@ -26,9 +26,7 @@ def parse_text(pairs: Mapping[str, str]) -> dict[str, Scalar]:
     Raises:
         ConfigError: an unknown key or a text that the key's type cannot be.
     """
-    register(pairs.get("method", ""))
-    keys = known_keys()
-    _refuse_unknown(pairs, keys)
+    keys = _keys_for(pairs)
     return {name: keys[name].from_text(text) for name, text in pairs.items()}
 
 
@@ -38,9 +36,7 @@ def check_values(values: Mapping[str, Any]) -> dict[str, Scalar]:
     Raises:
         ConfigError: an unknown key or a value that the key cannot have.
     """
-    register(str(values.get("method", "")))
-    keys = known_keys()
-    _refuse_unknown(values, keys)
+    keys = _keys_for(values)
     return {name: keys[name].check(value) for name, value in values.items()}
 
 
@@ -83,10 +79,14 @@ def _resolve(k: Key, value: Scalar, method: Method, prompt: str) -> Scalar:
     return method.defaults.get(k.name, of_prompt.get(k.name, k.rule.auto))
 
 
-def _refuse_unknown(values: Mapping[str, Any], keys: Mapping[str, Key]) -> None:
+def _keys_for(values: Mapping[str, Any]) -> dict[str, Key]:
+    """Every run key, also of a method from outside that ``values`` name; other keys in ``values`` are refused."""
+    register(str(values.get("method", "")))
+    keys = known_keys()
     for name in values:
         if name not in keys:
             raise ConfigError(_unknown("run key", name, list(keys)))
+    return keys
 
 
 def _unknown(what: str, name: str, names: list[str]) -> str:

@@ -18,11 +18,7 @@ def normal_form(name: str) -> str:
 
 
 def choose_spellings(names: Iterable[str]) -> dict[str, str]:
-    """Normal form and name of each class: the spelling that most nodes use, or the first in sorted order of those.
-
-    Args:
-        names: of all nodes together; one that several nodes use comes several times.
-    """
+    """Normal form and name of each class: the spelling that comes most often, or the first in sorted order of those."""
     counts = Counter(names)
     spellings: dict[str, str] = {}
     for name in sorted(counts, key=lambda name: (-counts[name], name)):
@@ -40,11 +36,6 @@ def find_same_class(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def class_ids(names: Sequence[str], class_names: Sequence[str]) -> np.ndarray:
-    """Class id of each name, int64 [len(names)]; -1 where the run has no such class.
-
-    Args:
-        names: of one node, in its own spelling.
-        class_names: of the run, by class id.
-    """
+    """Class id of each name of a node, int64 [len(names)]; -1 where the run's ``class_names`` have no such class."""
     ids = {normal_form(name): class_id for class_id, name in enumerate(class_names)}
     return np.array([ids.get(normal_form(name), -1) for name in names], np.int64)

@@ -17,14 +17,9 @@ _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
 def images_by_class(folders: Sequence[Path], side: int) -> tuple[ImageFiles, np.ndarray]:
-    """Every image file below each folder, sorted by name; hidden files and folders are left out.
+    """Every image file below each class's folder, sorted by name, and the class ids, int64 [N].
 
-    Args:
-        folders: one per class, in the order of the class ids; a missing folder counts as empty.
-        side: of the decoded images, in pixels.
-
-    Returns:
-        the N images and their class ids, int64 [N].
+    Hidden files and folders are left out; a missing folder counts as empty. ``side`` in pixels.
     """
     by_class = [sorted(_image_files(folder)) for folder in folders]
     labels = np.repeat(np.arange(len(folders)), np.array([len(files) for files in by_class], np.int64))

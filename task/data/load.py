@@ -49,10 +49,7 @@ def default_augmentation(dataset: Dataset, asked: str) -> str:
 def read_source(source: Source, path: Path, side: int) -> Dataset:
     """Load and count a data set.
 
-    Args:
-        source: its row in the table.
-        path: data-dir; the published folder's parent or that folder itself.
-        side: of decoded image files, in pixels; arrays keep their own size.
+    ``path`` is the published folder's parent or that folder; ``side`` of decoded files in pixels, not of arrays.
 
     Raises:
         ConfigError: missing, incomplete or malformed; says what was found, what is expected and where it comes from.

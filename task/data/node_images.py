@@ -111,10 +111,6 @@ def open_inventory(inventory: Inventory, side: int) -> Dataset:
     Without train/ and test/ about a fifth of the files is held out, by a digest of their names, but none that was
     trained on before. At least one file of each class is trained on.
 
-    Args:
-        inventory: of this node.
-        side: of decoded image files, in pixels.
-
     Raises:
         ConfigError: an .npz file that cannot be used, or a class name that is not printable.
     """

@@ -28,16 +28,10 @@ def extract_features(model: Model, images: Images, positions: np.ndarray) -> Ten
 
 @torch.no_grad()
 def confusion_counts(model: Model, dataset: Dataset, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Confusion matrix over the test images of seen classes.
+    """Confusion matrix of the test images at ``positions``, int64 [N]; classes not seen yet are left out.
 
-    Args:
-        model: predicts by the largest logit over all its rows.
-        dataset: its test part is used.
-        order: class id of each head row, int64 [seen].
-        positions: of the test images, int64 [N]; those of classes not seen yet are left out.
-
-    Returns:
-        int64 [C, C] over all classes of the data set by id: rows the true class, columns the predicted one.
+    ``order`` is the class id of each head row, int64 [seen]. The matrix is int64 [C, C] over all classes of the data
+    set by id: rows the true class, columns the predicted one.
     """
     labels, classes = dataset.test_labels, len(dataset.class_names)
     counts = np.zeros((classes, classes), np.int64)

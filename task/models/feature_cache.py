@@ -25,12 +25,7 @@ CACHE_BYTES = 2**28  # of cached queries in a process: 87,000 queries at D = 768
 
 
 class Inputs(NamedTuple):
-    """Inputs of the model's forward pass.
-
-    Attributes:
-        images: prepared, [B, 3, H, W]; empty if the features are the query.
-        query: q(x) [B, D] if it is known.
-    """
+    """Prepared images [B, 3, H, W], empty if the features are the query, and q(x) [B, D] if it is known."""
 
     images: Tensor
     query: Tensor | None = None
@@ -97,13 +92,8 @@ def load_inputs(
 ) -> Inputs:
     """Inputs of the images at ``positions``; the images are not read if the model needs their query only.
 
-    Args:
-        model: for which the inputs are.
-        images: source of the images.
-        positions: int64 [B].
-        query: q(x) of these images, [B, D], if known; must be None for augmented images.
-        augmentation: as in :func:`task.models.preprocessing.prepare`.
-        rng: as in :func:`task.models.preprocessing.prepare`.
+    ``positions`` int64 [B]; ``query`` is their q(x) [B, D] if known, None for augmented images. ``augmentation`` and
+    ``rng`` as in :func:`task.models.preprocessing.prepare`.
     """
     if query is not None and not model.prompted:
         return Inputs(torch.empty(0), query)

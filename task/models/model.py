@@ -216,12 +216,9 @@ def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
 
 
 def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | None = None) -> Model:
-    """The model of a run after ``len(task_sizes)`` tasks have begun; equal on every machine for one seed.
+    """The model of a run after tasks of ``task_sizes`` classes have begun; equal on every machine for one seed.
 
-    Args:
-        config: the resolved run keys.
-        task_sizes: number of classes of each task so far.
-        backbone: used instead of the process's shared one.
+    ``backbone`` is used instead of the process's shared one.
 
     Raises:
         ConfigError: the backbone or its weights cannot be used, or a prompted block does not exist.

@@ -13,14 +13,8 @@ def prepare(
 ) -> Tensor:
     """Augment, resize (bicubic) and normalise as the backbone's weights were trained.
 
-    Args:
-        images: uint8 [B, H, W, 3 or 1].
-        backbone: its image size, mean, standard deviation and device are used.
-        augmentation: none, crop or crop-flip; anything but none needs ``rng``.
-        rng: CPU generator of the random crops and flips.
-
-    Returns:
-        float32 [B, 3, image_size, image_size] on the backbone's device.
+    Images uint8 [B, H, W, 3 or 1] -> float32 [B, 3, image_size, image_size] on the backbone's device. ``augmentation``
+    is none, crop or crop-flip; ``rng``, on the CPU, draws crops and flips.
     """
     x = torch.from_numpy(images).permute(0, 3, 1, 2)
     if augmentation != "none":

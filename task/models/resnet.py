@@ -28,8 +28,7 @@ def load_resnet18(weights: str, image_size: int) -> ResNet18:
     """ResNet-18 for images of side ``image_size`` (0 = 32), from a file or initialised with a fixed seed.
 
     Raises:
-        ConfigError: weights missing, broken or of another architecture; "auto" is refused, as there are no pre-trained
-            weights.
+        ConfigError: weights missing, broken or of another architecture.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

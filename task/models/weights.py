@@ -28,17 +28,17 @@ Normalisation = tuple[float, ...]  # per channel
 def build_vit(name: str, weights: str) -> tuple[Any, Normalisation, Normalisation]:
     """A timm VisionTransformer without classifier, and the mean and standard deviation of its images.
 
-    Args:
-        name: a bundled model, or any plain ViT of timm.
-        weights: "auto" (bundled, or timm's pre-trained), a file, or "random" (drawn from a fixed seed, so that server
-            and clients draw the same).
+    ``weights``: "auto" (bundled, or timm's pre-trained), a file, or "random" (from a fixed seed, the same everywhere).
 
     Raises:
         ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return _bundled(name, weights) if name in BUNDLED else _from_timm(name, weights)
+        vit, mean, std = _bundled(name, weights) if name in BUNDLED else _from_timm(name, weights)
+    if weights not in (AUTO, "random"):
+        load_strictly(vit, read_weights(Path(weights)), weights)
+    return vit, mean, std
 
 
 def _bundled(name: str, weights: str) -> tuple[VisionTransformer, Normalisation, Normalisation]:
@@ -53,8 +53,6 @@ def _bundled(name: str, weights: str) -> tuple[VisionTransformer, Normalisation,
     vit = VisionTransformer(num_classes=0, **card["architecture"])
     if weights == AUTO:
         load_strictly(vit, safetensors.torch.load(raw), f"bundled {name}")
-    elif weights != "random":
-        load_strictly(vit, read_weights(Path(weights)), weights)
     return vit, card["mean"], card["std"]
 
 
@@ -66,8 +64,6 @@ def _from_timm(name: str, weights: str) -> tuple[nn.Module, Normalisation, Norma
     if weights == AUTO:
         _go_offline_if_unreachable()
         vit = _create(name, pretrained=True)
-    elif weights != "random":
-        load_strictly(vit, read_weights(Path(weights)), weights)
     return vit, vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"]
 
 

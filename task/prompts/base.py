@@ -1,7 +1,7 @@
 """What every prompt has in common; by itself the prompt "none"."""
 
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,24 +33,9 @@ class Prompt(nn.Module):
     def begin_task(self, task: int) -> None:
         """Make room for task ``task`` (counted from 0); called once per task, in order."""
 
-    def forward(self, query: Tensor | None) -> Prompted:
-        """Query [B, D], or None where it is not needed -> vectors by block, counted from 0.
-
-        Raises:
-            ValueError: the prompt needs a query and there is none.
-        """
+    def forward(self, query: Any) -> Prompted:
+        """Query, a tensor [B, D], or None where it is not needed -> vectors by block, counted from 0."""
         return {}
-
-
-def require_query(query: Tensor | None) -> Tensor:
-    """The query, [B, D].
-
-    Raises:
-        ValueError: there is none.
-    """
-    if query is None:
-        raise ValueError("this prompt depends on the image: it needs the image's query")
-    return query
 
 
 def draw_uniform(*shape: int, rng: torch.Generator) -> Tensor:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted, require_query
+from task.prompts.base import Prompt, Prompted
 from task.utils.seeding import torch_rng
 
 
@@ -37,13 +37,9 @@ class DecomposedPrompt(Prompt):
         """N, L_p, blocks and seed from the run keys."""
         return cls(config.blocks(), config.prompt_pool, config.prompt_length, dim, config.seed)
 
-    def forward(self, query: Tensor | None) -> Prompted:
-        """Query [B, D] -> prefixes [B, 2, L_p, D].
-
-        Raises:
-            ValueError: no query.
-        """
-        prefixes = combine(cosines(require_query(query), self.keys), self.pool)
+    def forward(self, query: Tensor) -> Prompted:
+        """Query [B, D] -> prefixes [B, 2, L_p, D]."""
+        prefixes = combine(cosines(query, self.keys), self.pool)
         return dict(zip(self.blocks, prefixes.unbind(), strict=True))
 
 

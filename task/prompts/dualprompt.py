@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from task.config.schema import Config
 from task.prompt_kinds import PROMPTS
-from task.prompts.base import Prompt, Prompted, draw_uniform, require_query
+from task.prompts.base import Prompt, Prompted, draw_uniform
 from task.utils.seeding import torch_rng
 
 # the first of the prompted blocks take the general prefix, the others, at least one, the expert
@@ -47,16 +47,12 @@ class DualPrompt(Prompt):
         self.experts.append(nn.Parameter(draw_uniform(len(self.blocks) - GENERAL, 2, length, dim, rng=rng)))
         self.keys.append(nn.Parameter(draw_uniform(dim, rng=rng)))
 
-    def forward(self, query: Tensor | None) -> Prompted:
+    def forward(self, query: Tensor) -> Prompted:
         """Query [B, D] -> prefixes [1, 2, L_p, D] of general blocks, [1 or B, 2, L_p, D] of expert blocks.
 
         In training the penalty is the matching loss of PIP eq. 9: -lambda times the mean cosine of queries and the
         current key.
-
-        Raises:
-            ValueError: no query.
         """
-        query = require_query(query)
         expert = self._train_expert(query) if self.training else self._nearest_expert(query)  # [1 or B, J - 2, ...]
         prefixes = [*self.general[:, None], *expert.unbind(1)]
         return dict(zip(self.blocks, prefixes, strict=True))

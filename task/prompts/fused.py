@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted, draw_uniform, require_query
+from task.prompts.base import Prompt, Prompted, draw_uniform
+from task.prompts.decomposed import cosines
 from task.utils.seeding import torch_rng
 
 
@@ -49,13 +49,8 @@ class FusedPrompt(Prompt):
         self.psi.requires_grad_(task > 0)
         self.scale.requires_grad_(task > 0)
 
-    def forward(self, query: Tensor | None) -> Prompted:
-        """Query [B, D] -> tokens [B, L_p, D] by block.
-
-        Raises:
-            ValueError: no query.
-        """
-        cosines = F.normalize(require_query(query), dim=1) @ F.normalize(self.psi, dim=1).T  # [B, tasks]
-        weights = (self.scale * cosines).softmax(dim=1)
+    def forward(self, query: Tensor) -> Prompted:
+        """Query [B, D] -> tokens [B, L_p, D] by block."""
+        weights = (self.scale * cosines(query, self.psi)).softmax(dim=1)  # [B, tasks]
         fused = torch.einsum("bt,tjld->jbld", weights, torch.stack(tuple(self.prompts)))
         return dict(zip(self.blocks, fused.unbind(), strict=True))

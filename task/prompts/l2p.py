@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted, draw_uniform, require_query
+from task.prompts.base import Prompt, Prompted, draw_uniform
 from task.utils.seeding import torch_rng
 
 NEAREST = 5  # prompts per image
@@ -37,16 +37,13 @@ class L2P(Prompt):
         block = config.blocks()[0]
         return cls(block, config.prompt_pool, config.prompt_length, dim, config.seed, config.prompt_matching)
 
-    def forward(self, query: Tensor | None) -> Prompted:
+    def forward(self, query: Tensor) -> Prompted:
         """Query [B, D] -> tokens [B, 5 L_p, D].
 
         In training the penalty is the matching loss of PIP eq. 9: -lambda times the mean cosine of queries and chosen
         keys.
-
-        Raises:
-            ValueError: no query.
         """
-        similarity = F.cosine_similarity(require_query(query)[:, None], self.keys, dim=-1)  # [B, N]
+        similarity = F.cosine_similarity(query[:, None], self.keys, dim=-1)  # [B, N]
         nearest, indices = similarity.topk(min(NEAREST, len(self.keys)), dim=1)
         if self.training:
             self.penalty = -self.matching * nearest.mean()

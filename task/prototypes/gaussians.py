@@ -8,12 +8,13 @@ the covariance in the run's packing:
 - low-rank: factors [K, r, D] and variances [K, D]; covariance = factors^T factors + diag(variances)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from task.message import Arrays
@@ -36,43 +37,28 @@ def class_means(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tenso
 def class_gaussians(features: Tensor, labels: Tensor, packing: Packing, rank: int) -> dict[str, Tensor]:
     """Class ids, counts, means and packed covariances (divided by n - 1; zero for n = 1) of the classes present.
 
-    Args:
-        features: float32 [N, D].
-        labels: int64 [N].
-        packing: how the covariance travels, see the module's docstring.
-        rank: r of the low-rank packing.
+    Features float32 [N, D], labels int64 [N]; ``packing`` and ``rank`` as in the module's docstring.
     """
     class_ids, counts, means = class_means(features, labels)
     index = torch.searchsorted(class_ids, labels)
     centred = features - means[index]
     scaled = centred / (counts.to(centred)[index] - 1).clamp(min=1).sqrt()[:, None]
-    packed = _PACK[packing](scaled, index, len(class_ids), rank)
+    packed = {"variances": torch.zeros_like(means).index_add_(0, index, scaled.square())}
+    if packing != "diagonal":
+        rows = _by_class(scaled, index, len(class_ids))
+        packed = (
+            _pack_low_rank(rows, packed["variances"], rank)
+            if packing == "low-rank"
+            else {"covariances": pack_symmetric(rows.mT @ rows)}
+        )
     return {"class_ids": class_ids, "counts": counts, "means": means, **packed}
 
 
-def _pack_diagonal(scaled: Tensor, index: Tensor, classes: int, rank: int) -> dict[str, Tensor]:
-    return {"variances": scaled.new_zeros(classes, scaled.shape[1]).index_add_(0, index, scaled.square())}
-
-
-def _pack_full(scaled: Tensor, index: Tensor, classes: int, rank: int) -> dict[str, Tensor]:
-    rows = _by_class(scaled, index, classes)
-    return {"covariances": pack_symmetric(rows.mT @ rows)}
-
-
-def _pack_low_rank(scaled: Tensor, index: Tensor, classes: int, rank: int) -> dict[str, Tensor]:
-    _, singular, directions = torch.linalg.svd(_by_class(scaled, index, classes), full_matrices=False)
+def _pack_low_rank(rows: Tensor, total: Tensor, rank: int) -> dict[str, Tensor]:
+    _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
     factors = (singular[:, :, None] * directions)[:, :rank]
-    padding = factors.new_zeros(classes, rank - factors.shape[1], factors.shape[2])
-    factors = torch.cat([factors, padding], dim=1)
-    total = scaled.new_zeros(classes, scaled.shape[1]).index_add_(0, index, scaled.square())
+    factors = F.pad(factors, (0, 0, 0, rank - factors.shape[1]))
     return {"factors": factors, "variances": (total - factors.square().sum(dim=1)).clamp(min=0)}
-
-
-_PACK: dict[Packing, Callable[[Tensor, Tensor, int, int], dict[str, Tensor]]] = {
-    "diagonal": _pack_diagonal,
-    "full": _pack_full,
-    "low-rank": _pack_low_rank,
-}
 
 
 def _by_class(rows: Tensor, index: Tensor, classes: int) -> Tensor:

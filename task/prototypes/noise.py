@@ -137,4 +137,4 @@ def nearest_semi_definite(packed: Tensor, dim: int) -> Tensor:
     return pack_symmetric((vectors * values.clamp(min=0)[:, None]) @ vectors.mT)
 
 
-NO_NOISE = GaussianMechanism(0.0, 0.0, 0.0, system_normal)
+EXACT = GaussianMechanism(0.0, 0.0, 0.0, system_normal)

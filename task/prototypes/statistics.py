@@ -21,7 +21,7 @@ from task.models.evaluation import extract_features
 from task.models.model import Model
 from task.models.preprocessing import prepare
 from task.prototypes.gaussians import class_gaussians, class_means, pack_symmetric
-from task.prototypes.noise import NO_NOISE, GaussianMechanism, nearest_semi_definite
+from task.prototypes.noise import EXACT, GaussianMechanism, nearest_semi_definite
 
 Shapes = dict[str, tuple[int, ...]]
 _GRADIENTS = 2**25  # entries of per-image gradients in memory at once: 128 MiB
@@ -67,10 +67,8 @@ class ClientStatistics:
             features = mechanism.features(model.head.project(extract_features(model, sample.images, sample.positions)))
         return self.compute(features, sample.labels, options, mechanism)
 
-    def compute(
-        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
-    ) -> Arrays:
-        """Features float32 [N, D] of the local images, labels int64 [N] -> arrays, with the noise of ``mechanism``."""
+    def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
+        """Features float32 [N, D] of the local images, labels int64 [N] -> arrays, with ``noise``."""
         return {}
 
     def as_arrays(self, **tensors: Tensor) -> Arrays:
@@ -97,12 +95,10 @@ class MeanStatistics(ClientStatistics):
     carries = needs_features = True
     releases = 1
 
-    def compute(
-        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
-    ) -> Arrays:
+    def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
         """Counts and means of the classes present."""
         class_ids, counts, means = class_means(features, labels)
-        return self.as_arrays(class_ids=class_ids, counts=counts, means=mechanism.means(means, counts))
+        return self.as_arrays(class_ids=class_ids, counts=counts, means=noise.means(means, counts))
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means only."""
@@ -115,13 +111,11 @@ class GaussianStatistics(ClientStatistics):
     carries = needs_features = True
     releases = 2
 
-    def compute(
-        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
-    ) -> Arrays:
+    def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
         """Counts, means and packed covariances of the classes present."""
         moments = class_gaussians(features, labels, options.packing, options.packing_rank)
         spread = "covariances" if options.packing == "full" else "variances"
-        moments["means"], moments[spread] = mechanism.moments(moments["means"], moments[spread], moments["counts"])
+        moments["means"], moments[spread] = noise.moments(moments["means"], moments[spread], moments["counts"])
         return self.as_arrays(**moments)
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
@@ -143,13 +137,11 @@ class VarianceStatistics(MeanStatistics):
 
     releases = 2
 
-    def compute(
-        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
-    ) -> Arrays:
+    def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
         """Counts, means and variances of the classes present."""
         moments = class_gaussians(features, labels, "diagonal", rank=1)
         counts = moments["counts"]
-        moments["means"], variances = mechanism.moments(moments["means"], moments["variances"], counts)
+        moments["means"], variances = noise.moments(moments["means"], moments["variances"], counts)
         wide = counts[:, None].to(variances)
         return self.as_arrays(**moments | {"variances": variances * ((wide - 1) / wide)})
 
@@ -163,9 +155,7 @@ class CountStatistics(ClientStatistics):
 
     carries = True
 
-    def compute(
-        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
-    ) -> Arrays:
+    def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
         """Counts of the classes present; features are not looked at."""
         class_ids, counts = labels.unique(return_counts=True)
         return self.as_arrays(class_ids=class_ids, counts=counts)
@@ -182,17 +172,15 @@ class GramStatistics(ClientStatistics):
     largest = 1e15
     releases = 2
 
-    def compute(
-        self, features: Tensor, labels: Tensor, options: Options, mechanism: GaussianMechanism = NO_NOISE
-    ) -> Arrays:
+    def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
         """Counts, sums and the upper triangle of the Gram matrix, row by row; with noise it stays semi-definite."""
         wide = features.double()
         class_ids, index, counts = labels.unique(return_inverse=True, return_counts=True)
         sums = wide.new_zeros(len(class_ids), wide.shape[1]).index_add_(0, index, wide)
         gram = pack_symmetric((wide.T @ wide)[None])
-        if mechanism.noise:
-            sums = mechanism.add(sums, mechanism.feature_clip)
-            gram = nearest_semi_definite(mechanism.squares(gram), wide.shape[1])
+        if noise.noise:
+            sums = noise.add(sums, noise.feature_clip)
+            gram = nearest_semi_definite(noise.squares(gram), wide.shape[1])
         return self.as_arrays(class_ids=class_ids, counts=counts, sums=sums, gram=gram)
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:

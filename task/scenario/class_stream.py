@@ -13,21 +13,11 @@ from task.utils.seeding import numpy_rng
 def class_order(num_classes: int, seed: int, kind: str) -> list[int]:
     """Order in which the classes 0 .. num_classes - 1 arrive.
 
-    Args:
-        num_classes: at least 1.
-        seed: the run's seed; unused when ``kind`` is "given".
-        kind: "shuffled" (a permutation drawn from the seed) or "given" (0, 1, 2, ...: the data set's own order).
-
-    Raises:
-        ValueError: unknown kind, or no class.
+    ``kind`` is "shuffled" (a permutation drawn from the seed) or "given" (the data set's own order).
     """
-    if num_classes < 1:
-        raise ValueError(f"num_classes={num_classes}: allowed are integers from 1")
     if kind == "given":
         return list(range(num_classes))
-    if kind == "shuffled":
-        return [int(c) for c in numpy_rng(seed, "class-order").permutation(num_classes)]
-    raise ValueError(f"class-order={kind!r}: allowed are 'shuffled', 'given'")
+    return numpy_rng(seed, "class-order").permutation(num_classes).tolist()
 
 
 def split_tasks(order: Sequence[int], num_tasks: int) -> list[list[int]]:
@@ -52,12 +42,8 @@ def stages(streams: Sequence[Sequence[Sequence[int]]], order: Sequence[int]) -> 
     >>> stages([[[0, 1], [2], [3]], [[1], [3, 0], [2]]], [3, 2, 1, 0])
     [[1, 0], [3, 2], []]
 
-    Args:
-        streams: class ids by client and task; T tasks each.
-        order: of all classes; the classes of a stage are sorted by it.
-
-    Returns:
-        T lists of class ids; all but the first may be empty.
+    ``streams`` are class ids by client and task, T tasks each; the classes of a stage are sorted by ``order``. Of the T
+    lists all but the first may be empty.
     """
     first_stage: dict[int, int] = {}
     for stage, classes_by_client in enumerate(zip(*streams, strict=True)):
@@ -73,23 +59,13 @@ class Schedule:
     ``server_round`` counts from 1 over the whole run, as Flower does; ``task`` and the round within a task count from
     0. In an asynchronous run a task is the new classes of a stage, see ``stages``.
 
-    Args:
-        tasks: class ids of each task; no class twice, a task may be empty.
-        rounds_per_task: R, the same for every task; the run key of this name says that it is at least 1.
-
-    Raises:
-        ValueError: no task, or a class in two tasks.
+    ``tasks`` are the class ids of each task, no class twice; a task may be empty. Each has R = ``rounds_per_task``.
     """
 
     tasks: Sequence[Sequence[int]]
     rounds_per_task: int
 
     def __post_init__(self) -> None:
-        classes = [c for task in self.tasks for c in task]
-        if not self.tasks:
-            raise ValueError("tasks=[]: a schedule needs at least one task")
-        if len(set(classes)) < len(classes):
-            raise ValueError(f"tasks={self.tasks}: a class belongs to one task only")
         # copied, so that it does not change with the caller's lists
         object.__setattr__(self, "tasks", tuple(tuple(task) for task in self.tasks))
 
@@ -104,9 +80,7 @@ class Schedule:
         return self.num_tasks * self.rounds_per_task
 
     def locate(self, server_round: int) -> tuple[int, int]:
-        """(task, round within the task) of a server round; ValueError outside 1 .. total_rounds."""
-        if not 1 <= server_round <= self.total_rounds:
-            raise ValueError(f"server_round={server_round}: allowed are 1 to {self.total_rounds}")
+        """(task, round within the task) of a server round."""
         return divmod(server_round - 1, self.rounds_per_task)
 
     def is_last_round(self, server_round: int) -> bool:
@@ -115,12 +89,10 @@ class Schedule:
 
     def current_classes(self, task: int) -> list[int]:
         """C^t: the class ids that the task brings, in stream order."""
-        self._check_task(task)
         return list(self.tasks[task])
 
     def seen_classes(self, task: int) -> list[int]:
         """C^{1:t}: the class ids of this task and all earlier ones, in stream order; row i of the head is entry i."""
-        self._check_task(task)
         return [c for classes in self.tasks[: task + 1] for c in classes]
 
     @cached_property
@@ -134,7 +106,3 @@ class Schedule:
         rows = np.full(classes.max(initial=-1) + 1, -1)
         rows[classes] = np.arange(len(classes))
         return rows
-
-    def _check_task(self, task: int) -> None:
-        if not 0 <= task < self.num_tasks:
-            raise ValueError(f"task={task}: allowed are 0 to {self.num_tasks - 1}")

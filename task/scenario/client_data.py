@@ -9,31 +9,21 @@ from task.config.schema import REDRAWN, Config
 from task.keys import ConfigError
 from task.scenario.class_stream import Schedule
 from task.scenario.partition import Partition, partition
-from task.scenario.scenario import Scenario, build_scenario, use_run_key_names
+from task.scenario.scenario import Scenario, build_scenario
 
 
 @dataclass(frozen=True)
 class ClientTaskData:
-    """Training data of one client in one round.
-
-    Attributes:
-        positions: int64 [N], sorted positions of its training images in the data set; N may be 0.
-        classes: class ids among which its loss chooses.
-    """
+    """Sorted positions, int64 [N], of a client's training images; the class ids among which its loss chooses."""
 
     positions: np.ndarray
     classes: list[int]
 
 
 def client_task_data(config: Config, client: int, task: int, round: int, holds_pool: bool = False) -> ClientTaskData:
-    """Training data of a client in a round.
+    """Training data of a client in a round; client, task and the round within the task are counted from 0.
 
-    Args:
-        config: the run keys; ``num_clients`` must not be 0.
-        client: its index, 0 to num-clients - 1.
-        task: counted from 0.
-        round: within the task, counted from 0.
-        holds_pool: whether it is the round's one client with data, if the method pools all clients' data.
+    ``holds_pool``: whether it is the round's one client with data, if the method pools all clients' data.
 
     Raises:
         ConfigError: the partition's parameters cannot work with this data.
@@ -44,10 +34,9 @@ def client_task_data(config: Config, client: int, task: int, round: int, holds_p
         pool = np.flatnonzero(np.isin(scenario.dataset.train_labels, classes))
         return ClientTaskData(pool if holds_pool else pool[:0], classes)
     if config.partition in REDRAWN:
-        return ClientTaskData(_partition_one_round(config, task, round)[client], classes)
-    return ClientTaskData(
-        _partition_all_tasks(config)[client][task], scenario.streams[client][task] if scenario.streams else classes
-    )
+        return ClientTaskData(_partition(config, task, round=round)[client][task], classes)
+    own = scenario.streams[client][task] if scenario.streams else classes
+    return ClientTaskData(_partition(config)[client][task], own)
 
 
 def node_task_data(scenario: Scenario, task: int) -> ClientTaskData:
@@ -78,26 +67,16 @@ def all_client_positions(config: Config, client: int) -> np.ndarray:
     """
     if not has_fixed_images(config):
         return np.arange(len(build_scenario(config).dataset.train_labels))
-    return np.concatenate(_partition_all_tasks(config)[client])
+    return np.concatenate(_partition(config)[client])
 
 
 @lru_cache(maxsize=2)
-def _partition_all_tasks(config: Config) -> Partition:
-    """Positions by client, then by task."""
-    return _partition(config, [list(classes) for classes in build_scenario(config).schedule.tasks])
-
-
-@lru_cache(maxsize=2)
-def _partition_one_round(config: Config, task: int, round: int) -> list[np.ndarray]:
-    """Positions by client in one round; nothing is drawn for the other tasks."""
-    tasks = build_scenario(config).schedule.tasks
-    only_this_task = [list(classes) if t == task else [] for t, classes in enumerate(tasks)]
-    return [by_task[task] for by_task in _partition(config, only_this_task, round=round)]
-
-
-def _partition(config: Config, tasks: list[list[int]], **parameters: int) -> Partition:
-    labels, parameters = build_scenario(config).dataset.train_labels, config.partition_parameters | parameters
+def _partition(config: Config, only_task: int | None = None, **parameters: int) -> Partition:
+    """Positions by client, then by task; nothing is drawn for the other tasks if only one is wanted."""
+    scenario = build_scenario(config)
+    tasks = [list(c) if only_task in (None, t) else [] for t, c in enumerate(scenario.schedule.tasks)]
+    labels, parameters = scenario.dataset.train_labels, config.partition_parameters | parameters
     try:
         return partition(config.partition, labels, config.num_clients, tasks, config.seed, **parameters)
     except ValueError as error:
-        raise ConfigError(f"{use_run_key_names(config, error)}.") from error
+        raise ConfigError(f"{error}.") from error

@@ -1,6 +1,6 @@
 """A run's data set and class stream, computed once per process."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -27,14 +27,17 @@ class Scenario:
     Attributes:
         dataset: images and labels; the label is -1 for a node's image whose class is not in the task plan.
         schedule: tasks and rounds.
-        rows: int64 [classes]; head row of each class id, which is its position in the class stream.
         streams: class ids by client and task in an asynchronous run; else empty.
     """
 
     dataset: Dataset
     schedule: Schedule
-    rows: np.ndarray
-    streams: Streams
+    streams: Streams = field(default_factory=list)
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Head row of each class id, which is its position in the class stream; int64 [classes]."""
+        return self.schedule.head_rows
 
     def task_sizes(self, task: int) -> list[int]:
         """Number of classes of each task up to ``task``, counted from 0."""
@@ -47,17 +50,14 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
 
     Args:
         config: the run keys.
-        plan: the run's task plan, if nodes have their own images.
+        plan: if nodes have their own images.
         inventory: this node's images in that case; None on the server, which then has no image.
 
     Raises:
         ConfigError: data missing or unusable, or more tasks than classes.
     """
     if plan:
-        dataset = (
-            _node_dataset(plan, open_inventory(inventory, image_size(config))) if inventory else _empty_dataset(plan)
-        )
-        return _make_scenario(dataset, Schedule(plan.tasks, config.rounds_per_task))
+        return Scenario(_node_dataset(config, plan, inventory), Schedule(plan.tasks, config.rounds_per_task))
     if config.asynchronous and not config.num_clients:
         raise ConfigError(
             f"num-clients = 0 is not possible with partition {config.partition!r}: "
@@ -68,40 +68,24 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
     order = class_order(len(dataset.class_names), config.seed, config.class_order)
     try:
         tasks = split_tasks(order, config.num_tasks)
-        streams = _streams(config, tasks) if config.asynchronous else []
+        streams: Streams = []
+        if config.asynchronous:
+            streams = consensus_tasks(tasks, config.num_clients, config.seed, **config.partition_parameters)
+            tasks = stages(streams, order)
     except ValueError as error:
-        raise ConfigError(f"{use_run_key_names(config, error)} of {config.dataset!r}.") from error
-    return _make_scenario(
-        dataset, Schedule(stages(streams, order) if streams else tasks, config.rounds_per_task), streams
-    )
+        raise ConfigError(f"{error} of {config.dataset!r}.") from error
+    return Scenario(dataset, Schedule(tasks, config.rounds_per_task), streams)
 
 
-def _make_scenario(dataset: Dataset, schedule: Schedule, streams: Streams | None = None) -> Scenario:
-    return Scenario(dataset, schedule, schedule.head_rows, streams or [])
-
-
-def _node_dataset(plan: TaskPlan, dataset: Dataset) -> Dataset:
-    """A node's images under the class ids of the plan."""
+def _node_dataset(config: Config, plan: TaskPlan, inventory: Inventory | None) -> Dataset:
+    """A node's images under the class ids of the plan; the server has none."""
+    if not inventory:
+        images, labels = np.empty((0, *plan.image_shape, 3), np.uint8), np.empty(0, np.int64)
+        return Dataset(plan.class_names, images, labels, images, labels)
+    dataset = open_inventory(inventory, image_size(config))
     ids = class_ids(dataset.class_names, plan.class_names)
-    labels = {"train_labels": ids[dataset.train_labels], "test_labels": ids[dataset.test_labels]}
-    return replace(dataset, class_names=plan.class_names, **labels)
-
-
-def _empty_dataset(plan: TaskPlan) -> Dataset:
-    images, labels = np.empty((0, *plan.image_shape, 3), np.uint8), np.empty(0, np.int64)
-    return Dataset(plan.class_names, images, labels, images, labels)
-
-
-def _streams(config: Config, tasks: list[list[int]]) -> Streams:
-    return consensus_tasks(tasks, config.num_clients, config.seed, **config.partition_parameters)
-
-
-def use_run_key_names(config: Config, error: ValueError) -> str:
-    """Message of a partition's error with the names of run keys, which have hyphens instead of underscores."""
-    text = str(error)
-    for name in config.partition_parameters:
-        text = text.replace(name, name.replace("_", "-"))
-    return text
+    train, test = ids[dataset.train_labels], ids[dataset.test_labels]
+    return replace(dataset, class_names=plan.class_names, train_labels=train, test_labels=test)
 
 
 def image_size(config: Config) -> int:

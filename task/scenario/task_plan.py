@@ -26,11 +26,7 @@ class TaskPlan:
     image_shape: tuple[int, int]
 
     def add_task(self, names: Iterable[str]) -> Self:
-        """The plan with one more task, of new classes in the order of their names.
-
-        Args:
-            names: of all nodes together, for :func:`task.data.class_names.choose_spellings`.
-        """
+        """The plan with one more task, of new classes in the order of their names; ``names`` of all nodes together."""
         known = set(map(normal_form, self.class_names))
         new = sorted(name for form, name in choose_spellings(names).items() if form not in known)
         ids = range(len(self.class_names), len(self.class_names) + len(new))
@@ -50,10 +46,7 @@ class TaskPlan:
 def first_task_plan(config: Config, names: Iterable[str], image_shape: tuple[int, int]) -> TaskPlan:
     """The plan at the start of a run: class ids follow the sorted names, tasks follow class-order and num-tasks.
 
-    Args:
-        config: the run keys.
-        names: class names of all nodes together, for :func:`task.data.class_names.choose_spellings`.
-        image_shape: height and width in pixels.
+    ``names`` are the class names of all nodes together, ``image_shape`` is height and width in pixels.
 
     Raises:
         ConfigError: more tasks than classes.

@@ -99,11 +99,6 @@ def test_prompts_repeat_with_the_seed():
     assert not torch.equal(start(3), start(4))
 
 
-def test_a_fused_prompt_refuses_to_go_without_query():
-    with pytest.raises(ValueError, match="query"):
-        fused(1)(None)
-
-
 def test_unified_loss_equals_float64_numpy():
     """Eq. 6 with tau = 0.2; the third image's class has no prototype: its loss is 0 and it still counts in the mean."""
     rng = np.random.default_rng(1)

@@ -32,14 +32,6 @@ def test_given_order_ignores_the_seed():
 
 
 @pytest.mark.parametrize(
-    ("num_classes", "kind", "names"), [(3, "Shuffled", "class-order='Shuffled'"), (0, "given", "num_classes=0")]
-)
-def test_bad_orders_are_refused(num_classes, kind, names):
-    with pytest.raises(ValueError, match=names):
-        class_order(num_classes, 0, kind)
-
-
-@pytest.mark.parametrize(
     ("num_classes", "num_tasks", "sizes"),
     [
         (10, 5, [2] * 5),
@@ -123,24 +115,3 @@ def test_schedule_does_not_follow_the_callers_lists():
     assert schedule == Schedule([np.array([0]), (1,)], 1)
     with pytest.raises(FrozenInstanceError):
         schedule.rounds_per_task = 2
-
-
-@pytest.mark.parametrize(("tasks", "names"), [([], "tasks"), ([[0], [0]], "one task only")])
-def test_bad_schedules_are_refused(tasks, names):
-    with pytest.raises(ValueError, match=names):
-        Schedule(tasks, 1)
-
-
-@pytest.mark.parametrize(
-    ("method", "arguments"),
-    [
-        ("locate", (0,)),
-        ("locate", (7,)),
-        ("is_last_round", (7,)),
-        ("current_classes", (-1,)),
-        ("seen_classes", (2,)),
-    ],
-)
-def test_places_outside_the_run_are_refused(method, arguments):
-    with pytest.raises(ValueError, match="allowed are"):
-        getattr(Schedule([[0], [1]], 3), method)(*arguments)

@@ -277,13 +277,6 @@ def test_completed_refuses_gaps(matrix, message):
         crop_to_finished(matrix)
 
 
-def test_continual_utility_weighs():
-    assert metrics.continual_utility(WORKED, balance=1) == pytest.approx(0.65)
-    assert metrics.continual_utility(WORKED, balance=0) == pytest.approx(0.675)
-    with pytest.raises(ValueError, match=r"balance must be in 0\.\.1, not 2"):
-        metrics.continual_utility(WORKED, balance=2)
-
-
 def test_forgetting_by_task():
     assert metrics.forgetting_by_task(WORKED) == pytest.approx([0.30, -0.05])
     assert metrics.forgetting_by_task([[0.8]]).shape == (0,)

@@ -127,12 +127,6 @@ def test_dualprompt_starts_uniform_each_task_its_own():
     assert not torch.equal(prompt.experts[0].flatten()[: prompt.general.numel()], prompt.general.flatten())
 
 
-@pytest.mark.parametrize("prompt", [l2p(), dual()])
-def test_a_missing_query_is_an_error(prompt):
-    with pytest.raises(ValueError, match="query"):
-        prompt(None)
-
-
 def test_dualprompt_needs_a_block_for_experts():
     with pytest.raises(ConfigError, match=r"prompt-blocks.*'1-2'.*at least 3"):
         parse({"method": "fedavg", "prompt": "dualprompt", "prompt-blocks": "1-2"})
