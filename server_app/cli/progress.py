@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -11,8 +10,6 @@ from pathlib import Path
 from server_app.rounds.progress import describe_round
 from server_app.run_files.paths import read_results
 from server_app.simulation.superlink import POLL
-
-log = logging.getLogger(__name__)
 
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
 
