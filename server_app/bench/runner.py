@@ -20,11 +20,12 @@ from server_app.report.runs import Run, flat, load_run
 from server_app.report.write import write_comparison
 from server_app.run_files.paths import lock_folder, mark_failed, read_results
 from server_app.run_files.writers import origin
-from server_app.simulation.processes import end_processes, interruptible, last_lines
+from server_app.simulation.processes import end_processes, interruptible, last_lines, start_process
 from server_app.simulation.superlink import POLL
 from task.config.schema import SAME_RESULT, defaults, keys_affecting
 from task.keys import ConfigError
 
+MARK = "FCIL_BENCH"  # environment variable of all processes of a suite
 PATIENCE = 10.0  # seconds that a run which is stopped has to save what there is
 
 
@@ -34,7 +35,7 @@ class Bench:
     def __init__(self, suite: Suite, jobs: int, through_flower: bool, say: Callable[[str], None]) -> None:
         self._suite, self._jobs, self._say = suite, jobs, say
         self._options = [] if through_flower else ["--in-process"]
-        self._mark = f"FCIL_BENCH={secrets.token_hex(8)}"  # in the environment of all processes of this suite
+        self._mark = secrets.token_hex(8)
         self._running: dict[subprocess.Popen[bytes], PlannedRun] = {}
         self._started_at: dict[str, float] = {}  # by name of the run, in seconds of the monotonic clock
         self._waiting: list[PlannedRun] = []
@@ -42,10 +43,7 @@ class Bench:
         self._seconds: dict[str, list[float]] = {}  # of finished runs, by variant
 
     def run(self) -> list[PlannedRun]:
-        """Run all runs that are not finished yet.
-
-        Returns:
-            the runs that failed.
+        """Run all runs that are not finished yet; returns those that failed.
 
         Raises:
             ConfigError: a finished run has other keys than the suite; nothing was started.
@@ -99,17 +97,8 @@ class Bench:
         if run.directory.exists():
             shutil.rmtree(run.directory)  # an unfinished run begins anew
         run.directory.mkdir(parents=True)
-        name, _, value = self._mark.partition("=")
-        with open(run.directory / "run.log", "wb") as log:
-            process = subprocess.Popen(
-                self._command(run),
-                cwd=Path(__file__).parents[2],
-                env={**os.environ, name: value},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # it does not get Ctrl-C; this process does, and ends it in order
-            )
+        environment = {**os.environ, MARK: self._mark}
+        process = start_process(self._command(run), Path(__file__).parents[2], environment, run.directory / "run.log")
         self._running[process], self._started_at[run.name] = run, time.monotonic()
         self._say(f"started   {run.name}")
 
@@ -120,12 +109,9 @@ class Bench:
     def _record_end(self, run: PlannedRun, code: int) -> None:
         results = read_results(run.directory)
         if code == 0 and results.get("status") == "finished":
-            seconds, accuracy = (
-                time.monotonic() - self._started_at[run.name],
-                results["metrics"]["final_average_accuracy"],
-            )
+            seconds = time.monotonic() - self._started_at[run.name]
             self._seconds.setdefault(run.variant, []).append(seconds)
-            outcome = f"final average accuracy {accuracy:.1%}, {_minutes(seconds)}"
+            outcome = f"final average accuracy {results['metrics']['final_average_accuracy']:.1%}, {_minutes(seconds)}"
             self._say(f"finished  {run.name}: {outcome}; {self._remaining()}")
         else:
             log = run.directory / "run.log"
@@ -154,7 +140,7 @@ class Bench:
         write_comparison(list(groups.values()), self._suite.folder, self._suite.title)
 
     def _stop(self) -> None:
-        end_processes(list(self._running), self._mark, PATIENCE)
+        end_processes(list(self._running), f"{MARK}={self._mark}", PATIENCE)
         for run in self._running.values():
             mark_failed(run.directory, "stopped with its suite")
 

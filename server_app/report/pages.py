@@ -30,16 +30,7 @@ AVERAGES = ("all seen", "mean")  # over the samples of all seen classes, and ove
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a picture or a table.
-
-    Attributes:
-        name: its heading.
-        head: of the table's columns.
-        rows: of the table; without any, the section says "none".
-        text: number of columns, from the left, that are text; the others are numbers, aligned right.
-        png: the picture, a PNG file in base64.
-        note: a sentence below.
-    """
+    """A picture (``png``, in base64) or a table, whose first ``text`` columns are text and the others numbers."""
 
     name: str
     head: Sequence[str] = ()

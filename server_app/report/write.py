@@ -1,9 +1,4 @@
-"""Writes reports: pictures and page of one run, or the comparison of several in a folder of its own.
-
-One run gets accuracy.png, forgetting.png and report.html beside its results.json, and confusion.png, clients.png and
-federated_bias.png if it recorded their data. A comparison gets accuracy.png, matrices.png,
-communication.png, table.md and report.html; runs that differ in nothing but the seed are averaged.
-"""
+"""Writes reports: pictures and page of one run, or of several, of which those equal but for the seed are averaged."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import FrameType
@@ -53,6 +53,22 @@ def interruptible(at_once: bool = False) -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
+def start_process(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path
+) -> "subprocess.Popen[bytes]":
+    """Start a program that writes to a file; in a session of its own it does not get Ctrl-C, so that we end it."""
+    with open(output, "wb") as file:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 def end_processes(started: list["subprocess.Popen[bytes]"], mark: str, patience: float = 2.0) -> None:
     """End processes and their descendants with SIGTERM, and with SIGKILL after ``patience`` seconds.
 
@@ -87,14 +103,12 @@ def _relatives(family: AbstractSet["psutil.Process"], mark: str) -> set["psutil.
     import psutil
 
     name, _, value = mark.partition("=")
-    processes = list(psutil.process_iter(["ppid", "environ"]))  # of other people's processes the environment is None
+    processes = psutil.process_iter(["environ"])  # of other people's processes the environment is None
     relatives = {process for process in processes if (process.info["environ"] or {}).get(name) == value}
-    while True:
-        pids = {process.pid for process in family | relatives}
-        children = {process for process in processes if process.info["ppid"] in pids} - relatives
-        if not children:
-            return relatives
-        relatives |= children
+    for process in family | relatives:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            relatives.update(process.children(recursive=True))
+    return relatives
 
 
 def _is_alive(process: "psutil.Process") -> bool:
