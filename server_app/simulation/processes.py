@@ -26,9 +26,8 @@ class Interrupted(KeyboardInterrupt):
 def interruptible(at_once: bool = False) -> Iterator[Callable[[], None]]:
     """Turn Ctrl-C, SIGTERM and a closed terminal into :class:`Interrupted`.
 
-    Args:
-        at_once: raise it wherever the program is. Otherwise it is raised where the yielded function is called, so
-            never between the start of a process and the line that stores it.
+    It is raised ``at_once`` wherever the program is, or else where the yielded function is called: never between the
+    start of a process and the line that stores it.
     """
     received: list[int] = []
 
@@ -72,11 +71,8 @@ def start_process(
 def end_processes(started: list["subprocess.Popen[bytes]"], mark: str, patience: float = 2.0) -> None:
     """End processes and their descendants with SIGTERM, and with SIGKILL after ``patience`` seconds.
 
-    Args:
-        started: may have ended already.
-        mark: NAME=VALUE of an environment variable of these processes alone. It finds descendants whose parents are
-            gone, as those of Ray's workers often are.
-        patience: seconds.
+    ``mark`` is NAME=VALUE of an environment variable of these processes alone. It finds descendants whose parents are
+    gone, as those of Ray's workers often are.
     """
     import psutil
 

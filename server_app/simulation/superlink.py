@@ -79,13 +79,7 @@ class FlowerRun:
         shutil.rmtree(self._home, ignore_errors=True)
 
     def submit(self, values: Mapping[str, Scalar], clients: int, workers: int) -> None:
-        """Submit the run to the SuperLink; returns at once.
-
-        Args:
-            values: run keys that differ from those of pyproject.toml.
-            clients: simulated nodes.
-            workers: processes that they share.
-        """
+        """Submit a run with these keys to the SuperLink; so many simulated ``clients`` share so many ``workers``."""
         config = self._home / "run.toml"
         # strings, numbers and booleans look the same in JSON and TOML
         config.write_text("".join(f"{k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in values.items()))
