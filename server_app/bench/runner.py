@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import Timeout
@@ -51,26 +51,32 @@ class Bench:
             PicturesUnavailable: a package for the report is missing; nothing was started.
             Interrupted: a signal came; all runs have ended.
         """
-        with _locked(self._suite.folder), interruptible() as check:
-            self._plan()
-            self._report()
-            try:
+        try:
+            with lock_folder(self._suite.folder), interruptible() as check:
+                self._plan()
+                self._report()
                 self._run_waiting(check)
-            finally:
-                self._stop()
+        except Timeout as error:
+            folder = Path(error.lock_file).parent
+            raise LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.") from None
         return self._failed
 
     def _run_waiting(self, check: Callable[[], None]) -> None:
-        while self._waiting or self._running:
-            ended = [process for process in self._running if process.poll() is not None]
-            for process in ended:
-                self._record_end(self._running.pop(process), process.returncode)
-            while self._waiting and len(self._running) < self._jobs:
-                self._start(self._waiting.pop(0))
-            if ended:
-                self._report()  # takes seconds, so the next runs are started before
-            check()
-            time.sleep(POLL)
+        try:
+            while self._waiting or self._running:
+                ended = [process for process in self._running if process.poll() is not None]
+                for process in ended:
+                    self._record_end(self._running.pop(process), process.returncode)
+                while self._waiting and len(self._running) < self._jobs:
+                    self._start(self._waiting.pop(0))
+                if ended:
+                    self._report()  # takes seconds, so the next runs are started before
+                check()
+                time.sleep(POLL)
+        finally:
+            end_processes(list(self._running), f"{MARK}={self._mark}", PATIENCE)
+            for run in self._running.values():
+                mark_failed(run.directory, "stopped with its suite")
 
     def _plan(self) -> None:
         current, foreign = flat(origin()), []
@@ -78,7 +84,7 @@ class Bench:
             finished = finished_run(run)
             if finished is None:
                 if run.directory.exists():  # after its suite was killed, a run may still be running
-                    with _locked(run.directory):
+                    with lock_folder(run.directory):
                         pass
                 self._waiting.append(run)
                 continue
@@ -139,11 +145,6 @@ class Bench:
                 group.runs.append(load_run(run.directory))
         write_comparison(list(groups.values()), self._suite.folder, self._suite.title)
 
-    def _stop(self) -> None:
-        end_processes(list(self._running), f"{MARK}={self._mark}", PATIENCE)
-        for run in self._running.values():
-            mark_failed(run.directory, "stopped with its suite")
-
 
 def finished_run(planned: PlannedRun) -> Run | None:
     """The finished run in the folder of a planned one; None if there is none.
@@ -166,16 +167,6 @@ def finished_run(planned: PlannedRun) -> Run | None:
                 "Remove the folder, or give the suite another output-dir."
             )
     return run
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other suites and runs out of a folder."""
-    try:
-        with lock_folder(folder):
-            yield
-    except Timeout:
-        raise LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.") from None
 
 
 def _minutes(seconds: float) -> str:

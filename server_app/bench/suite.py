@@ -1,17 +1,7 @@
-"""A suite: variants x partitions x seeds in one YAML file. All runs are checked before the first one is started.
+"""A suite: variants x partitions x seeds in one YAML file, as docs/guides/suites.md shows it.
 
-    title: HGP against averaging
-    output-dir: runs/suites/example            # relative as the run key of that name
-    seeds: [0, 1, 2]
-    common: {dataset: digits, num-clients: 10} # run keys of all runs; may be left out
-    partitions:                                # may be left out
-      - {label: uneven, dirichlet-beta: 0.05}
-      - {label: iid, partition: iid}
-    variants:                                  # a label, which names a folder, and run keys
-      - {label: hgp, method: hgp}
-      - {label: fedavg-coda, method: fedavg, prompt: coda}
-
-A variant's or a partition's keys win over common ones, and those of the command line over all.
+All runs are checked before the first one is started. A variant's or a partition's keys win over common ones, and those
+of the command line over all.
 """
 
 import difflib

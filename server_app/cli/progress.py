@@ -23,10 +23,9 @@ class Progress:
 
     def show(self) -> None:
         """Print the rounds and warnings that are new since the last call."""
-        warnings = self._warnings()
-        for warning in warnings[self._warned :]:
+        for warning in self._warnings()[self._warned :]:
             print(f"warning: {warning}", flush=True)
-        self._warned = len(warnings)
+            self._warned += 1
         lines = self._lines()
         self._shown = min(self._shown, len(lines))  # a resumed run drops the lines after its checkpoint
         for number, line in enumerate(lines[self._shown :], start=self._shown + 1):

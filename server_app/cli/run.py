@@ -1,12 +1,9 @@
 """fcil run: one run, through Flower's simulation or in this process."""
 
 import argparse
-import contextlib
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 from server_app.cli.common import FAILED, OK, complain, positive
 from server_app.cli.progress import Progress, summary
@@ -84,18 +81,18 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
 def _run_with_flower(values: dict[str, Scalar], config: Config, progress: Progress, workers: int) -> int:
     print(f"starting Flower: {config.num_clients} clients, up to {workers} at a time", flush=True)
     try:
-        with (
-            interruptible() as check,
-            FlowerRun(project_folder(), check) as flower,
-            _copied_log(flower, progress.directory),
-        ):
+        with interruptible() as check, FlowerRun(project_folder(), check) as flower:
             progress.log = flower.log
             flower.submit(values, config.num_clients, workers)
-            while flower.is_running():
+            try:
+                while flower.is_running():
+                    progress.show()
+                    time.sleep(POLL)
                 progress.show()
-                time.sleep(POLL)
-            progress.show()
-            status, details = flower.status()
+                status, details = flower.status()
+            finally:
+                progress.directory.mkdir(parents=True, exist_ok=True)
+                shutil.copy(flower.log, progress.directory / "flower.log")
     except Interrupted as stop:
         mark_failed(progress.directory, f"stopped by {stop}")
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
@@ -108,14 +105,3 @@ def _run_with_flower(values: dict[str, Scalar], config: Config, progress: Progre
         print(last_lines(log), file=sys.stderr)
     print(f"the log is {log}", file=sys.stderr)
     return complain(f"the run failed: {reason}", FAILED)
-
-
-@contextlib.contextmanager
-def _copied_log(flower: FlowerRun, directory: Path) -> Iterator[None]:
-    """Copy the log to the run's folder in the end, also after an error."""
-    try:
-        yield
-    finally:
-        if flower.log.exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            shutil.copy(flower.log, directory / "flower.log")

@@ -15,8 +15,6 @@ from task.methods import load_class
 
 log = logging.getLogger(__name__)
 
-UNIT = "one training image of a client, replaced by another of its class"
-
 
 def open_account(config: Config) -> dict[str, Any]:
     """The entry ``privacy`` of results.json before the first round; empty where there is no noise."""
@@ -25,7 +23,7 @@ def open_account(config: Config) -> dict[str, Any]:
     if config.privacy_seeded:
         log.warning("privacy-seeded = true: whoever knows the seed, as the server does, can take the noise away")
     return {
-        "unit": UNIT,
+        "unit": "one training image of a client, replaced by another of its class",
         "unprotected": "number of images of each class, class names, seconds, what evaluate = clients counts",
         "clip": config.privacy_clip,
         "feature_clip": config.privacy_feature_clip,

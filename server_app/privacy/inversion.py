@@ -66,7 +66,8 @@ def attack(path: Path, client: int, target: str, num_classes: int, steps: int, d
     a class, or a "sample" of its Gaussian. Clients are numbered from 0.
 
     Raises:
-        ConfigError: the method sends nothing to invert, the client does not exist, or the data are not here.
+        ConfigError: the method sends nothing to invert, the client does not exist or has no images, or the data are
+            not here.
         ModelError: there is no model.
     """
     predictor = load_predictor(path, device)
@@ -80,13 +81,13 @@ def attack(path: Path, client: int, target: str, num_classes: int, steps: int, d
     if not 0 <= client < config.num_clients:
         raise ConfigError(f"--client {client} does not exist: the run has clients 0 to {config.num_clients - 1}.")
     scenario = build_scenario(config)
-    positions = reported_positions(config, predictor, client)
+    positions = _reported_positions(config, predictor, client)
     labels = scenario.dataset.train_labels[positions]
     on_device = (torch.from_numpy(ids).to(predictor.model.device) for ids in (labels, scenario.rows[labels]))
     sample = Sample(scenario.dataset.train_images, positions, *on_device)
     statistics = kind.collect(predictor.model, sample, config.options, GaussianMechanism.of(config, client, 0))
     chosen = np.argsort(statistics["counts"], kind="stable")[:num_classes]
-    targets = attack_targets(statistics, target, config)[chosen]
+    targets = _attack_targets(statistics, target, config)[chosen]
     shape = scenario.dataset.train_images[positions[:1]].shape[1:]
     images, distances = invert(predictor.model, targets, shape, steps, torch_rng(config.seed, "inversion"))
     return [
@@ -95,12 +96,8 @@ def attack(path: Path, client: int, target: str, num_classes: int, steps: int, d
     ]
 
 
-def reported_positions(config: Config, predictor: Predictor, client: int) -> np.ndarray:
-    """Positions, int64 [N], of the client's training images whose classes it reports, of all tasks that have begun.
-
-    Raises:
-        ConfigError: there are none.
-    """
+def _reported_positions(config: Config, predictor: Predictor, client: int) -> np.ndarray:
+    """Positions, int64 [N], of the client's training images whose classes it reports, of all tasks that have begun."""
     tasks = range(len(predictor.metadata.task_sizes))
     positions = np.concatenate([client_task_data(config, client, task, round=0).positions for task in tasks])
     labels = build_scenario(config).dataset.train_labels[positions]
@@ -110,12 +107,8 @@ def reported_positions(config: Config, predictor: Predictor, client: int) -> np.
     return positions
 
 
-def attack_targets(statistics: Arrays, target: str, config: Config) -> Tensor:
-    """Target features of each class, float32 [K, D]: its mean, or one draw of its Gaussian.
-
-    Raises:
-        ConfigError: the method sends no covariances to draw from.
-    """
+def _attack_targets(statistics: Arrays, target: str, config: Config) -> Tensor:
+    """Target features of each class, float32 [K, D]: its mean, or one draw of its Gaussian."""
     if "means" not in statistics:
         return torch.from_numpy(statistics["sums"] / statistics["counts"][:, None]).float()
     if target == "mean":

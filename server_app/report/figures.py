@@ -10,7 +10,6 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -108,7 +107,10 @@ def matrix_figure(run: Run) -> Figure:
     image = _heat(top, full, "cividis", *_limits(run.matrix))
     top.set_ylabel("After learning task")
     top.tick_params(labelbottom=False)
-    _hatch_undone(top, k, count)
+    if k < count:
+        top.axhspan(k - 0.5, count - 0.5, fc="#f4f5f7", ec="#c9cfd8", hatch="///", lw=0)
+        label = top.text((count - 1) / 2, (k + count - 1) / 2, "not done", ha="center", va="center", color=MUTED)
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 2.5})
     _draw_forgotten(bottom, run)
     bottom.set_xlabel("Tested on task")
     bar = figure.colorbar(image, ax=[top, bottom], fraction=0.05, pad=0.02, format="{x:g}")
@@ -134,9 +136,8 @@ def _heat(axes: Axes, percent: np.ndarray, colours: str, low: float, high: float
     image = axes.imshow(percent, cmap=colours, vmin=low, vmax=high, aspect="auto")
     rows, tasks = percent.shape
     size, digits = (9.5, 1) if tasks <= 12 and not small else (8, 0)
-    for i, j in np.argwhere(np.isfinite(percent)) if tasks <= 25 else []:
-        ink = ink_on(image, percent[i, j])
-        axes.text(j, i, f"{percent[i, j]:.{digits}f}", ha="center", va="center", color=ink, fontsize=size)
+    if tasks <= 25:
+        write_numbers(axes, image, np.isfinite(percent), digits, size)
     for axis, count in ((axes.xaxis, tasks), (axes.yaxis, rows)):
         axis.set_ticks(numbered_tasks(count), [str(t + 1) for t in numbered_tasks(count)])
         axis.set_ticks(np.arange(count + 1) - 0.5, minor=True)
@@ -146,18 +147,13 @@ def _heat(axes: Axes, percent: np.ndarray, colours: str, low: float, high: float
     return image
 
 
-def ink_on(image: Any, value: float) -> str:
-    """The colour, black or white, of a number on the cell of a heat map that shows ``value``."""
-    red, green, blue, _ = image.cmap(image.norm(value))
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
-
-
-def _hatch_undone(axes: Axes, done: int, num_tasks: int) -> None:
-    for i in range(done, num_tasks):
-        axes.add_patch(Rectangle((-0.5, i - 0.5), i + 1, 1, fc="#f4f5f7", ec="#c9cfd8", hatch="///", lw=0))
-    if done < num_tasks:
-        label = axes.text((num_tasks - 1) / 4, (done + num_tasks - 1) / 2, "not done", ha="center", va="center")
-        label.set(color=MUTED, bbox={"facecolor": "white", "edgecolor": "none", "pad": 2.5})
+def write_numbers(axes: Axes, image: Any, cells: np.ndarray, digits: int, size: float) -> None:
+    """Write the values of some cells, [rows, columns] of bool, on a heat map, in black or white."""
+    for i, j in np.argwhere(cells):
+        value = image.get_array()[i, j]
+        red, green, blue, _ = image.cmap(image.norm(value))
+        ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+        axes.text(j, i, f"{value:.{digits}f}", ha="center", va="center", color=ink, fontsize=size)
 
 
 def comparison_figure(groups: Sequence[Group]) -> Figure:

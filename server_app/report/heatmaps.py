@@ -9,7 +9,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from server_app.report.figures import COLOURS, INK, MUTED, ink_on, numbered_tasks, plain, run_figure, style_axes
+from server_app.report.figures import COLOURS, INK, MUTED, numbered_tasks, plain, run_figure, style_axes, write_numbers
 from server_app.report.runs import Run
 
 NAMED = 30  # rows or columns that still have room for their names
@@ -127,10 +127,8 @@ def _draw_counts(
 ) -> None:
     """A heat map of [rows, columns] from 0, which stays white, to ``largest``, on a square root scale."""
     image = axes.imshow(values, cmap="Blues", norm=PowerNorm(0.5, 0, largest), aspect="auto", interpolation="nearest")
-    rows, columns = values.shape
-    for i, j in np.argwhere(values >= 0.5) if max(rows, columns) <= WRITTEN else []:
-        ink = ink_on(image, values[i, j])
-        axes.text(j, i, f"{values[i, j]:.0f}", ha="center", va="center", color=ink, fontsize=8)
+    if max(values.shape) <= WRITTEN:
+        write_numbers(axes, image, values >= 0.5, digits=0, size=8)
     panels = [axes, beside] if beside else axes
     ticks = MaxNLocator(nbins=6, integer=True)
     bar = figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02, aspect=40, ticks=ticks, format="{x:g}")

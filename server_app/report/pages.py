@@ -25,7 +25,6 @@ PICTURES = {
     "federated_bias.png": "How local models differ",
     "communication.png": "Accuracy against traffic",
 }
-AVERAGES = ("all seen", "mean")  # over the samples of all seen classes, and over their tasks
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,8 @@ def _picture_sections(pictures: Mapping[str, bytes]) -> list[Section]:
 
 def _matrix_section(run: Run) -> Section:
     rows = [[i + 1, *map(_percent, [*row, run.seen[i], np.nanmean(row)])] for i, row in enumerate(run.matrix)]
-    return Section("Accuracy matrix, %", ["After task", *(f"on {row[0]}" for row in rows), *AVERAGES], rows)
+    # the averages are over the samples of all seen classes, and over their tasks
+    return Section("Accuracy matrix, %", ["After task", *(f"on {row[0]}" for row in rows), "all seen", "mean"], rows)
 
 
 def _classes_section(accuracies: Mapping[str, Any]) -> Section:

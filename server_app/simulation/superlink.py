@@ -29,13 +29,6 @@ MAX_WORKERS = 8  # a worker holds about 1 GB
 START_TIMEOUT = 60.0  # seconds for the SuperLink to answer
 POLL = 0.2  # seconds
 
-_CONNECTION = """[superlink]
-default = "fcil"
-[superlink.fcil]
-address = "127.0.0.1:{port}"
-insecure = true
-"""
-
 
 def default_workers(config: Config) -> int:
     """Number of clients that train at once: each has ``threads`` cores, and there are at most ``MAX_WORKERS``."""
@@ -118,7 +111,8 @@ class FlowerRun:
 
     def _start_superlink(self) -> None:
         port = _free_port()
-        (self._home / "config.toml").write_text(_CONNECTION.format(port=port))
+        connection = f'[superlink.fcil]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        (self._home / "config.toml").write_text('[superlink]\ndefault = "fcil"\n' + connection)
         log = self._home / "superlink.log"
         address = ["--host", "127.0.0.1", "--port", str(port)]
         superlink = self._start(["flower-superlink", "--insecure", "--simulation", *address], log)
