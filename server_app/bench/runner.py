@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import Timeout
@@ -20,11 +20,12 @@ from server_app.report.runs import Run, flat, load_run
 from server_app.report.write import write_comparison
 from server_app.run_files.paths import lock_folder, mark_failed, read_results
 from server_app.run_files.writers import origin
-from server_app.simulation.processes import end_processes, interruptible, last_lines
+from server_app.simulation.processes import end_processes, interruptible, last_lines, start_process
 from server_app.simulation.superlink import POLL
 from task.config.schema import SAME_RESULT, defaults, keys_affecting
 from task.keys import ConfigError
 
+MARK = "FCIL_BENCH"  # environment variable of all processes of a suite
 PATIENCE = 10.0  # seconds that a run which is stopped has to save what there is
 
 
@@ -34,7 +35,7 @@ class Bench:
     def __init__(self, suite: Suite, jobs: int, through_flower: bool, say: Callable[[str], None]) -> None:
         self._suite, self._jobs, self._say = suite, jobs, say
         self._options = [] if through_flower else ["--in-process"]
-        self._mark = f"FCIL_BENCH={secrets.token_hex(8)}"  # in the environment of all processes of this suite
+        self._mark = secrets.token_hex(8)
         self._running: dict[subprocess.Popen[bytes], PlannedRun] = {}
         self._started_at: dict[str, float] = {}  # by name of the run, in seconds of the monotonic clock
         self._waiting: list[PlannedRun] = []
@@ -42,10 +43,7 @@ class Bench:
         self._seconds: dict[str, list[float]] = {}  # of finished runs, by variant
 
     def run(self) -> list[PlannedRun]:
-        """Run all runs that are not finished yet.
-
-        Returns:
-            the runs that failed.
+        """Run all runs that are not finished yet; returns those that failed.
 
         Raises:
             ConfigError: a finished run has other keys than the suite; nothing was started.
@@ -53,26 +51,32 @@ class Bench:
             PicturesUnavailable: a package for the report is missing; nothing was started.
             Interrupted: a signal came; all runs have ended.
         """
-        with _locked(self._suite.folder), interruptible() as check:
-            self._plan()
-            self._report()
-            try:
+        try:
+            with lock_folder(self._suite.folder), interruptible() as check:
+                self._plan()
+                self._report()
                 self._run_waiting(check)
-            finally:
-                self._stop()
+        except Timeout as error:
+            folder = Path(error.lock_file).parent
+            raise LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.") from None
         return self._failed
 
     def _run_waiting(self, check: Callable[[], None]) -> None:
-        while self._waiting or self._running:
-            ended = [process for process in self._running if process.poll() is not None]
-            for process in ended:
-                self._record_end(self._running.pop(process), process.returncode)
-            while self._waiting and len(self._running) < self._jobs:
-                self._start(self._waiting.pop(0))
-            if ended:
-                self._report()  # takes seconds, so the next runs are started before
-            check()
-            time.sleep(POLL)
+        try:
+            while self._waiting or self._running:
+                ended = [process for process in self._running if process.poll() is not None]
+                for process in ended:
+                    self._record_end(self._running.pop(process), process.returncode)
+                while self._waiting and len(self._running) < self._jobs:
+                    self._start(self._waiting.pop(0))
+                if ended:
+                    self._report()  # takes seconds, so the next runs are started before
+                check()
+                time.sleep(POLL)
+        finally:
+            end_processes(list(self._running), f"{MARK}={self._mark}", PATIENCE)
+            for run in self._running.values():
+                mark_failed(run.directory, "stopped with its suite")
 
     def _plan(self) -> None:
         current, foreign = flat(origin()), []
@@ -80,7 +84,7 @@ class Bench:
             finished = finished_run(run)
             if finished is None:
                 if run.directory.exists():  # after its suite was killed, a run may still be running
-                    with _locked(run.directory):
+                    with lock_folder(run.directory):
                         pass
                 self._waiting.append(run)
                 continue
@@ -99,17 +103,8 @@ class Bench:
         if run.directory.exists():
             shutil.rmtree(run.directory)  # an unfinished run begins anew
         run.directory.mkdir(parents=True)
-        name, _, value = self._mark.partition("=")
-        with open(run.directory / "run.log", "wb") as log:
-            process = subprocess.Popen(
-                self._command(run),
-                cwd=Path(__file__).parents[2],
-                env={**os.environ, name: value},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # it does not get Ctrl-C; this process does, and ends it in order
-            )
+        environment = {**os.environ, MARK: self._mark}
+        process = start_process(self._command(run), Path(__file__).parents[2], environment, run.directory / "run.log")
         self._running[process], self._started_at[run.name] = run, time.monotonic()
         self._say(f"started   {run.name}")
 
@@ -120,12 +115,9 @@ class Bench:
     def _record_end(self, run: PlannedRun, code: int) -> None:
         results = read_results(run.directory)
         if code == 0 and results.get("status") == "finished":
-            seconds, accuracy = (
-                time.monotonic() - self._started_at[run.name],
-                results["metrics"]["final_average_accuracy"],
-            )
+            seconds = time.monotonic() - self._started_at[run.name]
             self._seconds.setdefault(run.variant, []).append(seconds)
-            outcome = f"final average accuracy {accuracy:.1%}, {_minutes(seconds)}"
+            outcome = f"final average accuracy {results['metrics']['final_average_accuracy']:.1%}, {_minutes(seconds)}"
             self._say(f"finished  {run.name}: {outcome}; {self._remaining()}")
         else:
             log = run.directory / "run.log"
@@ -153,11 +145,6 @@ class Bench:
                 group.runs.append(load_run(run.directory))
         write_comparison(list(groups.values()), self._suite.folder, self._suite.title)
 
-    def _stop(self) -> None:
-        end_processes(list(self._running), self._mark, PATIENCE)
-        for run in self._running.values():
-            mark_failed(run.directory, "stopped with its suite")
-
 
 def finished_run(planned: PlannedRun) -> Run | None:
     """The finished run in the folder of a planned one; None if there is none.
@@ -180,16 +167,6 @@ def finished_run(planned: PlannedRun) -> Run | None:
                 "Remove the folder, or give the suite another output-dir."
             )
     return run
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other suites and runs out of a folder."""
-    try:
-        with lock_folder(folder):
-            yield
-    except Timeout:
-        raise LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.") from None
 
 
 def _minutes(seconds: float) -> str:

@@ -1,17 +1,7 @@
-"""A suite: variants x partitions x seeds in one YAML file. All runs are checked before the first one is started.
+"""A suite: variants x partitions x seeds in one YAML file, as docs/guides/suites.md shows it.
 
-    title: HGP against averaging
-    output-dir: runs/suites/example            # relative as the run key of that name
-    seeds: [0, 1, 2]
-    common: {dataset: digits, num-clients: 10} # run keys of all runs; may be left out
-    partitions:                                # may be left out
-      - {label: uneven, dirichlet-beta: 0.05}
-      - {label: iid, partition: iid}
-    variants:                                  # a label, which names a folder, and run keys
-      - {label: hgp, method: hgp}
-      - {label: fedavg-coda, method: fedavg, prompt: coda}
-
-A variant's or a partition's keys win over common ones, and those of the command line over all.
+All runs are checked before the first one is started. A variant's or a partition's keys win over common ones, and those
+of the command line over all.
 """
 
 import difflib
@@ -38,7 +28,7 @@ _WORDS = {str: "a text", list: "a list that is not empty", dict: "run keys with 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a suite; ``partition`` is empty if the suite has none; ``values`` are run keys."""
+    """One run of a suite; ``partition`` is empty if the suite has none; ``values`` are complete run keys."""
 
     variant: str
     partition: str
@@ -125,23 +115,20 @@ def _build_suite(entries: Mapping[str, Any], overrides: Mapping[str, Scalar]) ->
     folder = resolve_output_dir(str(overrides.get("output-dir", entries["output-dir"])))
     command_line = {name: value for name, value in overrides.items() if name != "output-dir"}
     variants, partitions = (_keys_by_label(name, entries[name]) for name in ("variants", "partitions"))
+    seeds = [int(known_keys()["seed"].check(seed)) for seed in entries["seeds"]]
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds = {seeds!r} has one of them twice.")
     runs = []
-    for seed, partition, variant in product(_seeds(entries["seeds"]), partitions or [""], variants):
+    for seed, partition, variant in product(seeds, partitions or [""], variants):
         layers = {
+            "common": entries["common"],
             f"partition {partition!r}": partitions.get(partition, {}),
             f"variant {variant!r}": variants[variant],
             "the command line": command_line,
         }
-        runs.append(_set_values(PlannedRun(variant, partition, seed), folder, entries["common"], layers))
+        runs.append(_set_values(PlannedRun(variant, partition, seed), folder, layers))
     _refuse_duplicates(runs)
     return Suite(entries["title"], folder, runs)
-
-
-def _seeds(seeds: Sequence[Any]) -> list[int]:
-    checked = [int(known_keys()["seed"].check(seed)) for seed in seeds]
-    if len(set(checked)) < len(checked):
-        raise ConfigError(f"seeds = {seeds!r} has one of them twice.")
-    return checked
 
 
 def _keys_by_label(name: str, items: Sequence[Any]) -> dict[str, dict[str, Any]]:
@@ -158,36 +145,34 @@ def _keys_by_label(name: str, items: Sequence[Any]) -> dict[str, dict[str, Any]]
     return keys
 
 
-def _set_values(
-    run: PlannedRun, folder: Path, common: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]
-) -> PlannedRun:
+def _set_values(run: PlannedRun, folder: Path, layers: Mapping[str, Mapping[str, Any]]) -> PlannedRun:
     directory = folder / run.name
     identity: dict[str, Scalar] = {"seed": run.seed, "output-dir": str(directory.parent), "run-name": directory.name}
     try:
-        return replace(run, values=complete_run_keys(_merge_keys(common, layers) | identity))
+        return replace(run, values=complete_run_keys(_merge_keys(layers) | identity))
     except ConfigError as error:
         raise ConfigError(f"{run.name}: {error}") from error
 
 
-def _merge_keys(common: Mapping[str, Any], layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Common keys, overridden by those of the layers; no two layers may set the same key, as a label would be wrong."""
+def _merge_keys(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The keys of all layers; only one of "common" may be set by another too, as a label would be wrong.
+
+    Text is converted to the type of its key: YAML reads 1e-3, for one, as text. Unknown keys are refused later.
+    """
     owners: dict[str, str] = {}
-    for layer, keys in [("common", common), *layers.items()]:
-        for key in keys:
-            if not isinstance(key, str):
-                raise ConfigError(f"run key {key!r} of {layer} is no text: put it in quotes.")
-            if key in keys_affecting("seed", "folder"):
-                raise ConfigError(f"{key} is no run key of {layer}: the suite's seeds and output-dir set it.")
-            if owners.get(key, "common") != "common":
-                raise ConfigError(f"{key} is set by {owners[key]} and by {layer}.")
-            owners[key] = layer
-    merged = {key: value for keys in (common, *layers.values()) for key, value in keys.items()}
-    return {key: _convert_text(key, value) for key, value in merged.items()}
-
-
-def _convert_text(key: str, value: Any) -> Any:
-    """Convert text to the type of the run key: YAML reads 1e-3, for one, as text. Unknown keys are refused later."""
-    return known_keys()[key].from_text(value) if isinstance(value, str) and key in known_keys() else value
+    merged: dict[str, Any] = {}
+    for layer, keys in layers.items():
+        for name, value in keys.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"run key {name!r} of {layer} is no text: put it in quotes.")
+            if name in keys_affecting("seed", "folder"):
+                raise ConfigError(f"{name} is no run key of {layer}: the suite's seeds and output-dir set it.")
+            if owners.get(name, "common") != "common":
+                raise ConfigError(f"{name} is set by {owners[name]} and by {layer}.")
+            owners[name] = layer
+            key = known_keys().get(name)
+            merged[name] = key.from_text(value) if key and isinstance(value, str) else value
+    return merged
 
 
 def _refuse_duplicates(runs: Sequence[PlannedRun]) -> None:

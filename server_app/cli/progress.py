@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -11,8 +10,6 @@ from pathlib import Path
 from server_app.rounds.progress import describe_round
 from server_app.run_files.paths import read_results
 from server_app.simulation.superlink import POLL
-
-log = logging.getLogger(__name__)
 
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
 
@@ -26,10 +23,9 @@ class Progress:
 
     def show(self) -> None:
         """Print the rounds and warnings that are new since the last call."""
-        warnings = self._warnings()
-        for warning in warnings[self._warned :]:
+        for warning in self._warnings()[self._warned :]:
             print(f"warning: {warning}", flush=True)
-        self._warned = len(warnings)
+            self._warned += 1
         lines = self._lines()
         self._shown = min(self._shown, len(lines))  # a resumed run drops the lines after its checkpoint
         for number, line in enumerate(lines[self._shown :], start=self._shown + 1):

@@ -1,13 +1,9 @@
 """fcil run: one run, through Flower's simulation or in this process."""
 
 import argparse
-import contextlib
-import logging
 import shutil
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 from server_app.cli.common import FAILED, OK, complain, positive
 from server_app.cli.progress import Progress, summary
@@ -22,11 +18,9 @@ from task.config.schema import Config, known_keys
 from task.keys import Key
 from task.message import Scalar
 
-log = logging.getLogger(__name__)
 
-
-def describe(parser: argparse.ArgumentParser) -> None:
-    """Define the command's arguments."""
+def describe_run(parser: argparse.ArgumentParser) -> None:
+    """Arguments of fcil run."""
     parser.description = (
         "Run an experiment through Flower's simulation (or without Flower, see --in-process), show its progress, and "
         "end with exit code 0 if the run finished, 1 if it failed, 2 if a key was mistyped."
@@ -34,13 +28,14 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "keys, their defaults and what they mean:\n" + "\n".join(map(_describe_key, known_keys().values()))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "settings",
+        "words",
         nargs="*",
         metavar="KEY=VALUE",
         help="run keys such as method=hgp, unquoted; a file of them, such as presets/hgp-cifar100.toml, may come first",
     )
     parser.add_argument("--in-process", action="store_true", help="without Flower: one client after another")
     parser.add_argument("--workers", type=positive, metavar="N", help="clients that train at once (default: by cores)")
+    parser.set_defaults(command=_run)
 
 
 def _describe_key(key: Key) -> str:
@@ -48,9 +43,8 @@ def _describe_key(key: Key) -> str:
     return f"  {key.name:<28} {key.default!s:<12} {key.rule.help}{choices}"
 
 
-def command(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit code."""
-    values = complete_run_keys(read_words([*args.settings, *args.rest]))
+def _run(args: argparse.Namespace) -> int:
+    values = complete_run_keys(read_words(args.words))
     config = parse(values)
     require_tensorboard(config)  # before Flower is started
     directory = run_directory(config)
@@ -65,11 +59,11 @@ def command(args: argparse.Namespace) -> int:
     else:
         code = _run_with_flower(values, config, progress, args.workers or default_workers(config))
     if code == OK:
-        print("\n".join(summary(directory)))
+        print(*summary(directory), sep="\n")
     return code
 
 
-def _run_here(values: dict[str, Scalar], progress: "Progress") -> int:
+def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
     from server_app.rounds.run import run_experiment
     from server_app.transport.in_process import InProcessTransport
 
@@ -84,52 +78,30 @@ def _run_here(values: dict[str, Scalar], progress: "Progress") -> int:
     return OK
 
 
-def _run_with_flower(values: dict[str, Scalar], config: Config, progress: "Progress", workers: int) -> int:
+def _run_with_flower(values: dict[str, Scalar], config: Config, progress: Progress, workers: int) -> int:
     print(f"starting Flower: {config.num_clients} clients, up to {workers} at a time", flush=True)
     try:
-        with (
-            interruptible() as check,
-            FlowerRun(project_folder(), check) as flower,
-            _copied_log(flower, progress.directory),
-        ):
+        with interruptible() as check, FlowerRun(project_folder(), check) as flower:
             progress.log = flower.log
             flower.submit(values, config.num_clients, workers)
-            while flower.is_running():
+            try:
+                while flower.is_running():
+                    progress.show()
+                    time.sleep(POLL)
                 progress.show()
-                time.sleep(POLL)
-            progress.show()
-            status, details = flower.status()
+                status, details = flower.status()
+            finally:
+                progress.directory.mkdir(parents=True, exist_ok=True)
+                shutil.copy(flower.log, progress.directory / "flower.log")
     except Interrupted as stop:
         mark_failed(progress.directory, f"stopped by {stop}")
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
     if status == "finished:completed":
         return OK
-    reason = _reason(progress.directory, status, details)
+    log, flowers_reason = progress.directory / "flower.log", details.removeprefix("Simulation failed with exception: ")
+    reason = str(read_results(progress.directory).get("error") or flowers_reason or status)
     mark_failed(progress.directory, reason)
-    print(_end_of_log(progress.directory), file=sys.stderr)
+    if "server_app.app.RunFailed" not in last_lines(log, 1000):  # else the reason says it all
+        print(last_lines(log), file=sys.stderr)
+    print(f"the log is {log}", file=sys.stderr)
     return complain(f"the run failed: {reason}", FAILED)
-
-
-@contextlib.contextmanager
-def _copied_log(flower: FlowerRun, directory: Path) -> Iterator[None]:
-    """Copy the log to the run's folder in the end, also after an error."""
-    try:
-        yield
-    finally:
-        if flower.log.exists():
-            directory.mkdir(parents=True, exist_ok=True)
-            shutil.copy(flower.log, directory / "flower.log")
-
-
-def _reason(directory: Path, status: str, details: str) -> str:
-    """Why a run failed: the error in results.json if there is one, else Flower's details."""
-    return str(
-        read_results(directory).get("error") or details.removeprefix("Simulation failed with exception: ") or status
-    )
-
-
-def _end_of_log(directory: Path) -> str:
-    """The path of the log, and its last lines unless they are the reason that is printed anyway."""
-    log = directory / "flower.log"
-    end = "" if "server_app.app.RunFailed" in last_lines(log, 1000) else last_lines(log) + "\n"
-    return f"{end}the log is {log}"

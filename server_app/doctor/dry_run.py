@@ -19,7 +19,6 @@ from server_app.doctor.finding import GB, Finding, available_memory
 from server_app.simulation.superlink import default_workers
 from strategies.base import RoundContext
 from task.config.schema import Config
-from task.data.images import Dataset
 from task.data.load import default_augmentation, load_dataset
 from task.data.node_images import Inventory, open_inventory, scan_images
 from task.keys import ConfigError
@@ -89,17 +88,14 @@ def _read_data(config: Config) -> Finding:
         side = image_size(config)
     except ConfigError:
         side = config.image_size or IMAGE_SIZE
-    data = _open_dataset(config, side)
+    if config.own_data:
+        data = open_inventory(_inventory(config), side)
+    else:
+        data = load_dataset(config.dataset, config.data_dir, side, config.validation_share, config.seed)
     for images, labels in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
         images[np.unique(labels, return_index=True)[1]]
     text = f"data {config.dataset}: {len(data.train_labels)} training and {len(data.test_labels)} test images, "
     return Finding("ok", text + _describe_counts(data.class_names, np.bincount(data.train_labels)))
-
-
-def _open_dataset(config: Config, side: int) -> Dataset:
-    if config.own_data:
-        return open_inventory(_inventory(config), side)
-    return load_dataset(config.dataset, config.data_dir, side, config.validation_share, config.seed)
 
 
 @lru_cache(maxsize=1)
@@ -137,12 +133,13 @@ def _count_images(config: Config) -> Finding:
     clients = range(config.num_clients)
     sizes = [len(client_task_data(config, c, task=0, round=0, holds_pool=c == 0).positions) for c in clients]
     tasks = len(_scenario(config).schedule.tasks)
-    text = f"{tasks} tasks; in the first, {len(sizes)} clients learn from {min(sizes)} to {max(sizes)} images each"
-    return Finding("ok", text)
+    each = f"from {min(sizes)} to {max(sizes)} images each"
+    return Finding("ok", f"{tasks} tasks; in the first, {len(sizes)} clients learn {each}")
 
 
 def _time_forward(config: Config) -> Finding:
-    scenario, model = _scenario(config), _build_model(config)
+    scenario = _scenario(config)
+    model = build_model(config, scenario.task_sizes(0))
     positions = np.arange(len(scenario.dataset.train_labels))[: config.batch_size]
     images = prepare(scenario.dataset.train_images[positions], model.backbone)
     with torch.inference_mode():
@@ -153,7 +150,8 @@ def _time_forward(config: Config) -> Finding:
 def _time_step(config: Config) -> Finding:
     if not config.row.client:
         return Finding("ok", f"method {config.method} has no training step")
-    scenario, model = _scenario(config), _build_model(config)
+    scenario = _scenario(config)
+    model = build_model(config, scenario.task_sizes(0))
     positions = np.flatnonzero(np.isin(scenario.dataset.train_labels, scenario.schedule.tasks[0]))[: config.batch_size]
     rows = scenario.rows[scenario.dataset.train_labels[positions]]
     augmentation = default_augmentation(scenario.dataset, config.augmentation)
@@ -165,10 +163,6 @@ def _time_step(config: Config) -> Finding:
     one_step = replace(config, local_epochs=1)
     seconds = _measure_seconds(lambda: train_locally(model, objective, data, one_step, torch_rng(0, "local")), model)
     return Finding("ok", f"a local step of {len(positions)} images takes {1000 * seconds:.0f} ms")
-
-
-def _build_model(config: Config) -> Model:
-    return build_model(config, _scenario(config).task_sizes(0))
 
 
 def _measure_seconds(action: Callable[[], object], model: Model) -> float:

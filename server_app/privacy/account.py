@@ -15,8 +15,6 @@ from task.methods import load_class
 
 log = logging.getLogger(__name__)
 
-UNIT = "one training image of a client, replaced by another of its class"
-
 
 def open_account(config: Config) -> dict[str, Any]:
     """The entry ``privacy`` of results.json before the first round; empty where there is no noise."""
@@ -25,7 +23,7 @@ def open_account(config: Config) -> dict[str, Any]:
     if config.privacy_seeded:
         log.warning("privacy-seeded = true: whoever knows the seed, as the server does, can take the noise away")
     return {
-        "unit": UNIT,
+        "unit": "one training image of a client, replaced by another of its class",
         "unprotected": "number of images of each class, class names, seconds, what evaluate = clients counts",
         "clip": config.privacy_clip,
         "feature_clip": config.privacy_feature_clip,
@@ -67,10 +65,8 @@ def require_asked_clients(account: Mapping[str, Any], path: Path, rounds: Sequen
 def charge(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -> dict[str, Any]:
     """The account after the last of ``rounds``: that of the client and task with the most releases so far.
 
-    Every client that was asked to train (see :func:`record_asked`) is charged, except for rounds in which it reported
-    to have no data. A late or refused reply is charged too, because it may have left the client. So is a reply to a
-    round that was interrupted. An image has one class and is learned in the rounds of one task only, so tasks do not
-    add up.
+    Every client that was asked to train is charged, except where it reported to have no data: a late or refused reply,
+    or one to an interrupted round, may have left it. An image is learned in one task only, so tasks do not add up.
     """
     if not account:
         return {}

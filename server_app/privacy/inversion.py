@@ -32,11 +32,9 @@ WINDOW, DEVIATION = 11, 1.5  # of the Gaussian window of SSIM, in pixels
 
 @dataclass(frozen=True)
 class Inversion:
-    """Result of the attack on one class of one client.
+    """Result of the attack on one class, called ``name``, of which the client has so many ``images``.
 
     Attributes:
-        name: of the class.
-        images: number of the client's images of the class.
         real: the client's image that is most similar to the reconstruction, [H, W, 1 or 3] in 0 .. 1.
         reconstruction: [H, W, 1 or 3] in 0 .. 1.
         distance: final |f(x) - target| / |target|.
@@ -60,22 +58,16 @@ class Inversion:
         return values | {"p": 1 - self.ssim}
 
 
-def attack(path: Path, client: int, target: str, num_classes: int, steps: int, device: str = "auto") -> list[Inversion]:
+def attack(path: Path, client: int, target: str, num_classes: int, steps: int, device: str) -> list[Inversion]:
     """Invert the class statistics that one client sends with the model of a run.
 
     A run does not store statistics. They are computed again from its run keys, noise and thresholds included, with its
-    final model. Classes with the fewest images come first.
-
-    Args:
-        path: the run's folder.
-        client: number of the client, from 0.
-        target: "mean" of a class, or a "sample" of its Gaussian.
-        num_classes: classes to attack, at most.
-        steps: of the optimisation.
-        device: auto, cpu, cuda or cuda:N.
+    final model. At most ``num_classes`` are attacked, those with the fewest images first. The target is the "mean" of
+    a class, or a "sample" of its Gaussian. Clients are numbered from 0.
 
     Raises:
-        ConfigError: the method sends nothing to invert, the client does not exist, or the data are not here.
+        ConfigError: the method sends nothing to invert, the client does not exist or has no images, or the data are
+            not here.
         ModelError: there is no model.
     """
     predictor = load_predictor(path, device)
@@ -89,11 +81,13 @@ def attack(path: Path, client: int, target: str, num_classes: int, steps: int, d
     if not 0 <= client < config.num_clients:
         raise ConfigError(f"--client {client} does not exist: the run has clients 0 to {config.num_clients - 1}.")
     scenario = build_scenario(config)
-    positions = reported_positions(config, predictor, client)
-    sample, mechanism = _sample(scenario, positions, predictor), GaussianMechanism.of(config, client, 0)
-    statistics = kind.collect(predictor.model, sample, config.options, mechanism)
+    positions = _reported_positions(config, predictor, client)
+    labels = scenario.dataset.train_labels[positions]
+    on_device = (torch.from_numpy(ids).to(predictor.model.device) for ids in (labels, scenario.rows[labels]))
+    sample = Sample(scenario.dataset.train_images, positions, *on_device)
+    statistics = kind.collect(predictor.model, sample, config.options, GaussianMechanism.of(config, client, 0))
     chosen = np.argsort(statistics["counts"], kind="stable")[:num_classes]
-    targets = attack_targets(statistics, target, config)[chosen]
+    targets = _attack_targets(statistics, target, config)[chosen]
     shape = scenario.dataset.train_images[positions[:1]].shape[1:]
     images, distances = invert(predictor.model, targets, shape, steps, torch_rng(config.seed, "inversion"))
     return [
@@ -102,33 +96,19 @@ def attack(path: Path, client: int, target: str, num_classes: int, steps: int, d
     ]
 
 
-def reported_positions(config: Config, predictor: Predictor, client: int) -> np.ndarray:
-    """Positions, int64 [N], of the client's training images whose classes it reports, of all tasks that have begun.
-
-    Raises:
-        ConfigError: there are none.
-    """
+def _reported_positions(config: Config, predictor: Predictor, client: int) -> np.ndarray:
+    """Positions, int64 [N], of the client's training images whose classes it reports, of all tasks that have begun."""
     tasks = range(len(predictor.metadata.task_sizes))
     positions = np.concatenate([client_task_data(config, client, task, round=0).positions for task in tasks])
     labels = build_scenario(config).dataset.train_labels[positions]
-    positions = positions[np.bincount(labels)[labels] >= config.min_class_count] if len(labels) else positions
+    positions = positions[np.bincount(labels)[labels] >= config.min_class_count]
     if not len(positions):
         raise ConfigError(f"--client {client} reports no class: it has no images, or less than min-class-count.")
     return positions
 
 
-def _sample(scenario: Scenario, positions: np.ndarray, predictor: Predictor) -> Sample:
-    labels = scenario.dataset.train_labels[positions]
-    on_device = (torch.from_numpy(values).to(predictor.model.device) for values in (labels, scenario.rows[labels]))
-    return Sample(scenario.dataset.train_images, positions, *on_device)
-
-
-def attack_targets(statistics: Arrays, target: str, config: Config) -> Tensor:
-    """Target features of each class, float32 [K, D]: its mean, or one draw of its Gaussian.
-
-    Raises:
-        ConfigError: the method sends no covariances to draw from.
-    """
+def _attack_targets(statistics: Arrays, target: str, config: Config) -> Tensor:
+    """Target features of each class, float32 [K, D]: its mean, or one draw of its Gaussian."""
     if "means" not in statistics:
         return torch.from_numpy(statistics["sums"] / statistics["counts"][:, None]).float()
     if target == "mean":
@@ -146,13 +126,7 @@ def invert(
     """Images whose features approach the targets: from noise, by Adam, smooth, every pixel in 0 .. 1.
 
     min_x |f(x) - t|^2 / |t|^2 + lambda TV(x) (Mahendran and Vedaldi 2015), the images independent of each other.
-
-    Args:
-        model: of the run.
-        targets: t, [K, D].
-        shape: height, width and channels of the stored images, which an attacker knows.
-        steps: of Adam.
-        rng: of the start.
+    ``targets`` are t, [K, D]; ``shape`` is height, width and channels of the stored images, which an attacker knows.
 
     Returns:
         images [K, C, H, W], and of each |f(x) - t| / |t|.
@@ -175,9 +149,8 @@ def invert(
 
 def differentiable_features(model: Model, images: Tensor) -> Tensor:
     """The features that statistics are computed from: images [B, C, H, W] in 0 .. 1 -> [B, D]; with gradients."""
-    return model.head.project(
-        model.features(normalise(resize(images * 255, model.backbone.image_size), model.backbone))
-    )
+    pixels = normalise(resize(images * 255, model.backbone.image_size), model.backbone)
+    return model.head.project(model.features(pixels))
 
 
 def total_variation(x: Tensor) -> Tensor:

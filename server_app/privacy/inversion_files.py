@@ -1,4 +1,4 @@
-"""Table and files of ``fcil privacy``."""
+"""Table, picture and numbers of ``fcil privacy``."""
 
 import json
 from collections.abc import Sequence
@@ -34,15 +34,27 @@ def write_inversions(folder: Path, inversions: Sequence[Inversion], client: int,
         PicturesUnavailable: matplotlib is missing; nothing is written.
         OSError: the folder cannot be written.
     """
-    with required_packages():
-        from server_app.privacy.inversion_figure import inversions_figure
-        from server_app.report.figures import png
     mean = float(np.mean([inversion.ssim for inversion in inversions]))
-    about = f"client {client} · target: class {target} · mean SSIM {mean:.2f}"
-    figure = inversions_figure(inversions, "What class statistics give away", about)
+    picture = _picture(inversions, f"client {client} · target: class {target} · mean SSIM {mean:.2f}")
     content = {"client": client, "target": target, "ssim": mean, "p": 1 - mean, "note": NOTE}
     content |= {"classes": [inversion.numbers() for inversion in inversions]}
-    files = {"privacy.json": (json.dumps(content, indent=1) + "\n").encode(), "privacy.png": png(figure)}
-    for name, data in files.items():
-        write_atomically(folder / name, data)
-    return [folder / name for name in files]
+    write_atomically(folder / "privacy.json", (json.dumps(content, indent=1) + "\n").encode())
+    write_atomically(folder / "privacy.png", picture)
+    return [folder / "privacy.json", folder / "privacy.png"]
+
+
+def _picture(inversions: Sequence[Inversion], subtitle: str) -> bytes:
+    """One column for each class: its most similar real image, its reconstruction, and their SSIM."""
+    with required_packages():
+        from server_app.report.figures import INK, make_figure, png
+    figure = make_figure(max(5.5, 1.5 * len(inversions) + 1), 4.6, "What class statistics give away", subtitle)
+    panels = figure.subplots(2, len(inversions), squeeze=False)
+    for (above, below), inversion in zip(panels.T, inversions, strict=True):
+        for axes, image in ((above, inversion.real), (below, inversion.reconstruction)):
+            axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=1)
+            axes.set(xticks=[], yticks=[])
+        above.set_title(f"{inversion.name}, n = {inversion.images}", fontsize=10, color=INK)
+        below.set_xlabel(f"SSIM {inversion.ssim:.2f}", fontsize=10, color=INK)
+    panels[0, 0].set_ylabel("most similar real image", color=INK)
+    panels[1, 0].set_ylabel("reconstruction", color=INK)
+    return png(figure)

@@ -43,7 +43,7 @@ class Group:
 
     @property
     def finished(self) -> list[Run]:
-        """The runs that are averaged; a run that stopped early has had fewer tasks to forget."""
+        """The runs that are averaged."""
         return [run for run in self.runs if run.finished]
 
     def mean_sd(self, metric: str) -> tuple[float, float]:
@@ -98,19 +98,17 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
     """Header and rows, the first three columns text: method, setting, seeds, the metrics, traffic and time."""
     head = ["Method", "Setting", "Seeds", *COMPARED.values(), "Traffic, MB", *COSTS]
-    return head, [[group.label, group.setting, _seeds(group), *_numbers(group)] for group in groups]
+    return head, [_row(group) for group in groups]
 
 
-def _seeds(group: Group) -> str:
+def _row(group: Group) -> list[str]:
     seeds = ", ".join(str(run.results.get("seed", "?")) for run in group.finished) or "-"
     unfinished = len(group.runs) - len(group.finished)
-    return f"{seeds} (and {unfinished} unfinished)" if unfinished else seeds
-
-
-def _numbers(group: Group) -> list[str]:
+    seeds += f" (and {unfinished} unfinished)" if unfinished else ""
     percent = [(100 * mean, 100 * sd) for mean, sd in map(group.mean_sd, COMPARED)]
     hundredths = [_number(*pair, digits=2) for pair in [*percent, group.megabytes]]
-    return hundredths + [_number(*group.cost(column), digits=1) for column in COSTS]
+    tenths = [_number(*group.cost(column), digits=1) for column in COSTS]
+    return [group.label, group.setting, seeds, *hundredths, *tenths]
 
 
 def _number(mean: float, sd: float, digits: int) -> str:

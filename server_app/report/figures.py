@@ -10,7 +10,6 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
@@ -47,16 +46,17 @@ def plain(text: str, width: int) -> str:
     return (line if len(line) <= width else line[: width - 1] + "…").replace("$", r"\$")
 
 
-def with_status(run: Run, text: str) -> str:
-    """``text``, after the status of a run that has not finished."""
-    return text if run.finished else f"{run.status.upper()} · {text}"
+def run_figure(width: float, height: float, run: Run, subtitle: str) -> Figure:
+    """A figure of one run; the subtitle begins with the status of a run that has not finished."""
+    status = "" if run.finished else f"{run.status.upper()} · "
+    return make_figure(width, height, run.title, status + subtitle)
 
 
 def accuracy_figure(run: Run) -> Figure:
     """Accuracy in % after each task: a thick line over all classes seen so far, a thin one for each task."""
     outcome = {"final_average_accuracy": "final average {:.1f} %", "forgetting": "forgetting {:.1f} points"}
     reached = [words.format(100 * run.metrics[name]) for name, words in outcome.items() if len(run.matrix)]
-    figure = make_figure(7.6, 4.8, run.title, with_status(run, " · ".join([*run.facts, *reached])))
+    figure = run_figure(7.6, 4.8, run, " · ".join([*run.facts, *reached]))
     axes = figure.subplots()
     _draw_tasks(axes, run)
     tasks = np.arange(1, len(run.seen) + 1)
@@ -100,19 +100,18 @@ def matrix_figure(run: Run) -> Figure:
     """The accuracy matrix in % as a heat map, and below it how much of each task was forgotten."""
     count, k = len(run.seen), len(run.matrix)
     side = min(10.0, max(5.0, 2.2 + 0.56 * count))
-    subtitle = with_status(run, "test accuracy on each task after each task, %")
-    figure = make_figure(side + 0.9, side + 0.5, run.title, subtitle)
+    figure = run_figure(side + 0.9, side + 0.5, run, "test accuracy on each task after each task, %")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[max(3, count), 1])
     full = np.full((count, count), np.nan)
     full[:k, :k] = 100 * run.matrix
     image = _heat(top, full, "cividis", *_limits(run.matrix))
     top.set_ylabel("After learning task")
-    shown = numbered_tasks(count)
-    top.set_yticks(shown, [str(t + 1) for t in shown])
     top.tick_params(labelbottom=False)
-    _hatch_undone(top, k, count)
+    if k < count:
+        top.axhspan(k - 0.5, count - 0.5, fc="#f4f5f7", ec="#c9cfd8", hatch="///", lw=0)
+        label = top.text((count - 1) / 2, (k + count - 1) / 2, "not done", ha="center", va="center", color=MUTED)
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 2.5})
     _draw_forgotten(bottom, run)
-    bottom.set_xticks(shown, [str(t + 1) for t in shown])
     bottom.set_xlabel("Tested on task")
     bar = figure.colorbar(image, ax=[top, bottom], fraction=0.05, pad=0.02, format="{x:g}")
     bar.ax.tick_params(length=0, labelcolor=INK)
@@ -137,29 +136,24 @@ def _heat(axes: Axes, percent: np.ndarray, colours: str, low: float, high: float
     image = axes.imshow(percent, cmap=colours, vmin=low, vmax=high, aspect="auto")
     rows, tasks = percent.shape
     size, digits = (9.5, 1) if tasks <= 12 and not small else (8, 0)
-    for i, j in np.argwhere(np.isfinite(percent)) if tasks <= 25 else []:
-        ink = ink_on(image, percent[i, j])
-        axes.text(j, i, f"{percent[i, j]:.{digits}f}", ha="center", va="center", color=ink, fontsize=size)
-    axes.set_xticks(np.arange(tasks + 1) - 0.5, minor=True)
-    axes.set_yticks(np.arange(rows + 1) - 0.5, minor=True)
+    if tasks <= 25:
+        write_numbers(axes, image, np.isfinite(percent), digits, size)
+    for axis, count in ((axes.xaxis, tasks), (axes.yaxis, rows)):
+        axis.set_ticks(numbered_tasks(count), [str(t + 1) for t in numbered_tasks(count)])
+        axis.set_ticks(np.arange(count + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="white", lw=1.2)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelcolor=INK, which="both")
     return image
 
 
-def ink_on(image: Any, value: float) -> str:
-    """The colour, black or white, of a number on the cell of a heat map that shows ``value``."""
-    red, green, blue, _ = image.cmap(image.norm(value))
-    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
-
-
-def _hatch_undone(axes: Axes, done: int, num_tasks: int) -> None:
-    for i in range(done, num_tasks):
-        axes.add_patch(Rectangle((-0.5, i - 0.5), i + 1, 1, fc="#f4f5f7", ec="#c9cfd8", hatch="///", lw=0))
-    if done < num_tasks:
-        label = axes.text((num_tasks - 1) / 4, (done + num_tasks - 1) / 2, "not done", ha="center", va="center")
-        label.set(color=MUTED, bbox={"facecolor": "white", "edgecolor": "none", "pad": 2.5})
+def write_numbers(axes: Axes, image: Any, cells: np.ndarray, digits: int, size: float) -> None:
+    """Write the values of some cells, [rows, columns] of bool, on a heat map, in black or white."""
+    for i, j in np.argwhere(cells):
+        value = image.get_array()[i, j]
+        red, green, blue, _ = image.cmap(image.norm(value))
+        ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
+        axes.text(j, i, f"{value:.{digits}f}", ha="center", va="center", color=ink, fontsize=size)
 
 
 def comparison_figure(groups: Sequence[Group]) -> Figure:
@@ -219,19 +213,12 @@ def matrices_figure(groups: Sequence[Group]) -> Figure:
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
     limits = _limits(np.concatenate([group.matrix.ravel() for group in done]))
     for axes, group in zip(panels, done, strict=False):
-        _draw_matrix(axes, group, limits)
+        _heat(axes, 100 * group.matrix, "cividis", *limits, small=True)
         names = [group.label, group.setting] if several else [group.label]
         axes.set_title("\n".join(plain(name, int(11 * side)) for name in names), fontsize=8.5, color=INK)
     for axes in panels[len(done) :]:
         axes.remove()
     return figure
-
-
-def _draw_matrix(axes: Axes, group: Group, limits: tuple[float, float]) -> None:
-    _heat(axes, 100 * group.matrix, "cividis", *limits, small=True)
-    shown = numbered_tasks(len(group.matrix))
-    axes.set_xticks(shown, [str(t + 1) for t in shown])
-    axes.set_yticks(shown, [str(t + 1) for t in shown])
 
 
 def _styles(groups: Sequence[Group], **common: Any) -> Styles:

@@ -1,6 +1,6 @@
 """Pictures of classes, clients and tasks: confusion, images of each client, federated bias."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,17 +9,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from server_app.report.figures import (
-    COLOURS,
-    INK,
-    MUTED,
-    ink_on,
-    make_figure,
-    numbered_tasks,
-    plain,
-    style_axes,
-    with_status,
-)
+from server_app.report.figures import COLOURS, INK, MUTED, numbered_tasks, plain, run_figure, style_axes, write_numbers
 from server_app.report.runs import Run
 
 NAMED = 30  # rows or columns that still have room for their names
@@ -33,7 +23,7 @@ def recorded_figures(run: Run) -> dict[str, Figure]:
         figures["confusion.png"] = confusion_figure(run)
     if run.client_counts and any(run.tasks):
         figures["clients.png"] = clients_figure(run)
-    if any(map(len, run.entropies)) or np.isfinite(run.distances).any():
+    if _measured_biases(run):
         figures["federated_bias.png"] = bias_figure(run)
     return figures
 
@@ -49,7 +39,7 @@ def confusion_figure(run: Run) -> Figure:
     percent = 100 * counts / counts.sum(axis=1, keepdims=True).clip(1)
     side = min(10.0, 4.8 + 0.26 * len(order))
     after = f"after task {len(tasks)}: % of the images of a class (row) that were predicted as a class (column)"
-    figure = make_figure(side + 2.0, side + 0.8, run.title, with_status(run, after))
+    figure = run_figure(side + 2.0, side + 0.8, run, after)
     axes = figure.subplots()
     _draw_counts(axes, figure, percent, 100, "% of the class")
     _name_classes(axes.xaxis, run, tasks, rotation=90)
@@ -66,15 +56,17 @@ def clients_figure(run: Run) -> Figure:
     counts = np.array(list(run.client_counts.values()))[:, order]
     clients, classes = counts.shape
     width, height = min(12.0, 6.8 + 0.2 * classes), min(11.0, 3.6 + 0.2 * clients)
-    subtitle = "training images that a client may learn from, by class"
-    figure = make_figure(width, height, run.title, with_status(run, subtitle))
+    figure = run_figure(width, height, run, "training images that a client may learn from, by class")
     axes, total = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
     _draw_counts(axes, figure, counts, counts.max(initial=1), "images", beside=total)
     if classes <= NAMED:
         _name_classes(axes.xaxis, run, run.tasks, rotation=90)
     else:
         axes.set_xticks([])
-    _number_tasks(axes, run.tasks)
+    above = axes.secondary_xaxis("top")
+    above.set_xticks(*_task_ticks(run.tasks, "task " if len(run.tasks) <= 10 else ""))
+    above.tick_params(length=0, labelcolor=INK, labelsize=8.5)
+    above.spines[:].set_visible(False)
     _separate(axes, run.tasks)
     step = -(-clients // NAMED)
     names = [plain(name, 18) for name in run.client_counts]
@@ -89,13 +81,9 @@ def clients_figure(run: Run) -> Figure:
 
 def bias_figure(run: Run) -> Figure:
     """Federated bias by task: response entropy of local models, and the distance between their prototypes."""
-    drawings = []
-    if any(map(len, run.entropies)):
-        drawings.append(_draw_entropies)
-    if np.isfinite(run.distances).any():
-        drawings.append(_draw_distances)
-    subtitle = with_status(run, "federated bias: local models of a task's last round, before aggregation")
-    figure = make_figure(max(7.0, 4.8 * len(drawings)), 4.4, run.title, subtitle)
+    drawings = _measured_biases(run)
+    subtitle = "federated bias: local models of a task's last round, before aggregation"
+    figure = run_figure(max(7.0, 4.8 * len(drawings)), 4.4, run, subtitle)
     for axes, draw in zip(figure.subplots(1, len(drawings), squeeze=False)[0], drawings, strict=True):
         draw(axes, run)
         axes.set_xlim(0.6, len(run.seen) + 0.4)
@@ -103,6 +91,11 @@ def bias_figure(run: Run) -> Figure:
         axes.set_xlabel("Task")
         style_axes(axes)
     return figure
+
+
+def _measured_biases(run: Run) -> list[Callable[[Axes, Run], None]]:
+    measured = {_draw_entropies: any(map(len, run.entropies)), _draw_distances: np.isfinite(run.distances).any()}
+    return [draw for draw, recorded in measured.items() if recorded]
 
 
 def _draw_entropies(axes: Axes, run: Run) -> None:
@@ -134,10 +127,8 @@ def _draw_counts(
 ) -> None:
     """A heat map of [rows, columns] from 0, which stays white, to ``largest``, on a square root scale."""
     image = axes.imshow(values, cmap="Blues", norm=PowerNorm(0.5, 0, largest), aspect="auto", interpolation="nearest")
-    rows, columns = values.shape
-    for i, j in np.argwhere(values >= 0.5) if max(rows, columns) <= WRITTEN else []:
-        ink = ink_on(image, values[i, j])
-        axes.text(j, i, f"{values[i, j]:.0f}", ha="center", va="center", color=ink, fontsize=8)
+    if max(values.shape) <= WRITTEN:
+        write_numbers(axes, image, values >= 0.5, digits=0, size=8)
     panels = [axes, beside] if beside else axes
     ticks = MaxNLocator(nbins=6, integer=True)
     bar = figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02, aspect=40, ticks=ticks, format="{x:g}")
@@ -154,21 +145,15 @@ def _name_classes(axis: Any, run: Run, tasks: Sequence[Sequence[int]], rotation:
         names = [plain(str(run.results["class_names"][c]), 20) for c in order]
         axis.set_ticks(range(len(order)), names, rotation=rotation)
     else:
-        middles, shown = _middles(tasks), [t for t in numbered_tasks(len(tasks)) if len(tasks[t])]
-        axis.set_ticks([middles[t] for t in shown], [f"task {t + 1}" for t in shown])
+        axis.set_ticks(*_task_ticks(tasks, "task "))
 
 
-def _number_tasks(axes: Axes, tasks: Sequence[Sequence[int]]) -> None:
-    above, middles = axes.secondary_xaxis("top"), _middles(tasks)
-    shown = [t for t in numbered_tasks(len(tasks)) if len(tasks[t])]  # a stage may bring no class
-    above.set_xticks([middles[t] for t in shown], [f"task {t + 1}" if len(tasks) <= 10 else f"{t + 1}" for t in shown])
-    above.tick_params(length=0, labelcolor=INK, labelsize=8.5)
-    above.spines[:].set_visible(False)
-
-
-def _middles(tasks: Sequence[Sequence[int]]) -> np.ndarray:
+def _task_ticks(tasks: Sequence[Sequence[int]], word: str) -> tuple[list[float], list[str]]:
+    """The middle of each task's classes, and ``word`` with the task's number."""
     sizes = np.array([len(classes) for classes in tasks])
-    return np.cumsum(sizes) - sizes / 2 - 0.5
+    middles = np.cumsum(sizes) - sizes / 2 - 0.5
+    shown = [t for t in numbered_tasks(len(tasks)) if sizes[t]]  # a stage may bring no class
+    return [middles[t] for t in shown], [f"{word}{t + 1}" for t in shown]
 
 
 def _separate(axes: Axes, tasks: Sequence[Sequence[int]], both: bool = False) -> None:

@@ -25,21 +25,11 @@ PICTURES = {
     "federated_bias.png": "How local models differ",
     "communication.png": "Accuracy against traffic",
 }
-AVERAGES = ("all seen", "mean")  # over the samples of all seen classes, and over their tasks
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page: a picture or a table.
-
-    Attributes:
-        name: its heading.
-        head: of the table's columns.
-        rows: of the table; without any, the section says "none".
-        text: number of columns, from the left, that are text; the others are numbers, aligned right.
-        png: the picture, a PNG file in base64.
-        note: a sentence below.
-    """
+    """A picture (``png``, in base64) or a table, whose first ``text`` columns are text and the others numbers."""
 
     name: str
     head: Sequence[str] = ()
@@ -52,13 +42,15 @@ class Section:
 def single_page(run: Run, pictures: Mapping[str, bytes]) -> str:
     """The report of one run; ``pictures`` are PNGs by file name."""
     results = run.results
+    names = dict(enumerate(results["class_names"]))
+    tasks = [(number, [names.get(c, c) for c in class_ids]) for number, class_ids in enumerate(results["tasks"], 1)]
     facts = " · ".join([*run.facts, f"{len(run.seen)} tasks", str(run.folder)])
     sections = [
         *_picture_sections(pictures),
         _metrics_section(run),
         _matrix_section(run),
         _classes_section(results["per_class_accuracy"]),
-        _tasks_section(results["tasks"], results["class_names"]),
+        Section("Tasks", ["Task", "Classes"], tasks, text=2),
         _rounds_section(results["rounds"]),
         _failures_section(results["rounds"]),
         *([_pairs_section("Privacy", results["privacy"])] if results.get("privacy") else []),
@@ -102,19 +94,14 @@ def _picture_sections(pictures: Mapping[str, bytes]) -> list[Section]:
 
 def _matrix_section(run: Run) -> Section:
     rows = [[i + 1, *map(_percent, [*row, run.seen[i], np.nanmean(row)])] for i, row in enumerate(run.matrix)]
-    return Section("Accuracy matrix, %", ["After task", *(f"on {row[0]}" for row in rows), *AVERAGES], rows)
+    # the averages are over the samples of all seen classes, and over their tasks
+    return Section("Accuracy matrix, %", ["After task", *(f"on {row[0]}" for row in rows), "all seen", "mean"], rows)
 
 
 def _classes_section(accuracies: Mapping[str, Any]) -> Section:
     ranked = sorted((accuracy, name) for name, accuracy in accuracies.items() if is_number(accuracy))
     rows = [(name, _percent(accuracy)) for accuracy, name in ranked]
     return Section("Accuracy of each class, worst first", ["Class", "Accuracy, %"], rows, text=1)
-
-
-def _tasks_section(tasks: Sequence[Sequence[int]], class_names: Sequence[str]) -> Section:
-    names = dict(enumerate(class_names))
-    rows = [(number, [names.get(c, c) for c in class_ids]) for number, class_ids in enumerate(tasks, 1)]
-    return Section("Tasks", ["Task", "Classes"], rows, text=2)
 
 
 def _failures_section(rounds: Sequence[Mapping[str, Any]]) -> Section:

@@ -74,12 +74,12 @@ class Run:
     @property
     def metrics(self) -> dict[str, float]:
         """Metrics by name, recorded or computed from the finished tasks; empty before the first one."""
-        k = len(self.matrix)
-        computed = summarize(self.matrix, self.samples) if k else {}
-        seen = self.seen[:k]
-        computed |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())} if k else {}
-        recorded = {name: value for name, value in self.results["metrics"].items() if is_number(value)}
-        return {name: value for name, value in computed.items() if is_number(value)} | recorded
+        metrics, seen = {}, self.seen[: len(self.matrix)]
+        if len(seen):
+            metrics = summarize(self.matrix, self.samples)
+            metrics |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
+        found = [*metrics.items(), *self.results["metrics"].items()]  # a recorded one wins
+        return {name: value for name, value in found if is_number(value)}
 
     @property
     def samples(self) -> list[int]:

@@ -1,9 +1,4 @@
-"""Writes reports: pictures and page of one run, or the comparison of several in a folder of its own.
-
-One run gets accuracy.png, forgetting.png and report.html beside its results.json, and confusion.png, clients.png and
-federated_bias.png if it recorded their data. A comparison gets accuracy.png, matrices.png,
-communication.png, table.md and report.html; runs that differ in nothing but the seed are averaged.
-"""
+"""Writes reports: pictures and page of one run, or of several, of which those equal but for the seed are averaged."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +22,13 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
     runs = [load_run(Path(folder)) for folder in {Path(f).resolve(): f for f in run_dirs}.values()]
     if not runs:
         raise ReportError("no run directory was given")
-    if len(runs) > 1 and output is None:
+    if len(runs) == 1:
+        return _write(output or runs[0].folder, _draw_run(runs[0]))
+    if output is None:
         raise ReportError(f"{len(runs)} runs are compared in a folder of their own: name one with --output DIR")
-    folder = output or runs[0].folder
-    if len(runs) > 1 and any(run.folder.resolve() == folder.resolve() for run in runs):
-        raise ReportError(f"{folder} is a run's own folder: the comparison would overwrite that run's report")
-    if len(runs) > 1:
-        return write_comparison(group_runs(runs), folder, f"Comparison of {len(runs)} runs")
-    return _write(folder, _draw_run(runs[0]))
+    if output.resolve() in [run.folder.resolve() for run in runs]:
+        raise ReportError(f"{output} is a run's own folder: the comparison would overwrite that run's report")
+    return write_comparison(group_runs(runs), output, f"Comparison of {len(runs)} runs")
 
 
 def write_comparison(groups: Sequence[Group], folder: Path, title: str) -> list[Path]:

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import FrameType
@@ -26,9 +26,8 @@ class Interrupted(KeyboardInterrupt):
 def interruptible(at_once: bool = False) -> Iterator[Callable[[], None]]:
     """Turn Ctrl-C, SIGTERM and a closed terminal into :class:`Interrupted`.
 
-    Args:
-        at_once: raise it wherever the program is. Otherwise it is raised where the yielded function is called, so
-            never between the start of a process and the line that stores it.
+    It is raised ``at_once`` wherever the program is, or else where the yielded function is called: never between the
+    start of a process and the line that stores it.
     """
     received: list[int] = []
 
@@ -53,14 +52,27 @@ def interruptible(at_once: bool = False) -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
+def start_process(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path
+) -> "subprocess.Popen[bytes]":
+    """Start a program that writes to a file; in a session of its own it does not get Ctrl-C, so that we end it."""
+    with open(output, "wb") as file:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 def end_processes(started: list["subprocess.Popen[bytes]"], mark: str, patience: float = 2.0) -> None:
     """End processes and their descendants with SIGTERM, and with SIGKILL after ``patience`` seconds.
 
-    Args:
-        started: may have ended already.
-        mark: NAME=VALUE of an environment variable of these processes alone. It finds descendants whose parents are
-            gone, as those of Ray's workers often are.
-        patience: seconds.
+    ``mark`` is NAME=VALUE of an environment variable of these processes alone. It finds descendants whose parents are
+    gone, as those of Ray's workers often are.
     """
     import psutil
 
@@ -87,14 +99,12 @@ def _relatives(family: AbstractSet["psutil.Process"], mark: str) -> set["psutil.
     import psutil
 
     name, _, value = mark.partition("=")
-    processes = list(psutil.process_iter(["ppid", "environ"]))  # of other people's processes the environment is None
+    processes = psutil.process_iter(["environ"])  # of other people's processes the environment is None
     relatives = {process for process in processes if (process.info["environ"] or {}).get(name) == value}
-    while True:
-        pids = {process.pid for process in family | relatives}
-        children = {process for process in processes if process.info["ppid"] in pids} - relatives
-        if not children:
-            return relatives
-        relatives |= children
+    for process in family | relatives:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            relatives.update(process.children(recursive=True))
+    return relatives
 
 
 def _is_alive(process: "psutil.Process") -> bool:

@@ -16,11 +16,10 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from server_app.errors import LaunchError
-from server_app.simulation.processes import end_processes, last_lines
+from server_app.simulation.processes import end_processes, last_lines, start_process
 from task.config.schema import Config
 from task.message import Scalar
 from task.utils.cores import cores
@@ -30,13 +29,6 @@ MAX_WORKERS = 8  # a worker holds about 1 GB
 START_TIMEOUT = 60.0  # seconds for the SuperLink to answer
 POLL = 0.2  # seconds
 
-_CONNECTION = """[superlink]
-default = "fcil"
-[superlink.fcil]
-address = "127.0.0.1:{port}"
-insecure = true
-"""
-
 
 def default_workers(config: Config) -> int:
     """Number of clients that train at once: each has ``threads`` cores, and there are at most ``MAX_WORKERS``."""
@@ -44,17 +36,15 @@ def default_workers(config: Config) -> int:
 
 
 class FlowerRun:
-    """A private SuperLink and one run on it; a context manager that ends every process it started."""
+    """A private SuperLink and one run on it; a context manager that ends every process it started.
+
+    Args:
+        project: folder of the Flower app; Ray's workers import the clients' code from there.
+        check: called while waiting; an exception that it raises ends the wait.
+    """
 
     def __init__(self, project: Path, check: Callable[[], None]) -> None:
-        """Start nothing yet.
-
-        Args:
-            project: folder of the Flower app; Ray's workers import the clients' code from there.
-            check: called while waiting; an exception that it raises ends the wait.
-        """
-        self._project = project
-        self._check = check
+        self._project, self._check = project, check
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -66,29 +56,23 @@ class FlowerRun:
         for package, source in (("flwr", "flwr[simulation]"), ("ray", "flwr[simulation]"), ("psutil", "psutil")):
             if importlib.util.find_spec(package) is None:
                 raise LaunchError(f"{package} is not installed: pip install '{source}', or add --in-process.")
-        self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=_short_temporary_folder()))
+        # Ray appends about 70 characters for its sockets, whose paths may have about 100
+        short = "/tmp" if len(tempfile.gettempdir()) > 20 and os.path.isdir("/tmp") else None
+        self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=short))
         try:
             self._start_superlink()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End all processes and remove all files."""
         end_processes(self._processes, f"FLWR_HOME={self._home}")
         shutil.rmtree(self._home, ignore_errors=True)
 
     def submit(self, values: Mapping[str, Scalar], clients: int, workers: int) -> None:
-        """Submit the run to the SuperLink; returns at once.
-
-        Args:
-            values: run keys that differ from those of pyproject.toml.
-            clients: simulated nodes.
-            workers: processes that they share.
-        """
+        """Submit a run with these keys to the SuperLink; so many simulated ``clients`` share so many ``workers``."""
         config = self._home / "run.toml"
         # strings, numbers and booleans look the same in JSON and TOML
         config.write_text("".join(f"{k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in values.items()))
@@ -127,7 +111,8 @@ class FlowerRun:
 
     def _start_superlink(self) -> None:
         port = _free_port()
-        (self._home / "config.toml").write_text(_CONNECTION.format(port=port))
+        connection = f'[superlink.fcil]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+        (self._home / "config.toml").write_text('[superlink]\ndefault = "fcil"\n' + connection)
         log = self._home / "superlink.log"
         address = ["--host", "127.0.0.1", "--port", str(port)]
         superlink = self._start(["flower-superlink", "--insecure", "--simulation", *address], log)
@@ -139,45 +124,26 @@ class FlowerRun:
             time.sleep(POLL / 2)
 
     def _start(self, command: list[str], output: Path) -> "subprocess.Popen[bytes]":
-        # in a session of its own it does not get Ctrl-C; this process does, and ends it in order
-        with open(output, "wb") as file:
-            process = subprocess.Popen(
-                command,
-                cwd=self._project,
-                env=_environment(self._home),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._processes.append(process)
-        return process
+        self._processes.append(start_process(command, self._project, _environment(self._home), output))
+        return self._processes[-1]
 
 
 def _environment(home: Path) -> dict[str, str]:
     """Environment of Flower's programs: they write below ``home`` and use no network but this machine's own."""
-    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    quiet = {
+    own = {
+        "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    local = {
-        "FLWR_HOME": str(home),
-        "RAY_TMPDIR": str(home),
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL),
+        "RAY_TMPDIR": str(home),
+        "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]),
     }
-    no_proxy = {name: ",".join(filter(None, [os.environ.get(name), "127.0.0.1"])) for name in ("NO_PROXY", "no_proxy")}
-    return inherited | quiet | local | no_proxy
-
-
-def _short_temporary_folder() -> str:
-    """Ray appends about 70 characters for its sockets, whose paths may have about 100."""
-    folder = tempfile.gettempdir()
-    return folder if len(folder) <= 20 or not os.path.isdir("/tmp") else "/tmp"
+    for name in ("NO_PROXY", "no_proxy"):
+        own[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
 
 
 def _free_port() -> int:
@@ -188,13 +154,10 @@ def _free_port() -> int:
 
 def _healthy(port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
-    try:
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/health")
         return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    return False
 
 
 def _json_object(path: Path) -> dict[str, Any]:
