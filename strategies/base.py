@@ -16,21 +16,13 @@ from task.scenario.class_stream import Schedule
 
 @dataclass(frozen=True)
 class Update:
-    """A client's answer to a train message, after the server has checked it.
+    """A client's answer to a train message, after the server has checked it."""
 
-    Attributes:
-        client: its name.
-        num_examples: n_m, its training images of this round.
-        arrays: what it trained; empty if the method trains nothing, and after the round's mean was taken.
-        statistics: what it sent beside the arrays, as the method's row in the table says; may be empty.
-        metrics: loss, accuracy and seconds of the local training.
-    """
-
-    client: str
-    num_examples: int
-    arrays: Arrays
-    statistics: Arrays
-    metrics: Mapping[str, int | float] = field(default_factory=dict)
+    client: str  # its name
+    num_examples: int  # n_m, its training images of this round
+    arrays: Arrays  # what it trained; empty if the method trains nothing, and after the round's mean was taken
+    statistics: Arrays  # what it sent beside the arrays, as the method's row in the table says; may be empty
+    metrics: Mapping[str, int | float] = field(default_factory=dict)  # loss, accuracy, seconds of the local training
 
 
 def join_statistics(reports: Iterable[Arrays]) -> Arrays:

@@ -59,8 +59,6 @@ def merge_by_class(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One diagonal Gaussian for each class, from those of several clients (PIP eq. 14 and 15).
 
-    mu = sum_l w_l mu_l / sum_l w_l;  sigma2 = sum_l w_l (mu_l^2 + sigma2_l) / sum_l w_l - mu^2.
-
     mu = sum_l w_l mu_l / sum_l w_l;  sigma2 = sum_l w_l (mu_l^2 + sigma2_l) / sum_l w_l - mu^2, at least 0.
 
     Args:
