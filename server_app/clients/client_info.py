@@ -20,28 +20,16 @@ MAX_SIDE = 100_000  # pixels
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """A client that has answered hello.
+    """A client that has answered hello, and what it computes with."""
 
-    Attributes:
-        name: stable over the run and beyond.
-        node: handle of the transport.
-        classes: names, those of the run's data set or of the node's own images in the node's spelling.
-        own_counts: int64 [len(classes)], training images at most.
-        test_counts: int64 [len(classes)], held-out images, where a node has images of its own.
-        class_counts: int64 [classes of the run], ``own_counts`` by the run's class ids.
-        unreadable: number of image files that the node leaves out.
-        image_shape: height and width of its own images in pixels.
-        backbone_sha256, code_sha256, versions, device: what it computes with.
-    """
-
-    name: str
-    node: int
-    classes: tuple[str, ...]
-    own_counts: np.ndarray
-    test_counts: np.ndarray
-    class_counts: np.ndarray
-    unreadable: int
-    image_shape: tuple[int, ...]
+    name: str  # stable over the run and beyond
+    node: int  # handle of the transport
+    classes: tuple[str, ...]  # names, those of the run's data set or of the node's own images in the node's spelling
+    own_counts: np.ndarray  # int64 [len(classes)], training images at most
+    test_counts: np.ndarray  # int64 [len(classes)], held-out images, where a node has images of its own
+    class_counts: np.ndarray  # int64 [classes of the run], own_counts by the run's class ids
+    unreadable: int  # number of image files that the node leaves out
+    image_shape: tuple[int, ...]  # height and width of its own images in pixels
     backbone_sha256: str
     code_sha256: str
     versions: tuple[str, ...]
@@ -68,11 +56,7 @@ def failure(reply: Reply) -> str:
 
 
 def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:
-    """The client that gave this answer to hello.
-
-    Args:
-        reply: what the transport brought.
-        dataset: the run's, or None where each node has images of its own.
+    """The client that gave this answer to hello; ``dataset`` is None where each node has images of its own.
 
     Raises:
         ValueError: it failed, or its answer makes no sense; the message is the reason.

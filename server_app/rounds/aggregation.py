@@ -23,25 +23,17 @@ class RoundAggregator:
 
     The outcome of a round does not depend on the order of the answers: the mean is exact in any order, and all else is
     sorted by the order in which the clients were drawn.
-
-    Attributes:
-        sent_arrays: of the model before the round, as they were sent.
-        strategy_state: attributes of the strategy before the round.
-        mean: of the accepted arrays so far.
-        updates: accepted answers of clients that have trained, without their arrays.
-        entropies: of the local models' responses to the test images; empty unless they are measured.
-        seconds: that the mean and the method have taken so far.
     """
 
     def __init__(
         self, config: Config, strategy: Strategy, model: Model, context: RoundContext, clients: Sequence[ClientInfo]
     ) -> None:
-        self.sent_arrays = model.export()
-        self.strategy_state = {name: copy.copy(value) for name, value in vars(strategy).items()}
-        self.mean = WeightedMean()
-        self.updates: list[Update] = []
-        self.entropies: list[float] = []
-        self.seconds = 0.0
+        self.sent_arrays = model.export()  # of the model before the round, as they were sent
+        self.strategy_state = {name: copy.copy(value) for name, value in vars(strategy).items()}  # before the round
+        self.mean = WeightedMean()  # of the accepted arrays so far
+        self.updates: list[Update] = []  # accepted answers of clients that have trained, without their arrays
+        self.entropies: list[float] = []  # of the local models' responses; empty unless they are measured
+        self.seconds = 0.0  # that the mean and the method have taken so far
         self._config, self._strategy, self._model, self._context = config, strategy, model, context
         self._entropies: dict[str, list[float]] = {}  # by client
         self._clients = {client.node: client for client in clients}

@@ -1,4 +1,4 @@
-"""The evaluation at the end of a task: by the server, or by the clients."""
+"""The evaluation by the clients at the end of a task."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,14 +12,6 @@ from server_app.transport.base import Reply, sort_replies
 from strategies.base import RoundContext
 from task.config.schema import Config
 from task.data.images import Dataset
-from task.models.evaluation import confusion_counts
-from task.models.model import Model
-
-
-def count_on_server(model: Model, dataset: Dataset, context: RoundContext) -> np.ndarray:
-    """Test images of each true class by predicted class, int64 [classes, classes]."""
-    seen = np.array(context.schedule.seen_classes(context.task))
-    return confusion_counts(model, dataset, seen, np.arange(len(dataset.test_labels)))
 
 
 def sum_client_counts(
@@ -32,13 +24,7 @@ def sum_client_counts(
 ) -> np.ndarray:
     """Test images of all clients by true and predicted class, int64 [classes, classes].
 
-    Args:
-        replies: to evaluate messages, one from each client, in any order.
-        clients: who was asked.
-        dataset: of the run.
-        context: where in the run this is.
-        config: the run keys.
-        report: gets bytes and failures.
+    The replies to the evaluate messages come from ``clients`` in any order; ``report`` gets bytes and failures.
 
     Raises:
         RunError: fewer usable answers than the quorum.
@@ -46,12 +32,12 @@ def sum_client_counts(
     ordered = sort_replies(replies, [client.node for client in clients])
     report.bytes_up += sum(reply.bytes_up for reply in ordered)
     report.bytes_down += sum(reply.bytes_down for reply in ordered)
-    seen, counts = context.schedule.seen_classes(context.task), []
+    counts = []
     all_images = np.bincount(dataset.test_labels, minlength=len(dataset.class_names))
     for client, reply in zip(clients, ordered, strict=True):
         limits = client.count_held_out(dataset.class_names) if config.own_data else all_images
         try:
-            counts.append(check_counts(reply, limits, seen))
+            counts.append(check_counts(reply, limits, context.seen_classes))
         except InvalidReply as error:
             report.failures.append({"name": client.name, "reason": f"evaluation: {error}"})
     if len(counts) < config.quorum:

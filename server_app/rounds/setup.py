@@ -79,13 +79,6 @@ def log_tasks(scenario: Scenario, first: int = 0) -> None:
         log.info("classes of task %d: %s", task, ", ".join(scenario.dataset.class_names[c] for c in classes))
 
 
-def log_sharing(sharing: dict[str, int]) -> None:
-    """Log how many classes clients with class sequences of their own have in common, see Results.sharing."""
-    if sharing:
-        log.info("each client has %(common)d common classes and %(private)d private ones", sharing)
-        log.info("%(overlap)d of the private places repeat a class of another client", sharing)
-
-
 def wait_for_new_classes(config: Config, plan: TaskPlan | None, registry: ClientRegistry) -> TaskPlan | None:
     """The plan with one more task, of classes that nodes newly hold; waits ``class-wait`` seconds for some.
 

@@ -88,10 +88,6 @@ class Results:
         self.seen, self.distances = [*self.seen, None], [*self.distances, None]
         self.entropies = [*self.entropies, []]
 
-    def add_round(self, report: RoundReport) -> None:
-        """Note a finished round."""
-        self.rounds.append(report)
-
     def add_training(self, metrics: Sequence[Mapping[str, int | float]], report: RoundReport) -> None:
         """Note what the clients of a round have measured; ``metrics`` of each that has trained."""
         trained = [m for m in metrics if math.isfinite(m.get("loss", math.nan))]
@@ -124,10 +120,7 @@ class Results:
     def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:
         """Note the federated bias of the local models of ``task`` (from 0).
 
-        Args:
-            task: from 0.
-            entropies: of their responses in nats; empty if they are not measured.
-            distance: between their prototypes; NaN if no two clients hold the same class.
+        The entropies of their responses, in nats, may not be measured; the distance of their prototypes may be NaN.
         """
         self.entropies[task] = list(entropies)
         self.distances[task] = distance if math.isfinite(distance) else None

@@ -78,21 +78,13 @@ def readable_reason(error: Error) -> str:
 
 @dataclass(frozen=True)
 class _Envelope:
-    """A message to a node and what is known of it.
+    """A message to a node and what is known of it."""
 
-    Attributes:
-        node: its id.
-        size: bytes of the packet.
-        expires: time after which Flower no longer knows the message, in seconds since 1970.
-        message: None once it is sent, to free its memory.
-        started: when the node was last started before the message was sent; empty where that is unknown.
-    """
-
-    node: int
-    size: int
-    expires: float
-    message: Message | None
-    started: str = ""
+    node: int  # its id
+    size: int  # bytes of the packet
+    expires: float  # time after which Flower no longer knows the message, in seconds since 1970
+    message: Message | None  # None once it is sent, to free its memory
+    started: str = ""  # when the node was last started before the message was sent; empty where that is unknown
 
 
 class _Exchange:
