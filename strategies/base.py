@@ -135,27 +135,17 @@ class Strategy:
         return update.num_examples
 
     def receive(self, model: Model, update: Update, context: RoundContext) -> None:
-        """Look at an accepted update while its arrays are still there; called in any order.
+        """Look at an accepted update while its arrays are still there; called in any order, with the model as sent.
 
         A method may keep the arrays until ``refine``, and may take large statistics out of the update to free their
         memory. The result must not depend on the order of the calls. An attribute that is changed in place here must
         be created in this round and dropped in ``refine``, or a failed round could not be undone.
-
-        Args:
-            model: the global one, as it was sent.
-            update: of a client that has trained.
-            context: which round this is.
         """
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Improve the model in place, without images; it already holds the round's weighted mean.
 
-        Args:
-            model: the global one.
-            updates: this round's, in the order in which the clients were drawn, without their arrays.
-            context: which round this is.
-
-        Returns:
-            metrics for the results.
+        The updates come in the order in which the clients were drawn, without their arrays. Returns metrics for the
+        results.
         """
         return {}

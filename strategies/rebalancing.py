@@ -58,17 +58,8 @@ def rebalance(
 ) -> float:
     """Cross-entropy of the head on synthetic features (HGP eq. 7), by SGD with a cosine schedule, in place.
 
-    Only the head rows of the prototypes' classes compete and learn.
-
-    Args:
-        head: one row per seen class.
-        prototypes: to draw from, of K classes, on the head's device.
-        rows: int64 [K], the head row of each class, in the order of ascending class ids.
-        settings: sizes and step sizes.
-        rng: generator on the device of the prototypes.
-
-    Returns:
-        mean loss over the last epoch.
+    Only the head rows of the prototypes' K classes compete and learn: ``rows`` int64 [K], by ascending class id. Head,
+    prototypes and generator are on one device. Returns the mean loss over the last epoch.
     """
     classes = prototypes.class_ids.unique()
     weights, total = mixture_weights(prototypes, settings.class_weights), settings.samples_per_class * len(classes)

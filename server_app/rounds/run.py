@@ -14,9 +14,8 @@ import torch
 from server_app.clients.client_info import ClientInfo
 from server_app.errors import RunError
 from server_app.privacy.account import charge, open_account, record_asked, require_asked_clients
-from server_app.rounds.aggregation import RoundAggregator
+from server_app.rounds.aggregation import RoundAggregator, sum_client_counts
 from server_app.rounds.drawing import ReportDrawer
-from server_app.rounds.evaluation import sum_client_counts
 from server_app.rounds.federated_bias import local_distance, response_entropies
 from server_app.rounds.progress import describe_round
 from server_app.rounds.reply_checks import MAX_VALUE
@@ -42,15 +41,9 @@ log = logging.getLogger(__name__)
 
 
 def run_experiment(config: Config, transport: Transport, initial: Arrays | None = None) -> Path:
-    """Run everything that ``config`` says.
+    """Run everything that ``config`` says; returns the run's directory.
 
-    Args:
-        config: the resolved run keys.
-        transport: reaches the clients.
-        initial: arrays to start from instead of the seeded ones; names and shapes of the first task's.
-
-    Returns:
-        the run's directory.
+    ``initial`` are arrays to start from instead of the seeded ones, of the names and shapes of the first task's.
 
     Raises:
         ConfigError: data, weights or settings cannot be used; raised before anything is written.

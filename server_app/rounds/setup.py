@@ -23,10 +23,9 @@ POLL = 30.0  # seconds between two looks for new classes
 
 
 def connect_clients(config: Config, transport: Transport) -> tuple[Config, ClientRegistry]:
-    """Wait for the nodes and ask them who they are; settings, weights and data are checked before.
+    """Wait for the nodes and ask them who they are; returns the run keys with the number of clients, and the clients.
 
-    Returns:
-        the run keys with the number of clients, and the clients.
+    Settings, weights and data are checked before.
 
     Raises:
         ConfigError: settings, weights, data or partitions that cannot work.

@@ -52,7 +52,10 @@ class Results:
     def __init__(self, directory: Path, config: Config, scenario: Scenario) -> None:
         tasks = [list(classes) for classes in scenario.schedule.tasks]
         self.directory, self.config, self.tasks = directory, config, tasks
-        self.class_names, self.sharing = scenario.dataset.class_names, sharing(config, scenario)
+        self.class_names, self.sharing = scenario.dataset.class_names, dict[str, int]()
+        if scenario.streams:  # clients have class sequences of their own: common, private and repeated private classes
+            sizes = consensus_sizes(len(self.class_names), config.num_clients, config.consensus_rate)
+            self.sharing = sizes._asdict()
         self.matrix: list[list[float | None]] = [[None] * len(tasks) for _ in tasks]
         self.seen: list[float | None] = [None] * len(tasks)
         self.per_class: dict[str, float | None] = {}
@@ -208,13 +211,6 @@ class Results:
             "bytes_up_per_client_round": up / exchanges,
             "bytes_down_per_client_round": down / exchanges,
         }
-
-
-def sharing(config: Config, scenario: Scenario) -> dict[str, int]:
-    """Where clients have class sequences of their own: numbers of common, private and repeated private classes."""
-    if not scenario.streams:
-        return {}
-    return consensus_sizes(len(scenario.dataset.class_names), config.num_clients, config.consensus_rate)._asdict()
 
 
 def _accuracy(correct: int, total: int) -> float | None:
