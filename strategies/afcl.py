@@ -57,10 +57,8 @@ def solve_ridge(gram: Tensor, sums: Tensor, ridge: float) -> Tensor:
     tensor([[0.1250],
             [0.2500]])
 
-    Args:
-        gram: sum f f^T, float64 [D, D]; eigenvalues that rounding or a client made negative count as zero.
-        sums: sum onehot(y) f^T, float64 [K, D].
-        ridge: lambda, above 0.
+    ``gram`` sum f f^T, float64 [D, D]: eigenvalues that rounding or a client made negative count as zero; ``sums``
+    sum onehot(y) f^T, float64 [K, D]; ``ridge`` lambda > 0.
     """
     factor, failed = torch.linalg.cholesky_ex(gram + ridge * torch.eye(len(gram), dtype=gram.dtype))
     if not failed:

@@ -30,9 +30,6 @@ def join_statistics(reports: Iterable[Arrays]) -> Arrays:
 
     >>> join_statistics([{"counts": np.array([3])}, {}, {"counts": np.array([1, 2])}])
     {'counts': array([3, 1, 2])}
-
-    Args:
-        reports: arrays of equal names; the first dimension counts the classes of the client.
     """
     sent = [report for report in reports if report]
     return {name: np.concatenate([report[name] for report in sent]) for name in (sent[0] if sent else ())}
@@ -46,9 +43,7 @@ def replace_classes(stored: Arrays, reported: Arrays) -> Arrays:
     >>> replace_classes({"class_ids": np.array([7, 2, 7])}, {"class_ids": np.array([7, 5])})
     {'class_ids': array([2, 7, 5])}
 
-    Args:
-        stored: class_ids int64 [P] and arrays [P, ...], or nothing.
-        reported: arrays of the same names.
+    Both are class_ids int64 [P] and arrays [P, ...]; ``stored`` may be empty.
     """
     if not stored:
         return reported

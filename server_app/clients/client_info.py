@@ -1,7 +1,7 @@
 """A client's answer to hello, checked field by field."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,15 +35,8 @@ class ClientInfo:
     versions: tuple[str, ...]
     device: str
 
-    def assign_class_ids(self, class_names: Sequence[str]) -> "ClientInfo":
-        """A copy with ``class_counts`` by the ids of ``class_names``; a class without an id is not counted."""
-        return replace(self, class_counts=self._counts_by_id(self.own_counts, class_names))
-
-    def count_held_out(self, class_names: Sequence[str]) -> np.ndarray:
-        """Its held-out images by the ids of ``class_names``, int64 [classes]."""
-        return self._counts_by_id(self.test_counts, class_names)
-
-    def _counts_by_id(self, counts: np.ndarray, class_names: Sequence[str]) -> np.ndarray:
+    def by_class_id(self, counts: np.ndarray, class_names: Sequence[str]) -> np.ndarray:
+        """``own_counts`` or ``test_counts`` by the ids of ``class_names``, int64 [ids]; of other classes nothing."""
         ids = class_ids(self.classes, class_names)
         by_id = np.zeros(len(class_names), np.int64)
         by_id[ids[ids >= 0]] = counts[ids >= 0]

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -164,7 +165,7 @@ class ClientRegistry:
 
         Names that differ only in case, punctuation or white space are one class; the log warns of it once.
         """
-        self.clients = [client.assign_class_ids(class_names) for client in self.clients]
+        self.clients = [replace(c, class_counts=c.by_class_id(c.own_counts, class_names)) for c in self.clients]
         for line in describe_spellings(self.clients, class_names):
             if line not in self._warnings:
                 self._warnings.add(line)

@@ -118,7 +118,7 @@ def sum_client_counts(
     counts = []
     all_images = np.bincount(dataset.test_labels, minlength=len(dataset.class_names))
     for client, reply in zip(clients, ordered, strict=True):
-        limits = client.count_held_out(dataset.class_names) if config.own_data else all_images
+        limits = client.by_class_id(client.test_counts, dataset.class_names) if config.own_data else all_images
         try:
             counts.append(check_counts(reply, limits, context.seen_classes))
         except InvalidReply as error:
