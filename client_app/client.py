@@ -26,7 +26,7 @@ from task.models.load import load_backbone
 from task.models.model import Model, build_model, to_arrays
 from task.prototypes.noise import GaussianMechanism
 from task.prototypes.statistics import Sample
-from task.scenario.client_data import ClientTaskData, all_client_positions, client_task_data, node_task_data
+from task.scenario.client_data import all_client_positions, client_task_data, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
 from task.utils.seeding import torch_rng
@@ -57,6 +57,15 @@ class Request:
         """The client's name."""
         return client_name(self.config, self.node)
 
+    def list_images(self, previous: Inventory | None = None) -> Inventory:
+        """Scan the node's own images; given an earlier list, look for those of it that have been lost."""
+        folder, state = own_data_dir(self.config, self.node), state_dir(self.config, self.node)
+        return scan_images(folder, state, self.config.unreadable_share, self.node.run, previous)
+
+    def listed_images(self) -> Inventory | None:
+        """The list of the last scan in this run."""
+        return load_inventory(own_data_dir(self.config, self.node), state_dir(self.config, self.node), self.node.run)
+
 
 def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
     """Answer one message; a failure is an answer too, its reason under ``error`` in the config.
@@ -83,24 +92,12 @@ def _answer_without_lost_files(handler: Callable[[Request], Packet], request: Re
     except UnreadableImage:
         if not request.config.own_data:
             raise
-    _scan_images(request, _load_inventory(request))
+    request.list_images(request.listed_images())
     try:
         return handler(request)
     except UnreadableImage as error:
         log.warning("%s", error)
         raise ConfigError("image files of this node vanish while it works; its log names one.") from error
-
-
-def _scan_images(request: Request, previous: Inventory | None = None) -> Inventory:
-    """List the node's own images; given an earlier list, look for those of it that have been lost."""
-    config, node = request.config, request.node
-    state = state_dir(config, node)
-    return scan_images(own_data_dir(config, node), state, config.unreadable_share, node.run, previous)
-
-
-def _load_inventory(request: Request) -> Inventory | None:
-    config, node = request.config, request.node
-    return load_inventory(own_data_dir(config, node), state_dir(config, node), node.run)
 
 
 def _hello(request: Request) -> Packet:
@@ -131,7 +128,7 @@ def _count_partition(request: Request) -> Packet:
 
 def _count_own_images(request: Request) -> Packet:
     """Training and test images of each class that this node holds."""
-    inventory = _scan_images(request)
+    inventory = request.list_images()
     dataset = open_inventory(inventory, image_size(request.config))
     labels_by_name = {"class_counts": dataset.train_labels, "test_counts": dataset.test_labels}
     counts = {n: np.bincount(labels, minlength=len(dataset.class_names)) for n, labels in labels_by_name.items()}
@@ -149,27 +146,26 @@ def _count_own_images(request: Request) -> Packet:
 def _load_scenario(request: Request) -> Scenario:
     if not request.config.own_data:
         return build_scenario(request.config)
-    inventory = _load_inventory(request) or _scan_images(request)
+    inventory = request.listed_images() or request.list_images()
     return build_scenario(request.config, TaskPlan.read(request.packet.config), inventory)
-
-
-def _load_task_data(request: Request, scenario: Scenario) -> ClientTaskData:
-    if request.config.own_data:
-        return node_task_data(scenario, request.task)
-    holds_pool = request.packet.config.get("pool") == request.client
-    round = request.number("round") - 1
-    return client_task_data(request.config, partition_id(request.node), request.task, round, holds_pool)
 
 
 def _train(request: Request) -> Packet:
     packet, config, scenario = request.packet, request.config, _load_scenario(request)
-    task_data = _load_task_data(request, scenario)
+    if config.own_data:
+        task_data = node_task_data(scenario, request.task)
+    else:
+        holds_pool, round = packet.config.get("pool") == request.client, request.number("round") - 1
+        task_data = client_task_data(config, partition_id(request.node), request.task, round, holds_pool)
     answer = Packet(metrics={"num-examples": len(task_data.positions)}, config={"name": request.client})
     if not len(task_data.positions):
         return answer
     model = _load_model(request, scenario)
     model.set_active_rows(scenario.rows[task_data.classes])
-    data = _local_data(request, scenario, task_data.positions)
+    dataset = scenario.dataset
+    labels = dataset.train_labels[task_data.positions]
+    augmentation = default_augmentation(dataset, config.augmentation)
+    data = LocalData(dataset.train_images, task_data.positions, scenario.rows[labels], augmentation)
     stream = random_stream(config, request.node), request.number("server-round")
     mechanism = GaussianMechanism.of(config, *stream)
     if config.row.client:
@@ -178,7 +174,6 @@ def _train(request: Request) -> Packet:
     if mechanism.noise:
         model.load(answer.arrays or packet.arrays)  # statistics may depend only on what leaves the client
     started = time.perf_counter()
-    labels = scenario.dataset.train_labels[task_data.positions]
     answer.statistics = _collect_statistics(request, model, data, labels, mechanism)
     answer.metrics["seconds-statistics"] = time.perf_counter() - started
     return answer
@@ -191,13 +186,6 @@ def _load_model(request: Request, scenario: Scenario) -> Model:
         raise ConfigError("this node has other backbone weights than the server: give it the same backbone-weights.")
     model.load(request.packet.arrays)
     return model
-
-
-def _local_data(request: Request, scenario: Scenario, positions: np.ndarray) -> LocalData:
-    dataset = scenario.dataset
-    rows = scenario.rows[dataset.train_labels[positions]]
-    augmentation = default_augmentation(dataset, request.config.augmentation)
-    return LocalData(dataset.train_images, positions, rows, augmentation)
 
 
 def _fit(request: Request, model: Model, data: LocalData, rng: torch.Generator) -> dict[str, float]:

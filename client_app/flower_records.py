@@ -17,11 +17,7 @@ Encode = Callable[[np.ndarray], Array]
 
 
 def to_records(packet: Packet, encode: Encode = Array.from_numpy_ndarray) -> RecordDict:
-    """New records with the contents of ``packet``.
-
-    Args:
-        packet: of any content, empty ones too.
-        encode: makes Flower's Array from an array in C order.
+    """New records with the contents of ``packet``; ``encode`` makes Flower's Array from an array in C order.
 
     Raises:
         TypeError, ValueError: something in the packet cannot travel; the message names it.

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from client_app.objectives.base import LocalData, Objective
 from task.config.schema import Config
@@ -19,14 +19,7 @@ class DivergedError(RuntimeError):
 def train_locally(
     model: Model, objective: Objective, data: LocalData, config: Config, rng: torch.Generator
 ) -> tuple[float, float]:
-    """E epochs with a fresh optimiser and a cosine schedule over all steps.
-
-    Args:
-        model: changed in place; prompt and head train, and the backbone if the model trains one.
-        objective: gives the loss of each step.
-        data: at least one image.
-        config: epochs, batch size, optimiser, step size, gradient norm.
-        rng: order of the images and augmentation.
+    """E epochs with a fresh optimiser and a cosine schedule over all steps; ``model`` changes in place.
 
     Returns:
         mean loss and accuracy over the last epoch's images, measured while training.
@@ -49,11 +42,17 @@ def train_locally(
             batch_query = None if query is None else query[batch]
             inputs = load_inputs(model, data.images, data.positions[indices], batch_query, data.augmentation, rng)
             loss, logits = objective.loss(model, inputs, rows)
-            _step(loss, parameters, optimiser, config.gradient_clip)
+            optimiser.zero_grad(set_to_none=True)
+            loss.backward()
+            if config.gradient_clip:
+                nn.utils.clip_grad_norm_(parameters, config.gradient_clip)
+            optimiser.step()
             schedule.step()
             correct = logits.detach().argmax(dim=1) == model.local_targets(rows)
             sums += torch.stack([loss.detach() * len(rows), correct.sum()])
-        _require_finite(sums[0], config)
+        if not sums[0].isfinite():  # once an epoch, because reading a value in every step would stall a GPU
+            loss_sum, step_size = sums[0].item(), config.learning_rate
+            raise DivergedError(f"the loss is {loss_sum}; lower learning-rate (now {step_size:g})")
     model.eval()
     mean_loss, accuracy = (sums / len(data.rows)).tolist()
     return mean_loss, accuracy
@@ -68,17 +67,3 @@ def _optimiser(model: Model, config: Config) -> torch.optim.Optimizer:
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, config.learning_rate, momentum=0.9)
     return torch.optim.Adam(groups, config.learning_rate)
-
-
-def _step(loss: Tensor, parameters: list[nn.Parameter], optimiser: torch.optim.Optimizer, clip: float) -> None:
-    optimiser.zero_grad(set_to_none=True)
-    loss.backward()
-    if clip:
-        nn.utils.clip_grad_norm_(parameters, clip)
-    optimiser.step()
-
-
-def _require_finite(total: Tensor, config: Config) -> None:
-    """Called once an epoch, because reading a value in every step would stall a GPU."""
-    if not total.isfinite():
-        raise DivergedError(f"the loss is {total.item()}; lower learning-rate (now {config.learning_rate:g})")

@@ -35,16 +35,11 @@ def main(grid: Grid, context: Context) -> None:
     # not at the top: in a simulation the clients' side starts while this thread imports torch
     from server_app.rounds.run import run_experiment
 
-    _log_where_flower_logs()
+    for name in ("server_app", "strategies", "task"):  # Flower's handlers, so that progress appears in flwr log
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.handlers = list(logging.getLogger("flwr").handlers)
     try:
         run_experiment(parse(load_resumed_keys(context.run_config)), GridTransport(grid))
     except (ConfigError, RunError) as error:
         raise RunFailed(str(error)) from None
-
-
-def _log_where_flower_logs() -> None:
-    """Give our loggers Flower's handlers, so that progress appears in ``flwr log``."""
-    for name in ("server_app", "strategies", "task"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.handlers = list(logging.getLogger("flwr").handlers)

@@ -31,27 +31,21 @@ class AFCL(Strategy):
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Add the new reports and solve for all seen classes."""
-        self._grow(*model.head.weight.shape)
+        classes, dim = model.head.weight.shape
+        if not len(self.gram):
+            self.gram, self.sums = torch.zeros(dim, dim).double(), torch.zeros(0, dim).double()
+        self.sums = torch.cat([self.sums, self.sums.new_zeros(classes - len(self.sums), dim)])
         for update in updates:
-            if update.statistics and (context.task, update.client) not in self.reported:
-                self._add(update, context)
+            statistics = update.statistics
+            if statistics and (context.task, update.client) not in self.reported:
+                rows = context.head_rows(torch.from_numpy(statistics["class_ids"]))
+                self.sums = self.sums.index_add(0, rows, torch.from_numpy(statistics["sums"]))
+                self.gram = self.gram + torch.from_numpy(unpack_symmetric(statistics["gram"], dim)[0])
                 self.reported |= {(context.task, update.client)}
         model.head.weight.data.copy_(solve_ridge(self.gram, self.sums, self.options.ridge))
         has_images = self.sums.any(dim=1).to(model.device)
         model.head.bias.data.copy_(torch.where(has_images, 0.0, NEVER))
         return {}
-
-    def _grow(self, classes: int, dim: int) -> None:
-        """Rows of zeros for the classes that are new."""
-        if not len(self.gram):
-            self.gram, self.sums = torch.zeros(dim, dim).double(), torch.zeros(0, dim).double()
-        self.sums = torch.cat([self.sums, self.sums.new_zeros(classes - len(self.sums), dim)])
-
-    def _add(self, update: Update, context: RoundContext) -> None:
-        statistics = update.statistics
-        rows = context.head_rows(torch.from_numpy(statistics["class_ids"]))
-        self.sums = self.sums.index_add(0, rows, torch.from_numpy(statistics["sums"]))
-        self.gram = self.gram + torch.from_numpy(unpack_symmetric(statistics["gram"], len(self.gram))[0])
 
 
 def solve_ridge(gram: Tensor, sums: Tensor, ridge: float) -> Tensor:
@@ -63,10 +57,8 @@ def solve_ridge(gram: Tensor, sums: Tensor, ridge: float) -> Tensor:
     tensor([[0.1250],
             [0.2500]])
 
-    Args:
-        gram: sum f f^T, float64 [D, D]; eigenvalues that rounding or a client made negative count as zero.
-        sums: sum onehot(y) f^T, float64 [K, D].
-        ridge: lambda, above 0.
+    ``gram`` sum f f^T, float64 [D, D]: eigenvalues that rounding or a client made negative count as zero; ``sums``
+    sum onehot(y) f^T, float64 [K, D]; ``ridge`` lambda > 0.
     """
     factor, failed = torch.linalg.cholesky_ex(gram + ridge * torch.eye(len(gram), dtype=gram.dtype))
     if not failed:

@@ -25,8 +25,7 @@ class WeightedMean:
 
     def __init__(self) -> None:
         self._weights: list[float] = []
-        self._sums: dict[str, np.ndarray] = {}  # float64 [2, numbers]
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._sums: dict[str, np.ndarray] = {}  # float64 [2, *shape]
 
     @property
     def total(self) -> float:
@@ -37,10 +36,9 @@ class WeightedMean:
         """Add one dict, of the same names and shapes as all others; ``weight`` is not negative."""
         self._weights.append(weight)
         for name, array in arrays.items():
-            self._shapes[name], flat = array.shape, array.ravel()
             if name not in self._sums:
-                self._sums[name] = np.zeros((2, flat.size))
-            pair = self._sums[name]
+                self._sums[name] = np.zeros((2, *array.shape))
+            flat, pair = array.ravel(), self._sums[name].reshape(2, -1)
             for start in range(0, flat.size, BLOCK):
                 part = slice(start, start + BLOCK)
                 _add_exactly(pair[:, part], weight * flat[part].astype(np.float64))
@@ -48,10 +46,7 @@ class WeightedMean:
     def arrays(self) -> Arrays:
         """The mean as float32; the weights must sum to more than 0."""
         total = self.total
-        return {
-            name: (pair.sum(axis=0) / total).astype(np.float32).reshape(self._shapes[name])
-            for name, pair in self._sums.items()
-        }
+        return {name: (pair.sum(axis=0) / total).astype(np.float32) for name, pair in self._sums.items()}
 
 
 def _add_exactly(pair: np.ndarray, term: np.ndarray) -> None:

@@ -16,21 +16,13 @@ from task.scenario.class_stream import Schedule
 
 @dataclass(frozen=True)
 class Update:
-    """A client's answer to a train message, after the server has checked it.
+    """A client's answer to a train message, after the server has checked it."""
 
-    Attributes:
-        client: its name.
-        num_examples: n_m, its training images of this round.
-        arrays: what it trained; empty if the method trains nothing, and after the round's mean was taken.
-        statistics: what it sent beside the arrays, as the method's row in the table says; may be empty.
-        metrics: loss, accuracy and seconds of the local training.
-    """
-
-    client: str
-    num_examples: int
-    arrays: Arrays
-    statistics: Arrays
-    metrics: Mapping[str, int | float] = field(default_factory=dict)
+    client: str  # its name
+    num_examples: int  # n_m, its training images of this round
+    arrays: Arrays  # what it trained; empty if the method trains nothing, and after the round's mean was taken
+    statistics: Arrays  # what it sent beside the arrays, as the method's row in the table says; may be empty
+    metrics: Mapping[str, int | float] = field(default_factory=dict)  # loss, accuracy, seconds of the local training
 
 
 def join_statistics(reports: Iterable[Arrays]) -> Arrays:
@@ -38,9 +30,6 @@ def join_statistics(reports: Iterable[Arrays]) -> Arrays:
 
     >>> join_statistics([{"counts": np.array([3])}, {}, {"counts": np.array([1, 2])}])
     {'counts': array([3, 1, 2])}
-
-    Args:
-        reports: arrays of equal names; the first dimension counts the classes of the client.
     """
     sent = [report for report in reports if report]
     return {name: np.concatenate([report[name] for report in sent]) for name in (sent[0] if sent else ())}
@@ -54,9 +43,7 @@ def replace_classes(stored: Arrays, reported: Arrays) -> Arrays:
     >>> replace_classes({"class_ids": np.array([7, 2, 7])}, {"class_ids": np.array([7, 5])})
     {'class_ids': array([2, 7, 5])}
 
-    Args:
-        stored: class_ids int64 [P] and arrays [P, ...], or nothing.
-        reported: arrays of the same names.
+    Both are class_ids int64 [P] and arrays [P, ...]; ``stored`` may be empty.
     """
     if not stored:
         return reported
@@ -143,27 +130,17 @@ class Strategy:
         return update.num_examples
 
     def receive(self, model: Model, update: Update, context: RoundContext) -> None:
-        """Look at an accepted update while its arrays are still there; called in any order.
+        """Look at an accepted update while its arrays are still there; called in any order, with the model as sent.
 
         A method may keep the arrays until ``refine``, and may take large statistics out of the update to free their
         memory. The result must not depend on the order of the calls. An attribute that is changed in place here must
         be created in this round and dropped in ``refine``, or a failed round could not be undone.
-
-        Args:
-            model: the global one, as it was sent.
-            update: of a client that has trained.
-            context: which round this is.
         """
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Improve the model in place, without images; it already holds the round's weighted mean.
 
-        Args:
-            model: the global one.
-            updates: this round's, in the order in which the clients were drawn, without their arrays.
-            context: which round this is.
-
-        Returns:
-            metrics for the results.
+        The updates come in the order in which the clients were drawn, without their arrays. Returns metrics for the
+        results.
         """
         return {}

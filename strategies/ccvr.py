@@ -55,14 +55,8 @@ def merge_by_class(reports: Sequence[Arrays]) -> Arrays:
 
     mu = sum_m n_m mu_m / N;  Sigma = sum_m [(n_m - 1) Sigma_m + n_m (mu_m - mu) (mu_m - mu)^T] / (N - 1)
 
-    This is :func:`task.prototypes.gaussians.merge_gaussians` for all classes at once. A class with one sample in all
-    keeps a covariance of zero.
-
-    Args:
-        reports: class_ids, counts [K_m], means [K_m, D], and variances [K_m, D] or covariances [K_m, D (D + 1) / 2].
-
-    Returns:
-        the same arrays with one row per class, class ids ascending.
+    A class with one sample in all keeps a covariance of zero. Each report has class_ids, counts [K_m], means [K_m, D],
+    and variances [K_m, D] or covariances [K_m, D (D + 1) / 2]; the result has one row per class, class ids ascending.
     """
     joined = join_statistics(reports)
     spread = "covariances" if "covariances" in joined else "variances"

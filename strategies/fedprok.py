@@ -52,15 +52,8 @@ def fuse(old_ids: Tensor, old_means: Tensor, new_ids: Tensor, new_means: Tensor,
     (tensor([3, 5]), tensor([[1.5000],
             [7.0000]]))
 
-    Args:
-        old_ids: class ids [K], ascending.
-        old_means: [K, D], the prototypes so far.
-        new_ids: class ids [N], ascending.
-        new_means: [N, D], this round's means over clients, weighted by counts.
-        beta: share of the new mean.
-
-    Returns:
-        class ids of the union, ascending, and their prototypes.
+    Old prototypes [K, D] of ids [K], this round's means over clients [N, D] of ids [N]; all ids, also those of the
+    union that is returned, ascend.
     """
     if not len(old_ids):
         return new_ids, new_means

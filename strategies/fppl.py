@@ -60,17 +60,9 @@ class FPPL(Strategy):
 
 
 def debias(head: Head, prototypes: Tensor, rows: Tensor, options: FPPLOptions, rng: torch.Generator) -> float:
-    """Cross-entropy of the head over all seen classes on prototypes (eq. 4), by Adam, in place.
+    """Cross-entropy of the head over all seen classes on prototypes [P, D] of head rows int64 [P] (eq. 4), by Adam.
 
-    Args:
-        head: one row per seen class.
-        prototypes: [P, D].
-        rows: int64 [P], the head row of each.
-        options: epochs, batch size, step size.
-        rng: CPU generator of the order.
-
-    Returns:
-        mean loss over the last epoch.
+    In place; the CPU generator gives the order. Returns the mean loss over the last epoch.
     """
     optimiser = torch.optim.Adam(head.parameters(), options.debias_learning_rate)
     loss_sum = torch.zeros((), device=prototypes.device)

@@ -31,9 +31,16 @@ class HGP(Strategy):
         if reports:
             reported = prepare_gaussians(reports, self.options.packing).to(model.device)
             self.prototypes = replace_classes(self.prototypes, reported)
-        class_ids = torch.tensor(self._classes(context), dtype=torch.int64, device=model.device)
         if self.prototypes is None:
             return {}
+        # all is the paper's method, the others are ablations of its table 3
+        classes = {
+            "all": context.seen_classes,
+            "current": context.current_classes,
+            "old": context.old_classes,
+            "off": [],
+        }[self.options.rebalance]
+        class_ids = torch.tensor(classes, dtype=torch.int64, device=model.device)
         chosen = self.prototypes.pick(torch.isin(self.prototypes.class_ids, class_ids))
         if not len(chosen):
             return {}
@@ -41,12 +48,3 @@ class HGP(Strategy):
         rows = context.head_rows(chosen.class_ids.unique())
         loss = rebalance(model.head, chosen, rows, RebalanceSettings.from_options(self.options), rng)
         return {"rebalance-loss": loss, "prototypes": float(len(self.prototypes))}
-
-    def _classes(self, context: RoundContext) -> list[int]:
-        """Classes whose head rows are retrained: all (the paper's method), or those of an ablation of its table 3."""
-        return {
-            "all": context.seen_classes,
-            "current": context.current_classes,
-            "old": context.old_classes,
-            "off": [],
-        }[self.options.rebalance]

@@ -59,18 +59,10 @@ def merge_by_class(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One diagonal Gaussian for each class, from those of several clients (PIP eq. 14 and 15).
 
-    mu = sum_l w_l mu_l / sum_l w_l;  sigma2 = sum_l w_l (mu_l^2 + sigma2_l) / sum_l w_l - mu^2.
-
     mu = sum_l w_l mu_l / sum_l w_l;  sigma2 = sum_l w_l (mu_l^2 + sigma2_l) / sum_l w_l - mu^2, at least 0.
 
-    Args:
-        class_ids: int64 [P], one row per client and class.
-        weights: omega_l of the row's client, [P], above 0.
-        means: [P, D].
-        variances: [P, D].
-
-    Returns:
-        class ids [K] ascending, means and variances float64 [K, D].
+    Ids int64 [P], one row per client and class, omega_l > 0 of the row's client [P], means and variances [P, D] ->
+    class ids [K] ascending, means and variances float64 [K, D].
     """
     classes, index = np.unique(class_ids, return_inverse=True)
     shares = weights / np.bincount(index, weights)[index]

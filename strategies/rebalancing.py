@@ -15,29 +15,17 @@ from task.prototypes.gaussians import Gaussians
 
 @dataclass(frozen=True)
 class RebalanceSettings:
-    """How the head is retrained. The defaults are CCVR's: covariances as they are, and one synthetic set.
+    """How the head is retrained. The defaults are CCVR's: covariances as they are, and one synthetic set."""
 
-    Attributes:
-        samples_per_class: synthetic features per class, on average.
-        epochs: over the synthetic set.
-        learning_rate: of SGD, at the start of the cosine schedule.
-        logit_temperature: see :func:`normalise_logits`.
-        scale: s of HGP eq. 6, multiplies every covariance.
-        class_weights: see :func:`mixture_weights`.
-        draw: a new synthetic set for each "epoch", or "once".
-        batch_size: synthetic features per step.
-        momentum: of SGD.
-    """
-
-    samples_per_class: int = 256
-    epochs: int = 5
-    learning_rate: float = 0.01
-    logit_temperature: float = 0.0
-    scale: float = 1.0
-    class_weights: str = "uniform"
-    draw: str = "once"
-    batch_size: int = 256
-    momentum: float = 0.9
+    samples_per_class: int = 256  # synthetic features, on average
+    epochs: int = 5  # over the synthetic set
+    learning_rate: float = 0.01  # of SGD, at the start of the cosine schedule
+    logit_temperature: float = 0.0  # see normalise_logits
+    scale: float = 1.0  # s of HGP eq. 6, multiplies every covariance
+    class_weights: str = "uniform"  # see mixture_weights
+    draw: str = "once"  # or a new synthetic set for each "epoch"
+    batch_size: int = 256  # synthetic features per step
+    momentum: float = 0.9  # of SGD
 
     @classmethod
     def from_options(cls, options: Options) -> Self:
@@ -46,11 +34,7 @@ class RebalanceSettings:
 
 
 def replace_classes(stored: Gaussians | None, reported: Gaussians) -> Gaussians:
-    """The reported prototypes, and of the stored ones those of all other classes.
-
-    So a current class that no client reports in a round (partial participation) keeps its last prototypes. The papers
-    do not treat this case.
-    """
+    """As :func:`strategies.base.replace_classes`; the papers do not treat a class that no client reports in a round."""
     if stored is None:
         return reported
     return stored.pick(~torch.isin(stored.class_ids, reported.class_ids)).join(reported)
@@ -74,17 +58,8 @@ def rebalance(
 ) -> float:
     """Cross-entropy of the head on synthetic features (HGP eq. 7), by SGD with a cosine schedule, in place.
 
-    Only the head rows of the prototypes' classes compete and learn.
-
-    Args:
-        head: one row per seen class.
-        prototypes: to draw from, of K classes, on the head's device.
-        rows: int64 [K], the head row of each class, in the order of ascending class ids.
-        settings: sizes and step sizes.
-        rng: generator on the device of the prototypes.
-
-    Returns:
-        mean loss over the last epoch.
+    Only the head rows of the prototypes' K classes compete and learn: ``rows`` int64 [K], by ascending class id. Head,
+    prototypes and generator are on one device. Returns the mean loss over the last epoch.
     """
     classes = prototypes.class_ids.unique()
     weights, total = mixture_weights(prototypes, settings.class_weights), settings.samples_per_class * len(classes)

@@ -41,14 +41,7 @@ class Objective:
         self.statistics = {name: torch.from_numpy(array) for name, array in packet.statistics.items()}
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
-        """Called before each local epoch, counted from 0; here it moves the statistics to the model's device.
-
-        Args:
-            model: the local model.
-            data: the client's images.
-            epoch: counted from 0.
-            rng: the stream that orders the images.
-        """
+        """Called before each local epoch, counted from 0; here it moves the statistics to the model's device."""
         self.statistics = {name: value.to(model.device) for name, value in self.statistics.items()}
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:

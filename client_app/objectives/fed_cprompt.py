@@ -40,13 +40,8 @@ def task_prompts(model: Model) -> list[Tensor]:
 def contrast(local: Tensor, received: Tensor, older: list[Tensor], options: FedCPromptOptions) -> Tensor:
     """max(d(local, global) - push * min_i d(local, older_i) + margin, 0); in the first task d(local, global) alone.
 
-    d is the root mean square, over blocks and components, of the distance of two component vectors.
-
-    Args:
-        local: the task prompt in training, [J, M, 2, L_p, D].
-        received: the global one at the start of the round, of the same shape.
-        older: those of earlier tasks.
-        options: margin and push.
+    d is the root mean square, over blocks and components, of the distance of two component vectors. ``local`` is the
+    task prompt in training, [J, M, 2, L_p, D], and ``received`` the global one at the start of the round.
     """
     per_vector = (local.shape[0] * local.shape[1]) ** -0.5
     pull = per_vector * torch.linalg.vector_norm(local - received)

@@ -45,11 +45,8 @@ def unified_loss(features: Tensor, prototypes: Tensor, targets: Tensor, tau: flo
     >>> unified_loss(torch.tensor([[2.0, 0.0]]), torch.eye(2), torch.tensor([0]), tau=1.0)  # -ln [e / (e + 1)]
     tensor(0.3133)
 
-    Args:
-        features: f, [B, D].
-        prototypes: G, [K, D].
-        targets: int64 [B], the prototype of the image's own class; -100 counts as a loss of zero.
-        tau: temperature.
+    Features f [B, D], prototypes G [K, D]; targets int64 [B] are the prototypes of the images' own classes, and -100
+    counts as a loss of zero.
     """
     similarity = F.normalize(features, dim=1) @ F.normalize(prototypes, dim=1).T / tau
     return F.cross_entropy(similarity, targets, ignore_index=_NONE, reduction="sum") / len(features)

@@ -75,10 +75,7 @@ def choose_copies(rows: np.ndarray, batch_size: int, largest: int) -> int:
     >>> choose_copies(np.array([3, 3, 4, 4, 5, 5]), batch_size=6, largest=5)  # 2 images of each class
     1
 
-    Args:
-        rows: head row of each local image, [N], N at least 1.
-        batch_size: images per step.
-        largest: 0 injects the prototypes alone.
+    ``rows`` is the head row of each local image, [N], N at least 1; ``largest`` = 0 injects the prototypes alone.
     """
     per_class = min(batch_size, len(rows)) / len(np.unique(rows))
     return min(max(round(per_class) - 1, 1), largest)
@@ -87,14 +84,7 @@ def choose_copies(rows: np.ndarray, batch_size: int, largest: int) -> int:
 def inject(means: Tensor, deviations: Tensor, copies: int, rng: torch.Generator) -> Tensor:
     """mu_c, then mu_c + b_i sigma_c for i = 1..m, with b_i ~ U(0, 1) drawn for each class and i (eq. 11).
 
-    Args:
-        means: mu [K, D].
-        deviations: sigma [K, D].
-        copies: m.
-        rng: generator on the device of the means.
-
-    Returns:
-        [(1 + m) K, D]: the K means, then K vectors for each i.
+    Means mu and deviations sigma [K, D], ``copies`` m -> [(1 + m) K, D]: the K means, then K vectors for each i.
     """
     steps = torch.rand(1 + copies, len(means), 1, generator=rng)
     steps[0] = 0

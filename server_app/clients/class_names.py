@@ -4,6 +4,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from server_app.clients.client_info import ClientInfo
 from server_app.errors import RunError
 from task.data.class_names import choose_spellings, class_ids, normal_form
@@ -20,12 +22,7 @@ def require_classes(clients: Sequence[ClientInfo]) -> None:
     empty = [client.name for client in clients if not client.classes]
     if empty:
         raise RunError(f"{', '.join(empty)}: no image found. Its data-dir needs a folder of images per class.")
-    tested = {
-        normal_form(name)
-        for client in clients
-        for name, count in zip(client.classes, client.test_counts, strict=True)
-        if count
-    }
+    tested = {normal_form(client.classes[i]) for client in clients for i in np.flatnonzero(client.test_counts)}
     names = choose_spellings(name for client in clients for name in client.classes)
     untested = sorted(name for form, name in names.items() if form not in tested)
     if untested:

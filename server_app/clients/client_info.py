@@ -1,7 +1,7 @@
 """A client's answer to hello, checked field by field."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,42 +20,23 @@ MAX_SIDE = 100_000  # pixels
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """A client that has answered hello.
+    """A client that has answered hello, and what it computes with."""
 
-    Attributes:
-        name: stable over the run and beyond.
-        node: handle of the transport.
-        classes: names, those of the run's data set or of the node's own images in the node's spelling.
-        own_counts: int64 [len(classes)], training images at most.
-        test_counts: int64 [len(classes)], held-out images, where a node has images of its own.
-        class_counts: int64 [classes of the run], ``own_counts`` by the run's class ids.
-        unreadable: number of image files that the node leaves out.
-        image_shape: height and width of its own images in pixels.
-        backbone_sha256, code_sha256, versions, device: what it computes with.
-    """
-
-    name: str
-    node: int
-    classes: tuple[str, ...]
-    own_counts: np.ndarray
-    test_counts: np.ndarray
-    class_counts: np.ndarray
-    unreadable: int
-    image_shape: tuple[int, ...]
+    name: str  # stable over the run and beyond
+    node: int  # handle of the transport
+    classes: tuple[str, ...]  # names, those of the run's data set or of the node's own images in the node's spelling
+    own_counts: np.ndarray  # int64 [len(classes)], training images at most
+    test_counts: np.ndarray  # int64 [len(classes)], held-out images, where a node has images of its own
+    class_counts: np.ndarray  # int64 [classes of the run], own_counts by the run's class ids
+    unreadable: int  # number of image files that the node leaves out
+    image_shape: tuple[int, ...]  # height and width of its own images in pixels
     backbone_sha256: str
     code_sha256: str
     versions: tuple[str, ...]
     device: str
 
-    def assign_class_ids(self, class_names: Sequence[str]) -> "ClientInfo":
-        """A copy with ``class_counts`` by the ids of ``class_names``; a class without an id is not counted."""
-        return replace(self, class_counts=self._counts_by_id(self.own_counts, class_names))
-
-    def count_held_out(self, class_names: Sequence[str]) -> np.ndarray:
-        """Its held-out images by the ids of ``class_names``, int64 [classes]."""
-        return self._counts_by_id(self.test_counts, class_names)
-
-    def _counts_by_id(self, counts: np.ndarray, class_names: Sequence[str]) -> np.ndarray:
+    def by_class_id(self, counts: np.ndarray, class_names: Sequence[str]) -> np.ndarray:
+        """``own_counts`` or ``test_counts`` by the ids of ``class_names``, int64 [ids]; of other classes nothing."""
         ids = class_ids(self.classes, class_names)
         by_id = np.zeros(len(class_names), np.int64)
         by_id[ids[ids >= 0]] = counts[ids >= 0]
@@ -68,11 +49,7 @@ def failure(reply: Reply) -> str:
 
 
 def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:
-    """The client that gave this answer to hello.
-
-    Args:
-        reply: what the transport brought.
-        dataset: the run's, or None where each node has images of its own.
+    """The client that gave this answer to hello; ``dataset`` is None where each node has images of its own.
 
     Raises:
         ValueError: it failed, or its answer makes no sense; the message is the reason.

@@ -33,7 +33,7 @@ def wait_for_nodes(transport: Transport, expected: int, patience: float, minimum
     """Wait for nodes to connect; returns their handles.
 
     Args:
-        transport: reaches them.
+        transport: reaches the nodes.
         expected: number of nodes; 0 for all that connect before SETTLED seconds pass without a new one.
         patience: seconds without a new node after which waiting ends; at least START_TIMEOUT for the first node.
         minimum: number of nodes that are enough when waiting ends; ``expected`` if not given.
@@ -63,17 +63,7 @@ def wait_for_nodes(transport: Transport, expected: int, patience: float, minimum
 def say_hello(
     transport: Transport, nodes: Sequence[int], config: Config, dataset: Dataset | None
 ) -> tuple[list[ClientInfo], list[AbsentNode]]:
-    """Ask nodes who they are and what they hold.
-
-    Args:
-        transport: reaches them.
-        nodes: their handles.
-        config: the run keys.
-        dataset: the run's, or None where each node has its own.
-
-    Returns:
-        the nodes that can take part, sorted by name, and the others.
-    """
+    """Ask nodes who they are and what they hold; returns those that can take part, sorted by name, and the others."""
     packet = Packet(config={"run-config": json.dumps(config.for_clients())})
     packets = dict.fromkeys(nodes, packet)
     replies = sort_replies(transport.exchange("hello", packets, config.round_timeout), packets)

@@ -3,28 +3,27 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from server_app.clients.class_names import describe_spellings, require_classes
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import AbsentNode, find_mismatch, say_hello
-from server_app.clients.overview import describe_clients
 from server_app.errors import RunError
 from server_app.transport.base import Transport
 from task.config.schema import Config
 from task.data.images import Dataset
+from task.utils.seeding import numpy_rng
 
 log = logging.getLogger(__name__)
 
 _MAX_TRIES = 3  # hellos to a node that gives no answer
+_MAX_LINES = 40  # clients in the log's table
 
 
 class ClientRegistry:
-    """Who takes part.
-
-    Attributes:
-        clients: sorted by name.
-        absent: name and reason of each node that cannot take part.
-    """
+    """Who takes part: ``clients``, sorted by name, and name and reason of each node that cannot, ``absent``."""
 
     def __init__(
         self,
@@ -36,12 +35,8 @@ class ClientRegistry:
     ) -> None:
         """Say hello to the connected nodes.
 
-        Args:
-            transport: reaches them.
-            nodes: their handles.
-            config: the run keys, with the number of clients.
-            dataset: the run's, or None where each node has its own.
-            checksums: SHA-256 of the server's backbone weights and of its copy of the code.
+        ``dataset`` is None where each node has its own; ``checksums`` are SHA-256 of the server's backbone weights and
+        of its copy of the code.
 
         Raises:
             RunError: too few that can take part, two of one name, or nodes that cannot work together.
@@ -59,7 +54,7 @@ class ClientRegistry:
         self._warn_of_statistics()
         if config.own_data:
             require_classes(self.clients)
-        self._log_clients(self.clients)
+        log_clients(self.clients)
 
     def _note_asked(self, clients: Sequence[ClientInfo], absent: Sequence[AbsentNode]) -> None:
         """A node that has answered gets no further hello, and one that gives no answer gets a few."""
@@ -102,9 +97,13 @@ class ClientRegistry:
                 *(self.config.min_class_count, largest, self.config.method),
             )
 
-    def _log_clients(self, clients: Sequence[ClientInfo]) -> None:
-        for line in describe_clients(clients) if clients else []:
-            log.info(line)
+    def draw(self, server_round: int) -> list[ClientInfo]:
+        """The clients of one round: all, or ``clients-per-round`` drawn with the run's seed; sorted by name."""
+        number = self.config.clients_per_round or len(self.clients)
+        if number >= len(self.clients):
+            return list(self.clients)
+        rng = numpy_rng(self.config.seed, "participants", server_round)
+        return [self.clients[i] for i in sorted(rng.choice(len(self.clients), number, replace=False))]
 
     def admit_new(self) -> list[ClientInfo]:
         """Say hello to nodes that have connected or become free since the last hello.
@@ -131,7 +130,7 @@ class ClientRegistry:
                 admitted.append(client)
                 self._add(client)
         self._note_absent(absent)
-        self._log_clients(admitted)
+        log_clients(admitted)
         return admitted
 
     def _find_objection(self, newcomer: ClientInfo, connected: set[int]) -> str:
@@ -166,8 +165,22 @@ class ClientRegistry:
 
         Names that differ only in case, punctuation or white space are one class; the log warns of it once.
         """
-        self.clients = [client.assign_class_ids(class_names) for client in self.clients]
+        self.clients = [replace(c, class_counts=c.by_class_id(c.own_counts, class_names)) for c in self.clients]
         for line in describe_spellings(self.clients, class_names):
             if line not in self._warnings:
                 self._warnings.add(line)
                 log.warning(line)
+
+
+def log_clients(clients: Sequence[ClientInfo]) -> None:
+    """Log a table of who takes part with what: a line for each of the first clients."""
+    rows: list[tuple[str, ...]] = [("client", "images", "held out", "classes", "unreadable", "device", "versions")]
+    for client in clients[:_MAX_LINES]:
+        classes = np.count_nonzero(client.own_counts + client.test_counts)
+        counts = (client.own_counts.sum(), client.test_counts.sum(), classes, client.unreadable)
+        rows.append((client.name, *(str(n) for n in counts), client.device, ", ".join(client.versions)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows if clients else []:
+        log.info("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    if len(clients) > _MAX_LINES:
+        log.info("and %d more", len(clients) - _MAX_LINES)

@@ -1,17 +1,21 @@
-"""The answers of one round: checked, averaged and shown to the method one by one as they come."""
+"""The answers of one round: checked, averaged and shown to the method one by one as they come; or added up."""
 
 import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from server_app.clients.client_info import ClientInfo
-from server_app.rounds.reply_checks import InvalidReply, check_reply, find_excessive
+from server_app.errors import RunError
+from server_app.rounds.reply_checks import InvalidReply, check_counts, check_reply, find_excessive
 from server_app.run_files.results import RoundReport
-from server_app.transport.base import Reply
+from server_app.transport.base import Reply, sort_replies
 from strategies.averaging import WeightedMean
 from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
+from task.data.images import Dataset
 from task.models.model import Model
 from task.scenario.client_data import learnable_classes
 
@@ -23,25 +27,17 @@ class RoundAggregator:
 
     The outcome of a round does not depend on the order of the answers: the mean is exact in any order, and all else is
     sorted by the order in which the clients were drawn.
-
-    Attributes:
-        sent_arrays: of the model before the round, as they were sent.
-        strategy_state: attributes of the strategy before the round.
-        mean: of the accepted arrays so far.
-        updates: accepted answers of clients that have trained, without their arrays.
-        entropies: of the local models' responses to the test images; empty unless they are measured.
-        seconds: that the mean and the method have taken so far.
     """
 
     def __init__(
         self, config: Config, strategy: Strategy, model: Model, context: RoundContext, clients: Sequence[ClientInfo]
     ) -> None:
-        self.sent_arrays = model.export()
-        self.strategy_state = {name: copy.copy(value) for name, value in vars(strategy).items()}
-        self.mean = WeightedMean()
-        self.updates: list[Update] = []
-        self.entropies: list[float] = []
-        self.seconds = 0.0
+        self.sent_arrays = model.export()  # of the model before the round, as they were sent
+        self.strategy_state = {name: copy.copy(value) for name, value in vars(strategy).items()}  # before the round
+        self.mean = WeightedMean()  # of the accepted arrays so far
+        self.updates: list[Update] = []  # accepted answers of clients that have trained, without their arrays
+        self.entropies: list[float] = []  # of the local models' responses; empty unless they are measured
+        self.seconds = 0.0  # that the mean and the method have taken so far
         self._config, self._strategy, self._model, self._context = config, strategy, model, context
         self._entropies: dict[str, list[float]] = {}  # by client
         self._clients = {client.node: client for client in clients}
@@ -49,12 +45,9 @@ class RoundAggregator:
         self._classes = learnable_classes(config, context.schedule, context.task)
 
     def collect(self, replies: Iterable[Reply], report: RoundReport, measure: Measure) -> None:
-        """Use all answers of the round.
+        """Use all answers of the round, one from each drawn client; ``report`` gets bytes, idle clients and failures.
 
-        Args:
-            replies: as they come, one from each drawn client.
-            report: gets bytes, idle clients and failures.
-            measure: entropies of an accepted update's responses, called while its arrays are there.
+        ``measure`` gives the entropies of an accepted update's responses, and is called while its arrays are there.
         """
         waiting, refused = list[Update](), dict[str, str]()
         for reply in replies:
@@ -102,3 +95,34 @@ class RoundAggregator:
         self._model.load(self.sent_arrays)
         vars(self._strategy).clear()
         vars(self._strategy).update(self.strategy_state)
+
+
+def sum_client_counts(
+    replies: Iterable[Reply],
+    clients: Sequence[ClientInfo],
+    dataset: Dataset,
+    context: RoundContext,
+    config: Config,
+    report: RoundReport,
+) -> np.ndarray:
+    """Test images of all clients by true and predicted class, int64 [classes, classes].
+
+    The replies to the evaluate messages come from ``clients`` in any order; ``report`` gets bytes and failures.
+
+    Raises:
+        RunError: fewer usable answers than the quorum.
+    """
+    ordered = sort_replies(replies, [client.node for client in clients])
+    report.bytes_up += sum(reply.bytes_up for reply in ordered)
+    report.bytes_down += sum(reply.bytes_down for reply in ordered)
+    counts = []
+    all_images = np.bincount(dataset.test_labels, minlength=len(dataset.class_names))
+    for client, reply in zip(clients, ordered, strict=True):
+        limits = client.by_class_id(client.test_counts, dataset.class_names) if config.own_data else all_images
+        try:
+            counts.append(check_counts(reply, limits, context.seen_classes))
+        except InvalidReply as error:
+            report.failures.append({"name": client.name, "reason": f"evaluation: {error}"})
+    if len(counts) < config.quorum:
+        raise RunError(f"{len(counts)} clients evaluated task {context.task + 1}, the quorum is {config.quorum}.")
+    return np.sum(counts, axis=0)

@@ -15,14 +15,8 @@ from task.models.model import Model
 def response_entropies(model: Model, updates: Sequence[Update], dataset: Dataset, order: np.ndarray) -> list[float]:
     """Entropy, in nats, of the classes that each local model predicts for the test images of all seen classes.
 
-    Args:
-        model: the global one; it is loaded with the local arrays one after another, and then as it was before.
-        updates: of clients that have trained, with their arrays.
-        dataset: its test images are used.
-        order: class id of each head row, int64 [seen].
-
-    Returns:
-        one for each update; empty where no test image is of a seen class.
+    The model holds the arrays of one update after another, and is then as it was before; ``order`` int64 [seen] is the
+    class id of each head row. Empty where no test image is of a seen class.
     """
     before, entropies = model.export(), []
     for update in updates:

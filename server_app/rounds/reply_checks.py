@@ -33,13 +33,8 @@ def check_reply(
 ) -> Update:
     """Check the answer to a train message; returns the update in it.
 
-    Args:
-        reply: what the transport brought.
-        client: who was asked; it can report no more images than in its answer to hello.
-        shapes: of the trained arrays that must come.
-        classes: class ids that it may learn in the task.
-        ends_task: whether this is the task's last round, in which some statistics travel.
-        config: the run keys.
+    The client can report no more images than in its answer to hello, of the class ids ``classes``. Trained arrays must
+    have these ``shapes``; some statistics travel in a task's last round only.
 
     Raises:
         InvalidReply: names what is wrong.
@@ -58,7 +53,11 @@ def check_reply(
         raise InvalidReply(f"it has {num_held} images of the task and used none: its data-dir may have changed")
     if examples == 0:
         return Update(client.name, 0, {}, {})
-    _check_arrays(packet.arrays, shapes if config.row.client else {})
+    expected = shapes if config.row.client else {}
+    if set(packet.arrays) != set(expected):
+        raise InvalidReply(f"arrays {sorted(packet.arrays)} came; {sorted(expected)} were expected")
+    for name, shape in expected.items():
+        _check_numbers(name, packet.arrays[name], shape)
     kind = load_class(config.row.statistics)()
     if kind.carries and (ends_task or not kind.at_task_end) and (packet.statistics or not config.min_class_count):
         _check_statistics(kind, packet.statistics, client.class_counts, classes, shapes, config)
@@ -92,13 +91,6 @@ def find_excessive(updates: Sequence[Update], sent: Arrays, config: Config) -> d
     return {
         name: f"its update has the norm {norms[name]:.4g}, which is above {limit}" for name, limit in limits.items()
     }
-
-
-def _check_arrays(arrays: Arrays, shapes: Shapes) -> None:
-    if set(arrays) != set(shapes):
-        raise InvalidReply(f"arrays {sorted(arrays)} came; {sorted(shapes)} were expected")
-    for name, shape in shapes.items():
-        _check_numbers(name, arrays[name], shape)
 
 
 def _check_numbers(
@@ -147,10 +139,8 @@ def _check_statistics(
 def check_counts(reply: Reply, limits: np.ndarray, seen: Sequence[int]) -> np.ndarray:
     """Check the answer to an evaluate message; returns images by true and predicted class, int64 [classes, classes].
 
-    Args:
-        reply: what the transport brought.
-        limits: int64 [classes], test images of each class that the client can have.
-        seen: class ids so far, which alone can be true or predicted.
+    ``limits`` int64 [classes] are the test images that the client can have; only classes ``seen`` so far can be true or
+    predicted.
 
     Raises:
         InvalidReply: names what is wrong.

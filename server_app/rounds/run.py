@@ -12,23 +12,14 @@ import numpy as np
 import torch
 
 from server_app.clients.client_info import ClientInfo
-from server_app.clients.sampling import sample_clients
 from server_app.errors import RunError
 from server_app.privacy.account import charge, open_account, record_asked, require_asked_clients
-from server_app.rounds.aggregation import RoundAggregator
+from server_app.rounds.aggregation import RoundAggregator, sum_client_counts
 from server_app.rounds.drawing import ReportDrawer
-from server_app.rounds.evaluation import count_on_server, sum_client_counts
 from server_app.rounds.federated_bias import local_distance, response_entropies
 from server_app.rounds.progress import describe_round
 from server_app.rounds.reply_checks import MAX_VALUE
-from server_app.rounds.setup import (
-    connect_clients,
-    lay_out_tasks,
-    log_sharing,
-    log_tasks,
-    plan_tasks,
-    wait_for_new_classes,
-)
+from server_app.rounds.setup import connect_clients, lay_out_tasks, log_tasks, plan_tasks, wait_for_new_classes
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.paths import lock_run, run_directory
 from server_app.run_files.results import Results, RoundReport
@@ -41,6 +32,7 @@ from task.config.parsing import ignored_keys
 from task.config.schema import Config
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
+from task.models.evaluation import confusion_counts
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import build_model
 from task.scenario.client_data import has_fixed_images
@@ -49,15 +41,9 @@ log = logging.getLogger(__name__)
 
 
 def run_experiment(config: Config, transport: Transport, initial: Arrays | None = None) -> Path:
-    """Run everything that ``config`` says.
+    """Run everything that ``config`` says; returns the run's directory.
 
-    Args:
-        config: the resolved run keys.
-        transport: reaches the clients.
-        initial: arrays to start from instead of the seeded ones; names and shapes of the first task's.
-
-    Returns:
-        the run's directory.
+    ``initial`` are arrays to start from instead of the seeded ones, of the names and shapes of the first task's.
 
     Raises:
         ConfigError: data, weights or settings cannot be used; raised before anything is written.
@@ -82,17 +68,9 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
 
 
 class Run:
-    """State of one run.
+    """State of one run: its clients, the method's server half, data and tasks, the global model, what was measured.
 
-    Attributes:
-        config: the run keys, with the number of clients.
-        registry: the clients.
-        strategy: the method's server half.
-        plan: what nodes with images of their own have agreed on; None in other runs.
-        scenario: data and tasks.
-        model: the global model.
-        results: what has been measured.
-        finished_rounds: number of rounds that are on the disk.
+    ``plan`` is what nodes with images of their own have agreed on, None in other runs.
     """
 
     def __init__(
@@ -119,7 +97,9 @@ class Run:
         self.results = Results(directory, self.config, self.scenario)
         self.results.privacy = account
         self._note_clients()
-        log_sharing(self.results.sharing)
+        if sharing := self.results.sharing:
+            log.info("each client has %(common)d common classes and %(private)d private ones", sharing)
+            log.info("%(overlap)d of the private places repeat a class of another client", sharing)
         self.finished_rounds = self._restore(checkpoint) if checkpoint else self._claim_directory(locks)
         self._tensorboard = TensorBoardWriter(config, directory, self.finished_rounds)
         self._drawer = ReportDrawer(directory)
@@ -147,9 +127,9 @@ class Run:
         Raises:
             RunError: fewer answers than the quorum, or a task without a usable model.
         """
-        clients = sample_clients(self.registry.clients, self.config, context.server_round)
+        clients = self.registry.draw(context.server_round)
         report = RoundReport(context.task + 1, context.round + 1, [client.name for client in clients])
-        self.results.add_round(report)
+        self.results.rounds.append(report)
         started = time.perf_counter()
         if self.results.privacy:
             record_asked(self._asked, report)
@@ -164,12 +144,11 @@ class Run:
         return report
 
     def _collect(self, context: RoundContext, clients: Sequence[ClientInfo], report: RoundReport) -> RoundAggregator:
-        seen = np.array(context.schedule.seen_classes(context.task))
-
         def measure(update: Update) -> list[float]:
             if not (self.config.federated_bias and context.ends_task):
                 return []
             with self.results.measure_seconds("federated_bias"):
+                seen = np.array(context.seen_classes)
                 return response_entropies(self.model, [update], self.scenario.dataset, seen)
 
         aggregator = RoundAggregator(self.config, self.strategy, self.model, context, clients)
@@ -189,7 +168,7 @@ class Run:
                 "round": context.round + 1,
                 "server-round": context.server_round,
                 "ends-task": context.ends_task,
-                "classes": context.schedule.current_classes(context.task),
+                "classes": context.current_classes,
                 "run-config": json.dumps(self.config.for_clients()),
                 "backbone-sha256": self.model.backbone.sha256,
                 **(self.plan.message() if self.plan else {}),
@@ -230,13 +209,15 @@ class Run:
                 raise RunError(f"no round of task {report.task} gave a usable model: lower the server's learning rate.")
 
     def _evaluate(self, context: RoundContext, report: RoundReport) -> None:
+        dataset = self.scenario.dataset
         with self.results.measure_seconds("evaluate"):
             if self.config.evaluate == "clients":
-                clients, dataset = self.registry.clients, self.scenario.dataset
+                clients = self.registry.clients
                 replies = self.exchange("evaluate", context, clients, self.model.export())
                 counts = sum_client_counts(replies, clients, dataset, context, self.config, report)
             else:
-                counts = count_on_server(self.model, self.scenario.dataset, context)
+                positions = np.arange(len(dataset.test_labels))
+                counts = confusion_counts(self.model, dataset, np.array(context.seen_classes), positions)
         self.results.add_evaluation(context.task, counts)
 
     def _add_task(self) -> bool:
@@ -287,7 +268,7 @@ class Run:
         log.info("\n".join(describe_round(line, context.server_round)))
 
     def _write_model(self, context: RoundContext) -> None:
-        dataset, class_ids = self.scenario.dataset, context.schedule.seen_classes(context.task)
+        dataset, class_ids = self.scenario.dataset, context.seen_classes
         metadata = ModelMetadata(
             config=self.config.flat(),
             class_ids=class_ids,

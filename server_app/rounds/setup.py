@@ -23,10 +23,9 @@ POLL = 30.0  # seconds between two looks for new classes
 
 
 def connect_clients(config: Config, transport: Transport) -> tuple[Config, ClientRegistry]:
-    """Wait for the nodes and ask them who they are; settings, weights and data are checked before.
+    """Wait for the nodes and ask them who they are; returns the run keys with the number of clients, and the clients.
 
-    Returns:
-        the run keys with the number of clients, and the clients.
+    Settings, weights and data are checked before.
 
     Raises:
         ConfigError: settings, weights, data or partitions that cannot work.
@@ -77,13 +76,6 @@ def log_tasks(scenario: Scenario, first: int = 0) -> None:
     """Log the classes of each task from ``first`` on, counted from 0."""
     for task, classes in enumerate(scenario.schedule.tasks[first:], first + 1):
         log.info("classes of task %d: %s", task, ", ".join(scenario.dataset.class_names[c] for c in classes))
-
-
-def log_sharing(sharing: dict[str, int]) -> None:
-    """Log how many classes clients with class sequences of their own have in common, see Results.sharing."""
-    if sharing:
-        log.info("each client has %(common)d common classes and %(private)d private ones", sharing)
-        log.info("%(overlap)d of the private places repeat a class of another client", sharing)
 
 
 def wait_for_new_classes(config: Config, plan: TaskPlan | None, registry: ClientRegistry) -> TaskPlan | None:

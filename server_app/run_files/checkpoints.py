@@ -15,10 +15,9 @@ from task.utils.atomic import write_atomically
 log = logging.getLogger(__name__)
 
 KEPT = 2
-State = dict[str, Any]
 
 
-def write_checkpoint(folder: Path, server_round: int, state: State) -> None:
+def write_checkpoint(folder: Path, server_round: int, state: dict[str, Any]) -> None:
     """Save the state after ``server_round`` and delete all but the last two; an OSError leaves the earlier ones."""
     folder.mkdir(exist_ok=True)
     content = pickle.dumps(state)
@@ -27,7 +26,7 @@ def write_checkpoint(folder: Path, server_round: int, state: State) -> None:
         old.unlink()
 
 
-def read_checkpoint(folder: Path) -> State:
+def read_checkpoint(folder: Path) -> dict[str, Any]:
     """The newest undamaged state; the log names damaged ones.
 
     Raises:

@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 from server_app.errors import LaunchError
 from task.config.schema import Config
 from task.keys import ConfigError
+from task.utils.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -109,9 +110,8 @@ def mark_failed(directory: Path, reason: str) -> None:
     """Note the end of a run whose process was killed before it could; another's end stays as it is."""
     results = read_results(directory)
     if results.get("status") == "running":
-        part = directory / "results.json.part"
-        part.write_text(json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n")
-        part.replace(directory / "results.json")
+        content = json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n"
+        write_atomically(directory / "results.json", content.encode())
 
 
 def resolve_output_dir(output_dir: str) -> Path:

@@ -52,7 +52,10 @@ class Results:
     def __init__(self, directory: Path, config: Config, scenario: Scenario) -> None:
         tasks = [list(classes) for classes in scenario.schedule.tasks]
         self.directory, self.config, self.tasks = directory, config, tasks
-        self.class_names, self.sharing = scenario.dataset.class_names, sharing(config, scenario)
+        self.class_names, self.sharing = scenario.dataset.class_names, dict[str, int]()
+        if scenario.streams:  # clients have class sequences of their own: common, private and repeated private classes
+            sizes = consensus_sizes(len(self.class_names), config.num_clients, config.consensus_rate)
+            self.sharing = sizes._asdict()
         self.matrix: list[list[float | None]] = [[None] * len(tasks) for _ in tasks]
         self.seen: list[float | None] = [None] * len(tasks)
         self.per_class: dict[str, float | None] = {}
@@ -88,10 +91,6 @@ class Results:
         self.seen, self.distances = [*self.seen, None], [*self.distances, None]
         self.entropies = [*self.entropies, []]
 
-    def add_round(self, report: RoundReport) -> None:
-        """Note a finished round."""
-        self.rounds.append(report)
-
     def add_training(self, metrics: Sequence[Mapping[str, int | float]], report: RoundReport) -> None:
         """Note what the clients of a round have measured; ``metrics`` of each that has trained."""
         trained = [m for m in metrics if math.isfinite(m.get("loss", math.nan))]
@@ -124,10 +123,7 @@ class Results:
     def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:
         """Note the federated bias of the local models of ``task`` (from 0).
 
-        Args:
-            task: from 0.
-            entropies: of their responses in nats; empty if they are not measured.
-            distance: between their prototypes; NaN if no two clients hold the same class.
+        The entropies of their responses, in nats, may not be measured; the distance of their prototypes may be NaN.
         """
         self.entropies[task] = list(entropies)
         self.distances[task] = distance if math.isfinite(distance) else None
@@ -156,10 +152,7 @@ class Results:
             "schema": SCHEMA,
             "status": self.status,
             **({"error": self.error} if self.error else {}),
-            "method": self.config.method,
-            "prompt": self.config.prompt,
-            "dataset": self.config.dataset,
-            "seed": self.config.seed,
+            **{key: getattr(self.config, key) for key in ("method", "prompt", "dataset", "seed")},
             "num_tasks": len(self.tasks),
             "rounds_per_task": self.config.rounds_per_task,
             "class_order": [c for classes in self.tasks for c in classes],
@@ -215,13 +208,6 @@ class Results:
             "bytes_up_per_client_round": up / exchanges,
             "bytes_down_per_client_round": down / exchanges,
         }
-
-
-def sharing(config: Config, scenario: Scenario) -> dict[str, int]:
-    """Where clients have class sequences of their own: numbers of common, private and repeated private classes."""
-    if not scenario.streams:
-        return {}
-    return consensus_sizes(len(scenario.dataset.class_names), config.num_clients, config.consensus_rate)._asdict()
 
 
 def _accuracy(correct: int, total: int) -> float | None:

@@ -37,13 +37,9 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
     if read_results(directory).get("status") == "finished":
         raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
-    location: dict[str, Scalar] = {
-        "resume": str(directory),
-        "output-dir": str(directory.parent),
-        "run-name": directory.name,
-    }
     given = {name: values[name] for name in free if values.get(name, keys[name].default) != keys[name].default}
-    return {name: value for name, value in saved.items() if name in keys} | given | location
+    given |= {"resume": str(directory), "output-dir": str(directory.parent), "run-name": directory.name}
+    return {name: value for name, value in saved.items() if name in keys} | given
 
 
 def require_same_backbone(directory: Path, backbone_sha256: str) -> None:

@@ -33,13 +33,7 @@ class TensorBoardWriter:
             self._writer = SummaryWriter(str(directory / FOLDER), purge_step=finished_rounds + 1)
 
     def add(self, line: Mapping[str, Any], accuracies: Sequence[float | None], number: int) -> None:
-        """Note a round.
-
-        Args:
-            line: of rounds.jsonl.
-            accuracies: on each task at the end of the current one; None where not measured.
-            number: of the round within the run, from 1.
-        """
+        """Note a round, counted from 1: its line of rounds.jsonl, and the accuracies on each task so far."""
         if self._writer is None:
             return
         scalars = {

@@ -43,12 +43,9 @@ class GridTransport:
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
         """Send one packet to each node; yields one reply per addressed node as they come.
 
-        Args:
-            kind: which handler of the client answers.
-            packets: by node id; left as they are. An array that several packets share is serialised once.
-            timeout: seconds of waiting, without the time that the caller spends between two replies. A node that is
-                still busy with an earlier message gets this one as soon as it is free; the exchange ends without it
-                when all others have answered.
+        An array that several packets share is serialised once. The time that the caller spends between two replies does
+        not count for the timeout. A node that is still busy with an earlier message gets this one as soon as it is
+        free; the exchange ends without it when all others have answered.
 
         Raises:
             TypeError, ValueError: a packet holds something that cannot travel.
@@ -58,8 +55,8 @@ class GridTransport:
             while not exchange.finished() and (waited := exchange.seconds_waited()) < timeout:
                 exchange.send()
                 yield from exchange.collect()
-                if not exchange.finished():
-                    time.sleep(min(timeout - waited, _pause(waited)))
+                if not exchange.finished():  # the next poll is after a twentieth of the time waited so far, 0.1 to 2 s
+                    time.sleep(min(timeout - waited, 2.0, max(0.1, waited / 20)))
         finally:
             failed = exchange.close(timeout)
         yield from failed
@@ -78,21 +75,13 @@ def readable_reason(error: Error) -> str:
 
 @dataclass(frozen=True)
 class _Envelope:
-    """A message to a node and what is known of it.
+    """A message to a node and what is known of it."""
 
-    Attributes:
-        node: its id.
-        size: bytes of the packet.
-        expires: time after which Flower no longer knows the message, in seconds since 1970.
-        message: None once it is sent, to free its memory.
-        started: when the node was last started before the message was sent; empty where that is unknown.
-    """
-
-    node: int
-    size: int
-    expires: float
-    message: Message | None
-    started: str = ""
+    node: int  # its id
+    size: int  # bytes of the packet
+    expires: float  # time after which Flower no longer knows the message, in seconds since 1970
+    message: Message | None  # None once it is sent, to free its memory
+    started: str = ""  # when the node was last started before the message was sent; empty where that is unknown
 
 
 class _Exchange:
@@ -224,8 +213,3 @@ def _reply(envelope: _Envelope, message: Message) -> Reply:
     except Exception as error:  # an unreadable answer must not end the run
         return Reply(envelope.node, None, f"unreadable answer: {error}", envelope.size, 0)
     return Reply(envelope.node, packet, "", envelope.size, payload_bytes(packet))
-
-
-def _pause(waited: float) -> float:
-    """Seconds until the next poll: a twentieth of the time waited so far, from 0.1 to 2."""
-    return min(2.0, max(0.1, waited / 20))

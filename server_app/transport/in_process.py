@@ -24,12 +24,9 @@ class InProcessTransport:
         num_clients: int,
         node_settings: Mapping[str, Scalar] | Sequence[Mapping[str, Scalar]] | None = None,
     ) -> None:
-        """Build the nodes; nothing runs yet.
+        """Build the nodes from the run's flat configuration; nothing runs yet.
 
-        Args:
-            values: the run's flat configuration, as every node gets it.
-            num_clients: how many nodes there are.
-            node_settings: node config of every node, or of each, beside its partition-id and num-partitions.
+        ``node_settings`` is the node config of every node, or of each, beside its partition-id and num-partitions.
         """
         all_settings = node_settings or {}
         by_node = [all_settings] * num_clients if isinstance(all_settings, Mapping) else all_settings
