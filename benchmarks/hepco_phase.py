@@ -29,8 +29,8 @@ from torch import Tensor
 
 import strategies.hepco
 from strategies.base import RoundContext, Update
-from strategies.generator import Generator, Latent, PromptGap, Source, Teachers, generator_loss
 from strategies.hepco import HePCo, distil, distil_head, draw_batches, prompt_loss
+from strategies.hepco_generator import Generator, PromptGap, SampleSource, StackedModels, Teachers, generator_loss
 from task.config.parsing import parse
 from task.config.schema import Config
 from task.message import Arrays
@@ -65,7 +65,7 @@ class Server:
         self.clients, self.backbone = size.clients, SimpleNamespace(dim=size.dim)
         self.prompt, self.head = DecomposedPrompt(range(BLOCKS), size.pool, LENGTH, size.dim, 0), Head(size.dim, 0)
         self.head.grow(CLASSES)
-        self.previous = Latent.stack([self.shared_state()])
+        self.previous = StackedModels.stack([self.shared_state()])
         self.head.grow(CLASSES)
 
     def shared_state(self) -> dict[str, Tensor]:
@@ -86,13 +86,13 @@ class Server:
             yield Update(f"client {m}", 1, arrays, statistics)
 
 
-def ours(size: Size, config: Config) -> tuple[dict[str, float], list[Source]]:
+def ours(size: Size, config: Config) -> tuple[dict[str, float], list[SampleSource]]:
     """Seconds of each phase of a whole refinement in the second task's last round; the sources that it trained."""
-    server, strategy, sources, seconds = Server(size), HePCo(config), list[Source](), dict[str, float]()
+    server, strategy, sources, seconds = Server(size), HePCo(config), list[SampleSource](), dict[str, float]()
     strategy.previous, strategy.counts = Teachers(server.previous, torch.ones(1, CLASSES)), torch.ones(CLASSES)
     answers, context = list[Update](), RoundContext(Schedule([range(CLASSES), range(CLASSES, 2 * CLASSES)], 1), 2)
 
-    def timed(prompt: DecomposedPrompt, head: Head, trained: list[Source], *rest: Any) -> Any:
+    def timed(prompt: DecomposedPrompt, head: Head, trained: list[SampleSource], *rest: Any) -> Any:
         sources.extend(trained)
         started = time.perf_counter()
         distilled = distil(prompt, head, trained, *rest)
@@ -131,7 +131,9 @@ def direct_gap(z: Tensor, labels: Tensor, keys: Tensor, pools: Tensor, teachers:
     return total
 
 
-def direct_generator_loss(z: Tensor, labels: Tensor, source: Source, server: Latent, options: HePCoOptions) -> Tensor:
+def direct_generator_loss(
+    z: Tensor, labels: Tensor, source: SampleSource, server: StackedModels, options: HePCoOptions
+) -> Tensor:
     """Eq. 2 to 5 teacher by teacher."""
     heads, rows = source.teachers.models, source.teachers.models.bias.shape[1]
     total = -options.lambda_mse * direct_gap(z, labels, server.keys[:, 0], server.pools[:, 0], source.teachers)
@@ -159,10 +161,10 @@ def seconds_per_step(step: Callable[[], Tensor], parameters: list[Tensor], steps
     return (time.perf_counter() - started) / steps
 
 
-def direct(size: Size, options: HePCoOptions, sources: Sequence[Source]) -> dict[str, float]:
+def direct(size: Size, options: HePCoOptions, sources: Sequence[SampleSource]) -> dict[str, float]:
     """Seconds of each phase of the direct form, extrapolated but for the head, whose distillation is ours."""
     server = Server(size)
-    latent = Latent.stack([server.shared_state()])
+    latent = StackedModels.stack([server.shared_state()])
     seconds = dict.fromkeys(PHASES, 0.0)
     started = time.perf_counter()
     distil_head(server.head, draw_batches(sources, options.head_steps), options, Event())
@@ -170,10 +172,10 @@ def direct(size: Size, options: HePCoOptions, sources: Sequence[Source]) -> dict
     for source in sources:
         source.generator.train()
 
-        def generate(source: Source = source) -> Tensor:
+        def generate(source: SampleSource = source) -> Tensor:
             return direct_generator_loss(*source.draw(options.batch_size), source, latent, options)
 
-        def follow(source: Source = source) -> Tensor:
+        def follow(source: SampleSource = source) -> Tensor:
             z, labels = source.draw(source.size)
             return direct_prompt_loss(server.prompt, z.detach(), labels, source.teachers)
 
@@ -188,10 +190,10 @@ def direct(size: Size, options: HePCoOptions, sources: Sequence[Source]) -> dict
 def check(size: Size, options: HePCoOptions) -> None:
     """Print how far apart the two forms are on the same samples: relative difference of gradients."""
     server, rng = Server(size), torch_rng(0, "check")
-    latent = Latent.stack([server.shared_state()])
+    latent = StackedModels.stack([server.shared_state()])
     arrays = [{n: torch.from_numpy(a) for n, a in u.arrays.items()} for u in server.answers()]
-    teachers = Teachers(Latent.stack(arrays), torch.ones(size.clients, 2 * CLASSES))
-    source = Source(teachers, Generator(2 * CLASSES, size.dim, options, rng), rng, 8)
+    teachers = Teachers(StackedModels.stack(arrays), torch.ones(size.clients, 2 * CLASSES))
+    source = SampleSource(teachers, Generator(2 * CLASSES, size.dim, options, rng), rng, 8)
     z, labels = source.draw(source.size)
     z = z.detach().requires_grad_()
     pair = [

@@ -168,7 +168,7 @@ def _train(request: Request) -> Packet:
     data = LocalData(dataset.train_images, task_data.positions, scenario.rows[labels], augmentation)
     stream = random_stream(config, request.node), request.number("server-round")
     mechanism = GaussianMechanism.of(config, *stream)
-    if config.row.client:
+    if config.method_row.objective:
         answer.metrics |= _fit(request, model, data, torch_rng(config.seed, "local", *stream))
         answer.arrays = mechanism.arrays(to_arrays(model.trained_state()), packet.arrays)
     if mechanism.noise:
@@ -191,7 +191,7 @@ def _load_model(request: Request, scenario: Scenario) -> Model:
 def _fit(request: Request, model: Model, data: LocalData, rng: torch.Generator) -> dict[str, float]:
     """Train in place; returns loss, accuracy and seconds, with noise the seconds alone."""
     config, started = request.config, time.perf_counter()
-    objective = load_class(config.row.client)(config, request.packet)
+    objective = load_class(config.method_row.objective)(config, request.packet)
     loss, accuracy = train_locally(model, objective, data, config, rng)
     metrics = {} if config.privacy_noise else {"loss": loss, "accuracy": accuracy}
     return metrics | {"seconds-train": time.perf_counter() - started}
@@ -202,7 +202,7 @@ def _collect_statistics(
 ) -> Arrays:
     """What the method sends beside arrays, of the classes with at least min-class-count images."""
     config = request.config
-    statistics = load_class(config.row.statistics)()
+    statistics = load_class(config.method_row.statistics)()
     counted = np.bincount(labels)[labels] >= config.min_class_count
     too_early = statistics.at_task_end and not request.packet.config["ends-task"]
     if not statistics.carries or too_early or not counted.any():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from strategies.base import RoundContext, Strategy, Update, join_statistics
-from strategies.rebalancing import RebalanceSettings, rebalance, replace_classes
+from strategies.rebalancing import RebalanceSettings, rebalance, replace_class_gaussians
 from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import CCVROptions
@@ -41,7 +41,7 @@ class CCVR(Strategy):
         if self.reports:
             merged = merge_by_class(list(self.reports.values()))
             reported = prepare_gaussians([merged], self.options.packing).to(model.device)
-            self.prototypes, self.reports = replace_classes(self.prototypes, reported), {}
+            self.prototypes, self.reports = replace_class_gaussians(self.prototypes, reported), {}
         if self.prototypes is None:
             return {}
         rng = torch_rng(self.config.seed, "calibrate", context.server_round, device=model.device)

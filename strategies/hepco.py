@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strategies.base import RoundContext, Strategy, Update
-from strategies.generator import Generator, Latent, Source, Teachers, minimise, train_generator
+from strategies.hepco_generator import Generator, SampleSource, StackedModels, Teachers, minimise, train_generator
 from task.config.schema import Config
 from task.keys import ConfigError
 from task.message import Arrays
@@ -56,7 +56,7 @@ class HePCo(Strategy):
         metrics = self._consolidate(model, [u for u in updates if u.statistics], context) if self.answers else {}
         self.answers = {}
         if context.ends_task and self.counts.any():  # a server that nobody has taught teaches nothing
-            self.previous = Teachers(Latent.stack([model.shared_state()]), self.counts[None].to(model.device))
+            self.previous = Teachers(StackedModels.stack([model.shared_state()]), self.counts[None].to(model.device))
         return metrics
 
     def _consolidate(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
@@ -64,22 +64,22 @@ class HePCo(Strategy):
         self.counts = counts.sum(dim=0) + F.pad(self.counts, (0, counts.shape[1] - len(self.counts)))
         arrays = [self.answers.pop(update.client) for update in updates]
         models = [{name: torch.from_numpy(a).to(model.device) for name, a in each.items()} for each in arrays]
-        clients = Teachers(Latent.stack(models), counts.to(model.device))
+        clients = Teachers(StackedModels.stack(models), counts.to(model.device))
         del arrays, models  # as large as their copies
         sources = [self._source(model, clients, self.options.batch_size, context, 0)]
         if self.previous and self.options.replay_size:
             sources.append(self._source(model, self.previous, self.options.replay_size, context, 1))
-        server = Latent.stack([model.shared_state()])
-        losses = side_by_side([partial(train_generator, s, server, self.options) for s in sources], model.device)
+        server = StackedModels.stack([model.shared_state()])
+        losses = run_in_threads([partial(train_generator, s, server, self.options) for s in sources], model.device)
         metrics = dict(zip(("generator-loss", "replay-generator-loss"), losses, strict=False))
         prompts, head = distil(model.prompt, model.head, sources, self.options)  # type: ignore[arg-type]  # the table gives HePCo this prompt
         return metrics | {"prompt-distillation-loss": prompts, "head-distillation-loss": head}
 
-    def _source(self, model: Model, teachers: Teachers, size: int, context: RoundContext, place: int) -> Source:
+    def _source(self, model: Model, teachers: Teachers, size: int, context: RoundContext, place: int) -> SampleSource:
         start = torch_rng(self.config.seed, "generator", context.server_round, place)
         rng = torch_rng(self.config.seed, "latent", context.server_round, place, device=model.device)
         generator = Generator(teachers.counts.shape[1], model.backbone.dim, self.options, start).to(model.device)
-        return Source(teachers, generator, rng, size)
+        return SampleSource(teachers, generator, rng, size)
 
 
 def class_counts(updates: Sequence[Update], order: Sequence[int]) -> Tensor:
@@ -90,7 +90,7 @@ def class_counts(updates: Sequence[Update], order: Sequence[int]) -> Tensor:
     return torch.from_numpy(counts[:, list(order)])
 
 
-def side_by_side(jobs: Iterable[Callable[[Event], float]], device: torch.device) -> list[float]:
+def run_in_threads(jobs: Iterable[Callable[[Event], float]], device: torch.device) -> list[float]:
     """Results of independent jobs in threads: one on a GPU, else as many as there are cores beside torch's own threads.
 
     How many changes no result. Torch's threads wait for each other in every product, which is slow on busy cores. Each
@@ -105,7 +105,9 @@ def side_by_side(jobs: Iterable[Callable[[Event], float]], device: torch.device)
             stop.set()
 
 
-def distil(prompt: DecomposedPrompt, head: Head, sources: list[Source], options: HePCoOptions) -> tuple[float, float]:
+def distil(
+    prompt: DecomposedPrompt, head: Head, sources: list[SampleSource], options: HePCoOptions
+) -> tuple[float, float]:
     """Prompts and head, in place (step 4); returns the last batch's loss per sample of each.
 
     The head and each block are distilled side by side: they share nothing but the sources of samples.
@@ -114,11 +116,11 @@ def distil(prompt: DecomposedPrompt, head: Head, sources: list[Source], options:
     blocks = range(len(prompt.blocks))
     jobs = [partial(distil_block, prompt, j, block_steps(sources, batches, j), options) for j in blocks]
     jobs.append(partial(distil_head, head, draw_batches(sources, options.head_steps), options))
-    *prompt_losses, head_loss = side_by_side(jobs, prompt.pool.device)
+    *prompt_losses, head_loss = run_in_threads(jobs, prompt.pool.device)
     return sum(prompt_losses) / sum(source.size for source in sources), head_loss
 
 
-def draw_batches(sources: Sequence[Source], steps: int) -> Pairs:
+def draw_batches(sources: Sequence[SampleSource], steps: int) -> Pairs:
     """For each step samples of all sources [B, D], without gradient, and their head rows [B]."""
     for _ in range(steps):
         with torch.no_grad():
@@ -126,7 +128,7 @@ def draw_batches(sources: Sequence[Source], steps: int) -> Pairs:
         yield torch.cat(samples), torch.cat(labels)
 
 
-def block_steps(sources: Sequence[Source], batches: Pairs, block: int) -> Pairs:
+def block_steps(sources: Sequence[SampleSource], batches: Pairs, block: int) -> Pairs:
     """Samples [B, D] of each batch and their targets in a block, sum_c w_c rho(z; c) over their own source [B, V]."""
     targets, sizes = [source.teachers.targets(block) for source in sources], [source.size for source in sources]
     for z, labels in batches:

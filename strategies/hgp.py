@@ -1,11 +1,15 @@
-"""HGP, server half: class Gaussians, hierarchical sampling, classifier rebalancing (Salami et al. 2024)."""
+"""HGP, server half: class Gaussians, hierarchical sampling, classifier rebalancing (Salami et al. 2024).
+
+Clients train by the plain objective (client_app/objectives/base.py) and send task.prototypes.statistics:GaussianStatistics;
+the prompt is task/prompts/shared.py; the run keys are HGPOptions in task/method_options.py.
+"""
 
 from collections.abc import Sequence
 
 import torch
 
 from strategies.base import RoundContext, Strategy, Update
-from strategies.rebalancing import RebalanceSettings, rebalance, replace_classes
+from strategies.rebalancing import RebalanceSettings, rebalance, replace_class_gaussians
 from task.config.schema import Config
 from task.method_options import HGPOptions
 from task.models.model import Model
@@ -16,7 +20,7 @@ from task.utils.seeding import torch_rng
 class HGP(Strategy):
     """FedAvg (eq. 3), then the head is retrained on features drawn from the class mixtures (eq. 6 and 7).
 
-    ``prototypes`` are the Gaussians of all clients and seen classes, as last reported.
+    ``prototypes`` are the Gaussians of each seen class, from the last round in which any client reported it.
     """
 
     options: HGPOptions
@@ -30,7 +34,7 @@ class HGP(Strategy):
         reports = [u.statistics for u in updates if u.statistics]
         if reports:
             reported = prepare_gaussians(reports, self.options.packing).to(model.device)
-            self.prototypes = replace_classes(self.prototypes, reported)
+            self.prototypes = replace_class_gaussians(self.prototypes, reported)
         if self.prototypes is None:
             return {}
         # all is the paper's method, the others are ablations of its table 3

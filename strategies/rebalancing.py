@@ -33,7 +33,7 @@ class RebalanceSettings:
         return cls(**{f.name: getattr(options, f.name) for f in fields(cls) if hasattr(options, f.name)})
 
 
-def replace_classes(stored: Gaussians | None, reported: Gaussians) -> Gaussians:
+def replace_class_gaussians(stored: Gaussians | None, reported: Gaussians) -> Gaussians:
     """As :func:`strategies.base.replace_classes`; the papers do not treat a class that no client reports in a round."""
     if stored is None:
         return reported

@@ -174,9 +174,9 @@ class Method:
     Attributes:
         name: of the method; its own run keys begin with it.
         prompts: what the run key ``prompt`` may be, the default first.
-        client: ``module:class`` of the local objective; empty for a method that trains nothing.
+        objective: ``module:class`` of the local objective; empty for a method that trains nothing.
         statistics: ``module:class`` of what clients send beside arrays.
-        server: ``module:class`` of the strategy.
+        strategy: ``module:class`` of the strategy.
         options: the class of its own run keys.
         defaults: of shared run keys that are left at "auto".
         pooled: the first client drawn in a round has all images of all tasks so far, the others have none.
@@ -186,9 +186,9 @@ class Method:
 
     name: str
     prompts: tuple[str, ...]
-    client: str
+    objective: str
     statistics: str
-    server: str
+    strategy: str
     options: type[Options] = Options
     defaults: dict[str, Scalar] = field(default_factory=dict)
     pooled: bool = False

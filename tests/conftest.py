@@ -33,7 +33,7 @@ QUICK: dict[str, dict[str, Scalar]] = {
 def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process draw no pictures, which take longer than all else, unless the test is about them."""
     if not request.node.get_closest_marker("pictures"):
-        monkeypatch.setattr("server_app.rounds.drawing.write_report", lambda folders: [])
+        monkeypatch.setattr("server_app.rounds.report_drawer.write_report", lambda folders: [])
 
 
 @pytest.fixture

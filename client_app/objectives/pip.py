@@ -50,7 +50,7 @@ class InjectedPrototypes(Objective):
         """Statistics of the local images; ``class_ids`` are places among the current classes here."""
         features = extract_features(model, data.images, data.positions)
         targets = model.local_targets(torch.from_numpy(data.rows).to(model.device))
-        return load_class(self.config.row.statistics)().compute(features, targets, self.options)
+        return load_class(self.config.method_row.statistics)().compute(features, targets, self.options)
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean over images and injected prototypes alike; logits [B, current classes] are those of the images."""

@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+DEVICES = "auto, cpu, cuda or cuda:N (default: auto)"
+MODELS = "a run's folder, or a file that fcil export wrote"
 OK, FAILED, MISTAKE = 0, 1, 2  # exit codes; 128 + the signal's number when one ended the run
 
 

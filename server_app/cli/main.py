@@ -3,20 +3,19 @@
 import argparse
 from collections.abc import Sequence
 
-from server_app.cli import commands
+from server_app.cli import bench, doctor, export, predict, privacy, report, run
 from server_app.cli.common import FAILED, MISTAKE, complain
-from server_app.cli.run import describe_run
 from server_app.errors import ExportError, LaunchError, PicturesUnavailable, ReportError
 from task.keys import ConfigError, ModelError
 
 COMMANDS = {
-    "run": (describe_run, "run an experiment in simulation, on this machine"),
-    "report": (commands.describe_report, "tables and pictures of one run, or of several compared"),
-    "bench": (commands.describe_bench, "a suite of runs, those left to do, and their table"),
-    "predict": (commands.describe_predict, "classes of images, by the model of a run"),
-    "export": (commands.describe_export, "the model of a run as one file for use elsewhere"),
-    "privacy": (commands.describe_privacy, "attack the class statistics of a run; pictures"),
-    "doctor": (commands.describe_doctor, "whether this machine can do a run, and how fast"),
+    "run": (run.describe, "run an experiment in simulation, on this machine"),
+    "report": (report.describe, "tables and pictures of one run, or of several compared"),
+    "bench": (bench.describe, "a suite of runs, those left to do, and their table"),
+    "predict": (predict.describe, "classes of images, by the model of a run"),
+    "export": (export.describe, "the model of a run as one file for use elsewhere"),
+    "privacy": (privacy.describe, "attack the class statistics of a run; pictures"),
+    "doctor": (doctor.describe, "whether this machine can do a run, and how fast"),
 }
 
 

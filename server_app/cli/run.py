@@ -19,7 +19,7 @@ from task.keys import Key
 from task.message import Scalar
 
 
-def describe_run(parser: argparse.ArgumentParser) -> None:
+def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of fcil run."""
     parser.description = (
         "Run an experiment through Flower's simulation (or without Flower, see --in-process), show its progress, and "

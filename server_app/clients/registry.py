@@ -14,7 +14,6 @@ from server_app.errors import RunError
 from server_app.transport.base import Transport
 from task.config.schema import Config
 from task.data.images import Dataset
-from task.utils.seeding import numpy_rng
 
 log = logging.getLogger(__name__)
 
@@ -96,14 +95,6 @@ class ClientRegistry:
                 "min-class-count = %d: no client has more than %d images of a class, so %s gets no statistics at all",
                 *(self.config.min_class_count, largest, self.config.method),
             )
-
-    def draw(self, server_round: int) -> list[ClientInfo]:
-        """The clients of one round: all, or ``clients-per-round`` drawn with the run's seed; sorted by name."""
-        number = self.config.clients_per_round or len(self.clients)
-        if number >= len(self.clients):
-            return list(self.clients)
-        rng = numpy_rng(self.config.seed, "participants", server_round)
-        return [self.clients[i] for i in sorted(rng.choice(len(self.clients), number, replace=False))]
 
     def admit_new(self) -> list[ClientInfo]:
         """Say hello to nodes that have connected or become free since the last hello.

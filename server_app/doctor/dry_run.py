@@ -148,7 +148,7 @@ def _time_forward(config: Config) -> Finding:
 
 
 def _time_step(config: Config) -> Finding:
-    if not config.row.client:
+    if not config.method_row.objective:
         return Finding("ok", f"method {config.method} has no training step")
     scenario = _scenario(config)
     model = build_model(config, scenario.task_sizes(0))
@@ -157,9 +157,9 @@ def _time_step(config: Config) -> Finding:
     augmentation = default_augmentation(scenario.dataset, config.augmentation)
     data = LocalData(scenario.dataset.train_images, positions, rows, augmentation)
     context = RoundContext(scenario.schedule, 1)
-    statistics = load_class(config.row.server)(config).broadcast(context)
+    statistics = load_class(config.method_row.strategy)(config).broadcast(context)
     packet = Packet(statistics=statistics, config={"task": 1, "round": 1, "classes": list(scenario.schedule.tasks[0])})
-    objective = load_class(config.row.client)(config, packet)
+    objective = load_class(config.method_row.objective)(config, packet)
     one_step = replace(config, local_epochs=1)
     seconds = _measure_seconds(lambda: train_locally(model, objective, data, one_step, torch_rng(0, "local")), model)
     return Finding("ok", f"a local step of {len(positions)} images takes {1000 * seconds:.0f} ms")

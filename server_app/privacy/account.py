@@ -39,7 +39,7 @@ def open_account(config: Config) -> dict[str, Any]:
 
 def releases_per_message(config: Config) -> int:
     """Releases of the Gaussian mechanism in one answer to a train message, each of noise multiplier z / 2."""
-    return bool(config.row.client) + load_class(config.row.statistics)().releases
+    return bool(config.method_row.objective) + load_class(config.method_row.statistics)().releases
 
 
 def record_asked(path: Path, report: RoundReport) -> None:
@@ -59,7 +59,9 @@ def require_asked_clients(account: Mapping[str, Any], path: Path, rounds: Sequen
     except (ValueError, LookupError, TypeError):
         recorded = set()
     if account and not recorded >= {(r.task, r.round) for r in rounds}:
-        raise ConfigError(f"{path} has lost lines, so that what the clients have released cannot be told: start anew.")
+        raise ConfigError(
+            f"{path} has lost lines, so that what the clients have released cannot be computed: start a new run."
+        )
 
 
 def charge(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -> dict[str, Any]:

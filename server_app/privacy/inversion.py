@@ -73,7 +73,7 @@ def attack(path: Path, client: int, target: str, num_classes: int, steps: int, d
     predictor = load_predictor(path, device)
     config = parse(predictor.metadata.config)
     torch.set_num_threads(config.threads)
-    kind = load_class(config.row.statistics)()
+    kind = load_class(config.method_row.statistics)()
     if not kind.needs_features:
         raise ConfigError(f"method {config.method!r} sends no statistics of features: there is nothing to invert.")
     if config.own_data:

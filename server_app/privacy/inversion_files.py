@@ -13,7 +13,7 @@ from task.utils.atomic import write_atomically
 NOTE = (
     "SSIM of the reconstruction and the client's own image that is most like it (1 = the same), and of it and the most "
     "similar image of the class that other clients have; real: of the client's real images and theirs. P = 1 - SSIM. "
-    "Own above others says that the statistics tell of this client's images; others about as high, of the class alone."
+    "If own is higher than others, the statistics reveal this client's images; if both are alike, only the class."
 )
 
 

@@ -53,12 +53,12 @@ def check_reply(
         raise InvalidReply(f"it has {num_held} images of the task and used none: its data-dir may have changed")
     if examples == 0:
         return Update(client.name, 0, {}, {})
-    expected = shapes if config.row.client else {}
+    expected = shapes if config.method_row.objective else {}
     if set(packet.arrays) != set(expected):
         raise InvalidReply(f"arrays {sorted(packet.arrays)} came; {sorted(expected)} were expected")
     for name, shape in expected.items():
         _check_numbers(name, packet.arrays[name], shape)
-    kind = load_class(config.row.statistics)()
+    kind = load_class(config.method_row.statistics)()
     if kind.carries and (ends_task or not kind.at_task_end) and (packet.statistics or not config.min_class_count):
         _check_statistics(kind, packet.statistics, client.class_counts, classes, shapes, config)
     elif packet.statistics:

@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from server_app.clients.client_info import ClientInfo
+from server_app.clients.sampling import sample_clients
 from server_app.errors import RunError
 from server_app.privacy.account import charge, open_account, record_asked, require_asked_clients
 from server_app.rounds.aggregation import RoundAggregator, sum_client_counts
-from server_app.rounds.drawing import ReportDrawer
 from server_app.rounds.federated_bias import local_distance, response_entropies
 from server_app.rounds.progress import describe_round
 from server_app.rounds.reply_checks import MAX_VALUE
+from server_app.rounds.report_drawer import ReportDrawer
 from server_app.rounds.setup import connect_clients, lay_out_tasks, log_tasks, plan_tasks, wait_for_new_classes
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.paths import lock_run, run_directory
@@ -70,7 +71,8 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
 class Run:
     """State of one run: its clients, the method's server half, data and tasks, the global model, what was measured.
 
-    ``plan`` is what nodes with images of their own have agreed on, None in other runs.
+    ``plan`` has the classes and tasks that the server made from the nodes' answers; None where nodes have no images of
+    their own.
     """
 
     def __init__(
@@ -84,9 +86,9 @@ class Run:
         """Set the run up; ``locks`` gets the lock of a new run's directory."""
         account = open_account(config)
         self.transport, self.directory = transport, directory
-        self._asked = directory / "checkpoint" / "asked.jsonl"
+        self._asked_path = directory / "checkpoint" / "asked.jsonl"
         self.config, self.registry = connect_clients(config, transport)
-        self.strategy: Strategy = load_class(self.config.row.server)(self.config)
+        self.strategy: Strategy = load_class(self.config.method_row.strategy)(self.config)
         checkpoint = read_checkpoint(directory / "checkpoint") if config.resume else None
         self.plan = checkpoint["plan"] if checkpoint else plan_tasks(self.config, self.registry.clients)
         self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
@@ -127,19 +129,19 @@ class Run:
         Raises:
             RunError: fewer answers than the quorum, or a task without a usable model.
         """
-        clients = self.registry.draw(context.server_round)
+        clients = sample_clients(self.registry.clients, self.config, context.server_round)
         report = RoundReport(context.task + 1, context.round + 1, [client.name for client in clients])
         self.results.rounds.append(report)
         started = time.perf_counter()
         if self.results.privacy:
-            record_asked(self._asked, report)
+            record_asked(self._asked_path, report)
         aggregator = self._collect(context, clients, report)
-        self.results.privacy = charge(self.results.privacy, self._asked, self.results.rounds)
+        self.results.privacy = charge(self.results.privacy, self._asked_path, self.results.rounds)
         self.results.add_training([update.metrics for update in aggregator.updates], report)
         self._require_quorum(report, context)
         if context.ends_task:
             self.results.add_bias(context.task, aggregator.entropies, local_distance(aggregator.updates))
-        self._improve(aggregator, context, report)
+        self._update_global_model(aggregator, context, report)
         report.seconds = time.perf_counter() - started
         return report
 
@@ -173,7 +175,7 @@ class Run:
                 "backbone-sha256": self.model.backbone.sha256,
                 **(self.plan.message() if self.plan else {}),
                 # of clients that pool their data, the first one drawn has all of it
-                **({"pool": clients[0].name} if self.config.row.pooled else {}),
+                **({"pool": clients[0].name} if self.config.method_row.pooled else {}),
             },
         )
         return self.transport.exchange(kind, {client.node: packet for client in clients}, self.config.round_timeout)
@@ -184,14 +186,14 @@ class Run:
         problem = ""
         if answered < self.config.quorum:
             problem = f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
-        elif context.ends_task and all(r.fruitless for r in self.results.rounds if r.task == report.task):
+        elif context.ends_task and all(r.all_failed for r in self.results.rounds if r.task == report.task):
             problem = "every client with data for the task has failed in each of its rounds"
         if problem:
             self.results.write_round()
             reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])
             raise RunError(f"task {report.task}, round {report.round}: {problem}. {reasons}")
 
-    def _improve(self, aggregator: RoundAggregator, context: RoundContext, report: RoundReport) -> None:
+    def _update_global_model(self, aggregator: RoundAggregator, context: RoundContext, report: RoundReport) -> None:
         """Load the mean and refine it; a model that is not finite, or absurdly large, is dropped."""
         self.results.seconds["server_aggregate"] += aggregator.seconds
         with self.results.measure_seconds("server_aggregate"):
@@ -201,7 +203,7 @@ class Run:
             metrics = self.strategy.refine(self.model, aggregator.updates, context)
         report.server = {name: value for name, value in metrics.items() if np.isfinite(value)}
         # a method that trains nothing may write what no training reaches, such as a row that must never win
-        limit = MAX_VALUE if self.config.row.client else np.finfo(np.float32).max
+        limit = MAX_VALUE if self.config.method_row.objective else np.finfo(np.float32).max
         if not all((np.abs(a) <= limit).all() for a in self.model.export().values()):
             aggregator.undo()
             report.dropped = True
@@ -252,7 +254,7 @@ class Run:
         self.model.load(checkpoint["arrays"])
         vars(self.strategy).update(checkpoint["strategy"])
         self.results.restore(checkpoint["results"])
-        require_asked_clients(self.results.privacy, self._asked, self.results.rounds)
+        require_asked_clients(self.results.privacy, self._asked_path, self.results.rounds)
         log.info("going on after round %d of %d", context.server_round, self.scenario.schedule.total_rounds)
         return context.server_round
 

@@ -14,7 +14,7 @@ from task.utils.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 
-KEPT = 2
+KEEP_LAST = 2
 
 
 def write_checkpoint(folder: Path, server_round: int, state: dict[str, Any]) -> None:
@@ -22,7 +22,7 @@ def write_checkpoint(folder: Path, server_round: int, state: dict[str, Any]) -> 
     folder.mkdir(exist_ok=True)
     content = pickle.dumps(state)
     write_atomically(folder / f"{server_round:06d}.ckpt", hashlib.sha256(content).digest() + content)
-    for old in sorted(folder.glob("*.ckpt"))[:-KEPT]:
+    for old in sorted(folder.glob("*.ckpt"))[:-KEEP_LAST]:
         old.unlink()
 
 
@@ -38,4 +38,6 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         if hashlib.sha256(content).digest() == digest:
             return pickle.loads(content)
         log.warning("%s is damaged: going on from the checkpoint before it", path)
-    raise ConfigError(f"resume: {folder} holds no whole checkpoint; the run ended in its first round. Start it anew.")
+    raise ConfigError(
+        f"resume: {folder} holds no whole checkpoint: the run ended in its first round, or all are damaged. Start it anew."
+    )

@@ -31,7 +31,9 @@ def project_folder() -> Path:
     for folder in (Path(__file__).parents[2], Path.cwd(), *Path.cwd().parents):
         if (folder / "Makefile").is_file() and (folder / "server_app" / "app.py").is_file():
             return folder.resolve()
-    raise LaunchError("Flower runs a project's folder, and this is none: go to a checkout, or add --in-process.")
+    raise LaunchError(
+        "Flower runs a project's folder, and this is no project folder: go to a checkout, or add --in-process."
+    )
 
 
 def run_directory(config: Config) -> Path:
@@ -44,7 +46,7 @@ def run_directory(config: Config) -> Path:
     """
     # two runs may start in the same second
     unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    name = config.run_name or f"{config.row.name}-{config.dataset}-seed{config.seed}-{unique}"
+    name = config.run_name or f"{config.method_row.name}-{config.dataset}-seed{config.seed}-{unique}"
     directory = resolve_output_dir(config.output_dir) / name
     try:
         taken = (directory / "results.json").exists()

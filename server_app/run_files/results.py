@@ -25,7 +25,7 @@ SCHEMA = 1
 
 @dataclass
 class RoundReport:
-    """One finished round; task and round count from 1."""
+    """One round, filled in while it runs; task and round count from 1."""
 
     task: int
     round: int
@@ -41,7 +41,7 @@ class RoundReport:
     seconds: float = 0.0
 
     @property
-    def fruitless(self) -> bool:
+    def all_failed(self) -> bool:
         """Whether every client with data has failed."""
         return bool(self.failures) and len(self.failures) + len(self.idle) == len(self.participants)
 

@@ -45,25 +45,25 @@ def _check_prompt(config: Config) -> None:
 
 
 def _check_method(config: Config) -> None:
-    if config.prompt not in config.row.prompts:
+    if config.prompt not in config.method_row.prompts:
         raise ConfigError(
             f"prompt = {config.prompt!r} does not go with method {config.method!r}, "
-            f"which takes {', '.join(config.row.prompts)}."
+            f"which takes {', '.join(config.method_row.prompts)}."
         )
-    if config.asynchronous and not config.row.asynchronous:
+    if config.asynchronous and not config.method_row.asynchronous:
         able = ", ".join(row.name for row in METHODS.values() if row.asynchronous)
         raise ConfigError(
             f"partition = {config.partition!r} does not go with method = {config.method!r}: "
             f"of clients that have class sequences of their own only {able} can learn."
         )
-    if config.federated_bias and not config.row.client:
+    if config.federated_bias and not config.method_row.objective:
         raise ConfigError(f"federated-bias = True is not possible: method {config.method!r} trains no local model.")
 
 
 def _check_backbone(config: Config) -> None:
     if config.backbone not in FROM_SCRATCH:
         return
-    if config.row.backbone == "frozen" or config.prompt != "none":
+    if config.method_row.backbone == "frozen" or config.prompt != "none":
         fitting = [m.name for m in METHODS.values() if m.backbone != "frozen" and "none" in m.prompts]
         raise ConfigError(
             f"backbone = {config.backbone!r} is trained from scratch and has no blocks to prompt, which does not go "
@@ -88,8 +88,8 @@ def _check_own_data(config: Config) -> None:
         return
     if config.evaluate == "server":
         raise ConfigError(f"evaluate = 'server' is not possible with dataset {OWN!r}: only the clients have images.")
-    if config.row.pooled or config.federated_bias:
-        what = f"method = {config.method!r}" if config.row.pooled else "federated-bias = True"
+    if config.method_row.pooled or config.federated_bias:
+        what = f"method = {config.method!r}" if config.method_row.pooled else "federated-bias = True"
         raise ConfigError(f"{what} is not possible with dataset {OWN!r}: the server has none of the nodes' images.")
 
 
@@ -100,12 +100,12 @@ def _check_bounds(config: Config) -> None:
             "clients; 0 means no bound."
         )
     for name, value in {"norm": config.max_update_norm, "ratio": config.max_update_ratio}.items():
-        if value and not config.row.client:
+        if value and not config.method_row.objective:
             raise ConfigError(f"max-update-{name} = {value:g} would be ignored: {config.method!r} trains no arrays.")
 
 
 def _check_privacy(config: Config) -> None:
-    row, usual = config.row, defaults()
+    row, usual = config.method_row, defaults()
     values = {name: getattr(config, name.replace("-", "_")) for name in keys_affecting("privacy")}
     changed = {name: value for name, value in values.items() if value != usual[name]}
     if not changed:
@@ -113,7 +113,7 @@ def _check_privacy(config: Config) -> None:
     kind = load_class(row.statistics)()  # here and not above: it loads torch
     unread = {
         "min-class-count": "" if kind.carries else f"method {config.method!r} sends no class statistics",
-        "privacy-clip": "" if row.client else f"method {config.method!r} trains no arrays",
+        "privacy-clip": "" if row.objective else f"method {config.method!r} trains no arrays",
         "privacy-feature-clip": "" if kind.needs_features else f"method {config.method!r} sends no feature statistics",
         "privacy-seeded": "" if config.privacy_noise else "privacy-noise is 0",
         "privacy-delta": "" if config.privacy_noise else "privacy-noise is 0",
@@ -128,7 +128,7 @@ def _check_privacy(config: Config) -> None:
 def _check_noise(config: Config, kind: Any) -> None:
     """Refuse noise without the bounds it needs, or in what it cannot protect; ``kind`` are the method's statistics."""
     z = f"privacy-noise = {config.privacy_noise:g}"
-    if config.row.client and not config.privacy_clip:
+    if config.method_row.objective and not config.privacy_clip:
         raise ConfigError(f"{z} needs privacy-clip above 0: without it no amount of noise protects anything.")
     if kind.needs_features and not config.privacy_feature_clip:
         raise ConfigError(f"{z} needs privacy-feature-clip above 0, as {config.method!r} sends feature statistics.")
@@ -136,8 +136,8 @@ def _check_noise(config: Config, kind: Any) -> None:
         raise ConfigError(f"{z} is not possible: method {config.method!r} sends {what}, which cannot be noised here.")
     if config.backbone in FROM_SCRATCH:
         raise ConfigError(f"{z} is not possible with {config.backbone!r}: noise makes running variances negative.")
-    if config.row.pooled or config.partition in REDRAWN:
-        what = f"method {config.method!r}" if config.row.pooled else f"partition {config.partition!r}"
+    if config.method_row.pooled or config.partition in REDRAWN:
+        what = f"method {config.method!r}" if config.method_row.pooled else f"partition {config.partition!r}"
         raise ConfigError(f"{z} is not possible with {what}: there an image is many clients', and its epsilon unknown.")
 
 

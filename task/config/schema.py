@@ -207,14 +207,14 @@ class Config:
     options: Options = field(default_factory=Options)
 
     @property
-    def row(self) -> Method:
+    def method_row(self) -> Method:
         """The method's row in the table."""
         return METHODS[self.method]
 
     @property
     def trains_backbone(self) -> bool:
         """Whether clients train the backbone too, which then travels."""
-        return self.row.backbone == "trained" or self.backbone in FROM_SCRATCH
+        return self.method_row.backbone == "trained" or self.backbone in FROM_SCRATCH
 
     @property
     def own_data(self) -> bool:
@@ -235,7 +235,7 @@ class Config:
     def flat(self) -> dict[str, Scalar]:
         """The resolved keys as users write them, with the method's own; parsing them gives an equal object."""
         values = {name: getattr(self, name.replace("-", "_")) for name in keys_of(Config)}
-        values |= {f"{self.row.name}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
+        values |= {f"{self.method_row.name}-{k.replace('_', '-')}": v for k, v in asdict(self.options).items()}
         keys = known_keys()
         unread = {name for name in values if missing_setting(keys[name], values, keys)}
         return {name: keys[name].default if name in unread else value for name, value in values.items()}
@@ -246,7 +246,7 @@ class Config:
         return {name: value for name, value in self.flat().items() if name not in hidden}
 
     def blocks(self) -> list[int]:
-        """Prompted blocks, counted from 0, ascending.
+        """PromptVectors blocks, counted from 0, ascending.
 
         Raises:
             ConfigError: ``prompt-blocks`` is neither a range nor a list of numbers from 1.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from task.models.vit import Backbone, digest
 from task.models.weights import load_strictly, read_weights
-from task.prompts.base import Prompted
+from task.prompts.base import PromptVectors
 
 
 class ResNet18(Backbone):
@@ -19,7 +19,7 @@ class ResNet18(Backbone):
         self.network = network.requires_grad_(False)
         self.eval()
 
-    def forward(self, images: Tensor, prompted: Prompted | None = None, projects: bool = False) -> Tensor:
+    def forward(self, images: Tensor, prompted: PromptVectors | None = None, projects: bool = False) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, 512]: the pooled last layer."""
         return self.network(images)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from task.keys import ConfigError
 from task.models.weights import build_vit
-from task.prompts.base import Prompted
+from task.prompts.base import PromptVectors
 
 
 class PrefixAttention(nn.Module):
@@ -110,7 +110,7 @@ class Backbone(nn.Module):
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 
-    def forward(self, images: Tensor, prompted: Prompted | None = None, projects: bool = False) -> Tensor:
+    def forward(self, images: Tensor, prompted: PromptVectors | None = None, projects: bool = False) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, D]."""
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ class ViT(Backbone):
         """Stay in evaluation mode: no drop-out and drop-path."""
         return super().train(False)
 
-    def forward(self, images: Tensor, prompted: Prompted | None = None, projects: bool = False) -> Tensor:
+    def forward(self, images: Tensor, prompted: PromptVectors | None = None, projects: bool = False) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, D]: the class token after the final norm.
 
         A ViT for which timm has another pooling gives that pooled feature. ``projects``: see :class:`PrefixAttention`.
@@ -145,7 +145,7 @@ class ViT(Backbone):
             return self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
 
     @contextmanager
-    def _holding(self, prompted: Prompted, projects: bool) -> Iterator[None]:
+    def _holding(self, prompted: PromptVectors, projects: bool) -> Iterator[None]:
         blocks, last = [self.vit.blocks[i] for i in prompted], self.vit.blocks[-1]
         try:
             first_only = bool(prompted) and self.vit.global_pool == "token" and type(last.block) is Block

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from task.config.schema import Config
 
 # Block, counted from 0 -> prefix [B or 1, 2, L_p, D] (keys, then values), or prompt tokens [B or 1, L_p, D]
-Prompted = Mapping[int, Tensor]
+PromptVectors = Mapping[int, Tensor]
 
 
 class Prompt(nn.Module):
@@ -33,7 +33,7 @@ class Prompt(nn.Module):
     def begin_task(self, task: int) -> None:
         """Make room for task ``task`` (counted from 0); called once per task, in order."""
 
-    def forward(self, query: Any) -> Prompted:
+    def forward(self, query: Any) -> PromptVectors:
         """Query, a tensor [B, D], or None where it is not needed -> vectors by block, counted from 0."""
         return {}
 

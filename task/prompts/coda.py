@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted
+from task.prompts.base import Prompt, PromptVectors
 from task.prompts.decomposed import combine
 from task.utils.seeding import torch_rng
 
@@ -53,7 +53,7 @@ class CodaPrompt(Prompt):
         for parameters, start in zip((self.keys, self.attention, self.prompts), self.starts, strict=True):
             parameters.append(nn.Parameter(start[task].clone()))
 
-    def forward(self, query: Tensor) -> Prompted:
+    def forward(self, query: Tensor) -> PromptVectors:
         """Query [B, D] -> prefixes [B, 2, L_p, D]; in training it sets the penalty, see :func:`orthogonality`."""
         keys, attention, prompts = (torch.cat(list(p), dim=1) for p in (self.keys, self.attention, self.prompts))
         if self.training:

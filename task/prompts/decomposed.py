@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted
+from task.prompts.base import Prompt, PromptVectors
 from task.utils.seeding import torch_rng
 
 
@@ -37,7 +37,7 @@ class DecomposedPrompt(Prompt):
         """N, L_p, blocks and seed from the run keys."""
         return cls(config.blocks(), config.prompt_pool, config.prompt_length, dim, config.seed)
 
-    def forward(self, query: Tensor) -> Prompted:
+    def forward(self, query: Tensor) -> PromptVectors:
         """Query [B, D] -> prefixes [B, 2, L_p, D]."""
         prefixes = combine(cosines(query, self.keys), self.pool)
         return dict(zip(self.blocks, prefixes.unbind(), strict=True))

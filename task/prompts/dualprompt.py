@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from task.config.schema import Config
 from task.prompt_kinds import PROMPTS
-from task.prompts.base import Prompt, Prompted, draw_uniform
+from task.prompts.base import Prompt, PromptVectors, draw_uniform
 from task.utils.seeding import torch_rng
 
 # the first of the prompted blocks take the general prefix, the others, at least one, the expert
@@ -47,7 +47,7 @@ class DualPrompt(Prompt):
         self.experts.append(nn.Parameter(draw_uniform(len(self.blocks) - GENERAL, 2, length, dim, rng=rng)))
         self.keys.append(nn.Parameter(draw_uniform(dim, rng=rng)))
 
-    def forward(self, query: Tensor) -> Prompted:
+    def forward(self, query: Tensor) -> PromptVectors:
         """Query [B, D] -> prefixes [1, 2, L_p, D] of general blocks, [1 or B, 2, L_p, D] of expert blocks.
 
         In training the penalty is the matching loss of PIP eq. 9: -lambda times the mean cosine of queries and the

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted, draw_uniform
+from task.prompts.base import Prompt, PromptVectors, draw_uniform
 from task.prompts.decomposed import cosines
 from task.utils.seeding import torch_rng
 
@@ -49,7 +49,7 @@ class FusedPrompt(Prompt):
         self.psi.requires_grad_(task > 0)
         self.scale.requires_grad_(task > 0)
 
-    def forward(self, query: Tensor) -> Prompted:
+    def forward(self, query: Tensor) -> PromptVectors:
         """Query [B, D] -> tokens [B, L_p, D] by block."""
         weights = (self.scale * cosines(query, self.psi)).softmax(dim=1)  # [B, tasks]
         fused = torch.einsum("bt,tjld->jbld", weights, torch.stack(tuple(self.prompts)))

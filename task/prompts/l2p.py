@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted, draw_uniform
+from task.prompts.base import Prompt, PromptVectors, draw_uniform
 from task.utils.seeding import torch_rng
 
 NEAREST = 5  # prompts per image
@@ -37,7 +37,7 @@ class L2P(Prompt):
         block = config.blocks()[0]
         return cls(block, config.prompt_pool, config.prompt_length, dim, config.seed, config.prompt_matching)
 
-    def forward(self, query: Tensor) -> Prompted:
+    def forward(self, query: Tensor) -> PromptVectors:
         """Query [B, D] -> tokens [B, 5 L_p, D].
 
         In training the penalty is the matching loss of PIP eq. 9: -lambda times the mean cosine of queries and chosen

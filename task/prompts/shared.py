@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from task.config.schema import Config
-from task.prompts.base import Prompt, Prompted
+from task.prompts.base import Prompt, PromptVectors
 from task.utils.seeding import torch_rng
 
 
@@ -32,6 +32,6 @@ class SharedPrompt(Prompt):
         """L_p, blocks and seed from the run keys."""
         return cls(config.blocks(), config.prompt_length, dim, config.seed)
 
-    def forward(self, query: Tensor | None) -> Prompted:
+    def forward(self, query: Tensor | None) -> PromptVectors:
         """Prefixes [1, 2, L_p, D], the same for every image."""
         return {block: self.prefix[i : i + 1] for i, block in enumerate(self.blocks)}

@@ -30,7 +30,7 @@ def client_task_data(config: Config, client: int, task: int, round: int, holds_p
     """
     scenario = build_scenario(config)
     classes = learnable_classes(config, scenario.schedule, task)
-    if config.row.pooled:
+    if config.method_row.pooled:
         pool = np.flatnonzero(np.isin(scenario.dataset.train_labels, classes))
         return ClientTaskData(pool if holds_pool else pool[:0], classes)
     if config.partition in REDRAWN:
@@ -50,13 +50,13 @@ def learnable_classes(config: Config, schedule: Schedule, task: int) -> list[int
 
     These are the task's classes; or all seen classes, if data are pooled or clients have class sequences of their own.
     """
-    all_seen = config.row.pooled or config.asynchronous
+    all_seen = config.method_row.pooled or config.asynchronous
     return schedule.seen_classes(task) if all_seen else schedule.current_classes(task)
 
 
 def has_fixed_images(config: Config) -> bool:
     """Whether a client has the same images in every round of a task: they are neither pooled nor drawn per round."""
-    return not config.row.pooled and config.partition not in REDRAWN
+    return not config.method_row.pooled and config.partition not in REDRAWN
 
 
 def all_client_positions(config: Config, client: int) -> np.ndarray:

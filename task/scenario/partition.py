@@ -232,7 +232,7 @@ def consensus_tasks(
         consensus_rate: gamma in [0, 1], see ``consensus_sizes``.
 
     Returns:
-        List over M clients of lists over T tasks of class ids, as even as ``stream.split_tasks`` makes them.
+        List over M clients of lists over T tasks of class ids, as even as ``class_stream.split_tasks`` makes them.
 
     Raises:
         ValueError: a client would have fewer classes than tasks.

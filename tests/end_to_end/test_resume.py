@@ -52,7 +52,7 @@ def two_runs(tiny: Values, **changes: Any) -> tuple[Values, Values]:
     return values | {"run-name": "whole"}, values | {"run-name": "cut"}
 
 
-REMEMBERING = [name for name, row in METHODS.items() if load_class(row.server).refine is not Strategy.refine]
+REMEMBERING = [name for name, row in METHODS.items() if load_class(row.strategy).refine is not Strategy.refine]
 
 
 @pytest.mark.parametrize("method", ["fedavg", *REMEMBERING])

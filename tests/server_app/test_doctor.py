@@ -150,7 +150,7 @@ def test_of_many_classes_the_extremes() -> None:
 def test_every_methods_step_can_be_timed(method: str) -> None:
     keys = {"dataset": "synthetic", "image-size": 16, "num-tasks": 2, "batch-size": 8, "device": "cpu"}
     finding = dry_run._time_step(parse(keys | {"method": method} | QUICK.get(method, {})))
-    assert ("no training step" in finding.text) == (not METHODS[method].client)
+    assert ("no training step" in finding.text) == (not METHODS[method].objective)
 
 
 def test_what_goes_wrong_in_a_step_is_a_problem() -> None:

@@ -71,7 +71,7 @@ class Ground:
         self.model, self.memory = run.model.export(), copy.copy(vars(run.strategy))
         silent = Reply(run.registry.clients[VICTIM].node, None, "no answer", 0, 0)
         # where data are pooled, nobody but the victim has any
-        self.without = self.model if run.config.row.pooled else self.play(self.with_one(silent))[1]
+        self.without = self.model if run.config.method_row.pooled else self.play(self.with_one(silent))[1]
 
     @property
     def context(self) -> RoundContext:
@@ -272,7 +272,7 @@ def attack(ground: Ground, examples: int) -> None:
 
 def whole_rounds(ground: Ground, bad: Reply) -> None:
     """One bad reply of several: as if it had never come. Nothing but bad ones: nothing changes, and the run says so."""
-    if not ground.run.config.row.pooled:
+    if not ground.run.config.method_row.pooled:
         report, model = ground.play(ground.with_one(bad))
         assert [f["name"] for f in report.failures] == [ground.run.registry.clients[VICTIM].name]
         assert same(model, ground.without)

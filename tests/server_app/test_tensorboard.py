@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import server_app.rounds.drawing
+import server_app.rounds.report_drawer
 from server_app.cli import main as cli
 from server_app.rounds.run import run_experiment
 from server_app.run_files.results import Results
@@ -126,7 +126,7 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         seen.append((results["status"], len(results["rounds"])))
         time.sleep(1.0)
 
-    monkeypatch.setattr(server_app.rounds.drawing, "write_report", draw)
+    monkeypatch.setattr(server_app.rounds.report_drawer, "write_report", draw)
     return seen
 
 

@@ -16,8 +16,16 @@ import strategies.hepco
 from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
 from strategies.base import RoundContext, Update
-from strategies.generator import Generator, Latent, PromptGap, Source, Teachers, generator_loss, train_generator
-from strategies.hepco import HePCo, class_counts, distil, distil_block, prompt_loss, require_memory, side_by_side
+from strategies.hepco import HePCo, class_counts, distil, distil_block, prompt_loss, require_memory, run_in_threads
+from strategies.hepco_generator import (
+    Generator,
+    PromptGap,
+    SampleSource,
+    StackedModels,
+    Teachers,
+    generator_loss,
+    train_generator,
+)
 from task.config.parsing import parse
 from task.keys import ConfigError
 from task.method_options import HePCoOptions
@@ -44,7 +52,7 @@ def arrays(seed, rows=S, dtype=np.float64):
 
 
 def latent(*models):
-    return Latent.stack([{n: torch.from_numpy(a) for n, a in m.items()} for m in models])
+    return StackedModels.stack([{n: torch.from_numpy(a) for n, a in m.items()} for m in models])
 
 
 def teachers(models, counts):
@@ -209,7 +217,7 @@ def test_matrices_never_take_more_memory_than_ten_pools():
         """3 rows of 16 numbers against pools of 4 prompts."""
         shapes = ((models, S, 16), (models, S), (1, models, 4, 16), (1, models, 4, 8))
         counts = torch.ones(models, S) * (torch.arange(S) < 3)
-        return Teachers(Latent(*(torch.ones(shape) for shape in shapes)), counts).targets(0).__name__
+        return Teachers(StackedModels(*(torch.ones(shape) for shape in shapes)), counts).targets(0).__name__
 
     assert form(13) == "from_pools"
     assert form(100) == "from_pools"
@@ -263,7 +271,7 @@ def test_how_arrays_lie_in_memory_does_not_matter(name):
 
 def source(models, counts, size=8):
     generator = Generator(len(counts[0]), D, options(), torch.Generator().manual_seed(0))
-    return Source(teachers(models, counts), generator, torch.Generator().manual_seed(1), size)
+    return SampleSource(teachers(models, counts), generator, torch.Generator().manual_seed(1), size)
 
 
 def single(seed, rows=S):
@@ -426,7 +434,7 @@ def test_blocks_that_are_distilled_side_by_side_learn_the_same(threads, monkeypa
 
 def test_an_interrupted_distillation_does_not_go_on(monkeypatch):
     """Ctrl-C comes to the thread that waits for the blocks and the head."""
-    where, steps, draws, loss, draw = source([single(1)], COUNTS[:1], 2), [], [], prompt_loss, Source.draw
+    where, steps, draws, loss, draw = source([single(1)], COUNTS[:1], 2), [], [], prompt_loss, SampleSource.draw
     where.generator.eval()
 
     def slow(*given):
@@ -444,7 +452,7 @@ def test_an_interrupted_distillation_does_not_go_on(monkeypatch):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(strategies.hepco, "prompt_loss", slow)
-    monkeypatch.setattr(Source, "draw", counted)
+    monkeypatch.setattr(SampleSource, "draw", counted)
     monkeypatch.setattr(strategies.hepco, "ThreadPoolExecutor", Interrupted)
     prompt, head = DecomposedPrompt(range(J), N, L, D, 0), Head(D, 0)
     head.grow(S)
@@ -468,7 +476,7 @@ def test_an_interrupted_training_of_generators_does_not_go_on(monkeypatch):
 
     monkeypatch.setattr(strategies.hepco, "cores", lambda: 2 * torch.get_num_threads())
     with pytest.raises(KeyboardInterrupt):
-        side_by_side([interrupted, endless], torch.device("cpu"))
+        run_in_threads([interrupted, endless], torch.device("cpu"))
 
 
 def test_counts_by_head_row():

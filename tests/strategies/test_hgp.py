@@ -18,7 +18,7 @@ from strategies.rebalancing import (
     mixture_weights,
     normalise_logits,
     rebalance,
-    replace_classes,
+    replace_class_gaussians,
 )
 from task.config.parsing import parse
 from task.message import Arrays
@@ -139,8 +139,8 @@ def test_mixture_weights_by_hand(kind, expected):
 def test_whole_classes_are_replaced():
     """Class 2 came from two clients and now comes from one; class 7 is not reported and stays, class 5 is new."""
     bank, fresh = gaussians([7, 2, 2], [1, 2, 3], seed=1), gaussians([5, 2], [4, 5], seed=2)
-    assert replace_classes(None, fresh) is fresh
-    merged = replace_classes(bank, fresh)
+    assert replace_class_gaussians(None, fresh) is fresh
+    merged = replace_class_gaussians(bank, fresh)
     assert (merged.class_ids.tolist(), merged.counts.tolist()) == ([7, 5, 2], [1, 4, 5])
     assert torch.equal(merged.means, torch.cat([bank.means[:1], fresh.means]))
     assert torch.equal(merged.deviations, torch.cat([bank.deviations[:1], fresh.deviations]))

@@ -106,7 +106,7 @@ def test_exactly_the_expected_arrays_travel(method: str, prompt: str, tiny: dict
     answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
     trained = {"head.weight", "head.bias"} | PROMPT_ARRAYS[prompt]
     trained |= {"backbone"} if METHODS[method].backbone == "trained" else set()
-    assert set(answer.arrays) == (trained if METHODS[method].client else set())
+    assert set(answer.arrays) == (trained if METHODS[method].objective else set())
     means = {"class_ids", "counts", "means"}
     statistics = {"hgp": means | {"variances"}, "ncm": means, "pip": means | {"variances"}}
     statistics |= {"fppl": means, "fedprok": means, "ccvr": means | {"covariances"}}

@@ -275,7 +275,7 @@ def test_what_is_not_finite_is_never_sent_unclipped() -> None:
 @pytest.mark.parametrize("method", ["hgp", "pip", "afcl", "ncm", "fppl", "hepco", "fedslca", "ccvr"])
 def test_runs_with_noise_refuse_nothing_and_name_their_epsilon(method: str, tiny: dict) -> None:
     values = tiny | PRIVATE | {"method": method, "rounds-per-task": 2 if method == "hgp" else 1}
-    needs = {"privacy-clip": METHODS[method].client, "privacy-feature-clip": method in SENDS_FEATURES | {"afcl"}}
+    needs = {"privacy-clip": METHODS[method].objective, "privacy-feature-clip": method in SENDS_FEATURES | {"afcl"}}
     results = run({n: v for n, v in values.items() if needs.get(n, True)})
     assert results["status"] == "finished"
     assert not any(r["failures"] or r["dropped"] for r in results["rounds"])

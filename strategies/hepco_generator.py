@@ -19,7 +19,7 @@ from task.prompts.decomposed import cosines
 
 
 @dataclass(frozen=True)
-class Latent:
+class StackedModels:
     """C models of equal shape without their backbone: a query goes in, prompts and logits come out."""
 
     weight: Tensor  # of the heads, [C, S, D]
@@ -47,7 +47,7 @@ class PromptGap:
     itself, keeps float32 exact enough: both models are close to each other and far from zero.
     """
 
-    def __init__(self, server: Latent, teachers: Latent) -> None:
+    def __init__(self, server: StackedModels, teachers: StackedModels) -> None:
         self.server, self.teachers = server.keys, teachers.keys
         blocks, models, prompts, _ = teachers.pools.shape
         self.gram = server.pools.new_empty(blocks, models, 2 * prompts, 2 * prompts)
@@ -67,7 +67,7 @@ class PromptGap:
 class Teachers:
     """C models and how many images of each head row they stand for: counts n_{c,y} [C, S]."""
 
-    models: Latent
+    models: StackedModels
     counts: Tensor
 
     @cached_property
@@ -120,7 +120,7 @@ class Generator(nn.Module):
 
 
 def generator_loss(
-    z: Tensor, labels: Tensor, server: Latent, teachers: Teachers, gap: PromptGap | None, options: HePCoOptions
+    z: Tensor, labels: Tensor, server: StackedModels, teachers: Teachers, gap: PromptGap | None, options: HePCoOptions
 ) -> Tensor:
     """Eq. 2 to 5: w_{c,y} (CE(phi(z; c), y) - lambda_KL KL(server || c) - lambda_MSE |rho(z; server) - rho(z; c)|^2).
 
@@ -139,7 +139,7 @@ def generator_loss(
 
 
 @dataclass(frozen=True)
-class Source:
+class SampleSource:
     """Teachers and the generator of the samples that they teach on."""
 
     teachers: Teachers
@@ -165,7 +165,7 @@ def minimise(parameters: Iterable[Tensor], losses: Iterable[Tensor], learning_ra
     return float(loss.detach())
 
 
-def train_generator(source: Source, server: Latent, options: HePCoOptions, stop: Event) -> float:
+def train_generator(source: SampleSource, server: StackedModels, options: HePCoOptions, stop: Event) -> float:
     """Train the source's generator on eq. 2 to 5 (step 2); returns the last batch's loss per sample."""
     gap, last = PromptGap(server, source.teachers.models), options.generator_steps - 1
     gaps = (gap if options.query_gradient or step == last else None for step in range(last + 1))

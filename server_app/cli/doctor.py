@@ -1,0 +1,27 @@
+"""fcil doctor: whether this machine can do a run, and how fast."""
+
+import argparse
+
+from server_app.cli.common import FAILED, OK
+from server_app.run_keys import complete_run_keys, read_words
+from task.config.parsing import parse
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Arguments of fcil doctor."""
+    parser.description = (
+        "Check versions, device, memory, disk, weights and data, and time a training step of a run with these keys. "
+        "Nothing is written. Exit code 1 if something is a problem, 2 if a key was mistyped."
+    )
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="run keys, as of fcil run")
+    parser.set_defaults(command=_run_command)
+
+
+def _run_command(args: argparse.Namespace) -> int:
+    from server_app.doctor.machine import examine
+
+    code = OK
+    for finding in examine(parse(complete_run_keys(read_words(args.words)))):
+        print(finding, flush=True)
+        code = FAILED if finding.level == "problem" else code
+    return code

@@ -1,0 +1,21 @@
+"""fcil report: tables and pictures of one run, or of several compared."""
+
+import argparse
+from pathlib import Path
+
+from server_app.cli.common import OK
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Arguments of fcil report."""
+    parser.description = "Write tables and pictures from the files of one run, or of several to compare them."
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a results.json")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to; needed for several runs")
+    parser.set_defaults(command=_run_command)
+
+
+def _run_command(args: argparse.Namespace) -> int:
+    from server_app.report.write import write_report
+
+    print(*write_report(args.runs, args.output), sep="\n")
+    return OK

@@ -1,0 +1,16 @@
+"""The clients of one round."""
+
+from collections.abc import Sequence
+
+from server_app.clients.client_info import ClientInfo
+from task.config.schema import Config
+from task.utils.seeding import numpy_rng
+
+
+def sample_clients(clients: Sequence[ClientInfo], config: Config, server_round: int) -> list[ClientInfo]:
+    """The clients of one round: all, or ``clients-per-round`` drawn with the run's seed; ``clients`` sorted by name."""
+    number = config.clients_per_round or len(clients)
+    if number >= len(clients):
+        return list(clients)
+    drawn = numpy_rng(config.seed, "participants", server_round).choice(len(clients), number, replace=False)
+    return [clients[i] for i in sorted(drawn)]
