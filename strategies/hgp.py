@@ -1,7 +1,8 @@
 """HGP, server half: class Gaussians, hierarchical sampling, classifier rebalancing (Salami et al. 2024).
 
-Clients train by the plain objective (client_app/objectives/base.py) and send task.prototypes.statistics:GaussianStatistics;
-the prompt is task/prompts/shared.py; the run keys are HGPOptions in task/method_options.py.
+Clients train by the plain objective (client_app/objectives/base.py) and send GaussianStatistics
+(task/prototypes/statistics.py). The prompt is task/prompts/shared.py, the run keys are HGPOptions in
+task/method_options.py.
 """
 
 from collections.abc import Sequence

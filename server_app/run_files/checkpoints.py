@@ -39,5 +39,5 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
             return pickle.loads(content)
         log.warning("%s is damaged: going on from the checkpoint before it", path)
     raise ConfigError(
-        f"resume: {folder} holds no whole checkpoint: the run ended in its first round, or all are damaged. Start it anew."
+        f"resume: {folder} holds no whole checkpoint: its first round never ended, or all are damaged. Start it anew."
     )

@@ -32,7 +32,7 @@ def project_folder() -> Path:
         if (folder / "Makefile").is_file() and (folder / "server_app" / "app.py").is_file():
             return folder.resolve()
     raise LaunchError(
-        "Flower runs a project's folder, and this is no project folder: go to a checkout, or add --in-process."
+        "Flower runs a project's folder, and this is no such folder: go to a checkout, or add --in-process."
     )
 
 
