@@ -23,8 +23,8 @@ COSTS = {  # column of the table: part and name in results.json, factor from the
 }
 NOTE = (
     "Mean ± sample standard deviation over seeds. Only finished runs are included: one that stopped early has had "
-    "fewer tasks to forget. Traffic is that of all clients in both directions over the whole run, 1 MB = 1,000,000 bytes; "
-    "seconds are those of the whole run."
+    "fewer tasks to forget. Traffic is that of all clients in both directions over the whole run, 1 MB = 1,000,000 "
+    "bytes; seconds are those of the whole run."
 )
 
 
