@@ -6,7 +6,6 @@ from functools import partial
 from threading import Event
 
 import numpy as np
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,8 +19,10 @@ from task.method_options import HePCoOptions
 from task.models.model import Head, Model
 from task.prompts.decomposed import DecomposedPrompt, cosines
 from task.utils.cores import cores
+from task.utils.memory import available_memory
 from task.utils.seeding import torch_rng
 
+Sources = Sequence[SampleSource]
 Pairs = Iterable[tuple[Tensor, Tensor]]  # of each step: samples [B, D], and their head rows [B] or targets [B, V]
 MARGIN = 1.2  # memory that a teacher takes, over that of its arrays, their copy and Gram matrices; measured: 1.0 to 1.1
 
@@ -44,12 +45,13 @@ class HePCo(Strategy):
 
     def receive(self, model: Model, update: Update, context: RoundContext) -> None:
         """Keep the client as a teacher; a ConfigError if those of a round do not fit in memory."""
-        if update.statistics:
-            if not self.fits:  # once: memory that an earlier round has freed does not always count as free
-                drawn = self.config.clients_per_round or self.config.num_clients
-                require_memory(model.shared_state(), drawn, model.device)
-                self.fits = True
-            self.answers[update.client] = update.arrays
+        if not update.statistics:
+            return
+        if not self.fits:  # once: memory that an earlier round has freed does not always count as free
+            clients = self.config.clients_per_round or self.config.num_clients
+            require_memory(model.shared_state(), clients, model.device)
+            self.fits = True
+        self.answers[update.client] = update.arrays
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Train the generators and distil (steps 2 to 4); remember the server when a task ends."""
@@ -93,8 +95,7 @@ def class_counts(updates: Sequence[Update], order: Sequence[int]) -> Tensor:
 def run_in_threads(jobs: Iterable[Callable[[Event], float]], device: torch.device) -> list[float]:
     """Results of independent jobs in threads: one on a GPU, else as many as there are cores beside torch's own threads.
 
-    How many changes no result. Torch's threads wait for each other in every product, which is slow on busy cores. Each
-    job is given a stop event, which is set when the run is interrupted.
+    The number changes no result. Each job is given a stop event, which is set when the run is interrupted.
     """
     number = max(1, cores() // torch.get_num_threads()) if device.type == "cpu" else 1
     stop = Event()
@@ -105,9 +106,7 @@ def run_in_threads(jobs: Iterable[Callable[[Event], float]], device: torch.devic
             stop.set()
 
 
-def distil(
-    prompt: DecomposedPrompt, head: Head, sources: list[SampleSource], options: HePCoOptions
-) -> tuple[float, float]:
+def distil(prompt: DecomposedPrompt, head: Head, sources: Sources, options: HePCoOptions) -> tuple[float, float]:
     """Prompts and head, in place (step 4); returns the last batch's loss per sample of each.
 
     The head and each block are distilled side by side: they share nothing but the sources of samples.
@@ -120,7 +119,7 @@ def distil(
     return sum(prompt_losses) / sum(source.size for source in sources), head_loss
 
 
-def draw_batches(sources: Sequence[SampleSource], steps: int) -> Pairs:
+def draw_batches(sources: Sources, steps: int) -> Pairs:
     """For each step samples of all sources [B, D], without gradient, and their head rows [B]."""
     for _ in range(steps):
         with torch.no_grad():
@@ -128,7 +127,7 @@ def draw_batches(sources: Sequence[SampleSource], steps: int) -> Pairs:
         yield torch.cat(samples), torch.cat(labels)
 
 
-def block_steps(sources: Sequence[SampleSource], batches: Pairs, block: int) -> Pairs:
+def block_steps(sources: Sources, batches: Pairs, block: int) -> Pairs:
     """Samples [B, D] of each batch and their targets in a block, sum_c w_c rho(z; c) over their own source [B, V]."""
     targets, sizes = [source.teachers.targets(block) for source in sources], [source.size for source in sources]
     for z, labels in batches:
@@ -165,7 +164,7 @@ def require_memory(arrays: Mapping[str, Tensor], clients: int, device: torch.dev
     """A ConfigError, which says how many would fit, if so many teachers with arrays like these do not fit in memory."""
     blocks, prompts, _ = arrays["prompt.keys"].shape
     numbers = 2 * sum(array.numel() for array in arrays.values()) + blocks * (2 * prompts) ** 2  # the Gram matrices
-    each, free = int(MARGIN * 4 * numbers), psutil.virtual_memory().available
+    each, free = int(MARGIN * 4 * numbers), int(available_memory())
     if device.type == "cuda":
         free = min(free, torch.cuda.mem_get_info(device)[0])
     if clients * each > free:

@@ -15,7 +15,7 @@ import torch
 
 from client_app.objectives.base import LocalData
 from client_app.training import train_locally
-from server_app.doctor.finding import GB, Finding, available_memory
+from server_app.doctor.finding import GB, Finding
 from server_app.simulation.superlink import default_workers
 from strategies.base import RoundContext
 from task.config.schema import Config
@@ -31,6 +31,7 @@ from task.models.preprocessing import prepare
 from task.scenario.client_data import client_task_data, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import first_task_plan
+from task.utils.memory import available_memory
 from task.utils.seeding import torch_rng
 
 IMAGE_SIZE = 224  # of decoded images where the backbone could not be loaded

@@ -8,11 +8,12 @@ import tomllib
 from collections.abc import Iterator
 from importlib import metadata
 
-from server_app.doctor.finding import GB, Finding, available_memory
+from server_app.doctor.finding import GB, Finding
 from server_app.errors import LaunchError
 from server_app.run_files.paths import project_folder, resolve_output_dir
 from task.config.schema import Config
 from task.utils.cores import cores
+from task.utils.memory import available_memory
 from task.utils.versions import package_version
 
 SCARCE_DISK = 1 * GB  # a run's models, checkpoints and pictures take far less

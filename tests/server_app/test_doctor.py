@@ -13,12 +13,13 @@ from PIL import Image
 
 from server_app.cli import main as cli
 from server_app.doctor import dry_run, machine
-from server_app.doctor import finding as finding_module
-from server_app.doctor.finding import Finding, available_memory
+from server_app.doctor.finding import Finding
 from server_app.doctor.machine import OPTIONAL, examine
 from task.config.parsing import parse
 from task.data.load import load_dataset
 from task.methods import METHODS
+from task.utils import memory as memory_module
+from task.utils.memory import available_memory
 from tests.conftest import QUICK
 from tests.helpers.bare_python import ABSENT, BLOCK
 
@@ -109,13 +110,13 @@ def test_every_dependency_is_looked_at() -> None:
 
 
 def test_memory_is_what_the_container_allows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(finding_module, "_CONTAINER_LIMITS", ())
+    monkeypatch.setattr(memory_module, "_CONTAINER_LIMITS", ())
     free = available_memory()
     for name, text in (("none", "max\n"), ("limit", "1000000\n")):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(finding_module, "_CONTAINER_LIMITS", (str(tmp_path / "absent"), str(tmp_path / "none")))
+    monkeypatch.setattr(memory_module, "_CONTAINER_LIMITS", (str(tmp_path / "absent"), str(tmp_path / "none")))
     assert available_memory() == pytest.approx(free, rel=0.2)
-    monkeypatch.setattr(finding_module, "_CONTAINER_LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
+    monkeypatch.setattr(memory_module, "_CONTAINER_LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
     assert available_memory() == 1e6
     assert machine._memory().level == "warning"
 

@@ -588,7 +588,7 @@ def test_refining_repeats_with_the_seed_and_changes_everything():
 
 
 def memory(monkeypatch, available):
-    monkeypatch.setattr(strategies.hepco.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr(strategies.hepco, "available_memory", lambda: float(available))
 
 
 def test_more_teachers_than_fit_in_memory_are_an_error_that_says_how_many_fit(monkeypatch):

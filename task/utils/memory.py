@@ -1,0 +1,21 @@
+"""The memory that is free on this machine."""
+
+import contextlib
+import os
+from pathlib import Path
+
+_CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def available_memory() -> float:
+    """Bytes that new processes may take: what the system has free, at most the container's limit."""
+    try:
+        import psutil
+
+        available = float(psutil.virtual_memory().available)
+    except ImportError:  # in-process runs do without it
+        available = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in _CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max" is no number
+            available = min(available, float(Path(path).read_text()))
+    return available
