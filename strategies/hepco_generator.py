@@ -29,7 +29,7 @@ class StackedModels:
 
     @classmethod
     def stack(cls, models: Sequence[Mapping[str, Tensor]]) -> Self:
-        """Copies of the travelling arrays of C models."""
+        """Copies of the shared arrays of C models."""
         weight, bias = (torch.stack([model[name] for model in models]) for name in ("head.weight", "head.bias"))
         keys, pools = (torch.stack([model[name] for model in models], 1) for name in ("prompt.keys", "prompt.pool"))
         return cls(weight, bias, keys, pools.flatten(3))

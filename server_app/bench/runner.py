@@ -1,8 +1,8 @@
 """Runs a suite: skips finished runs, starts a process for each of the others, and keeps the table up to date."""
 
 import contextlib
+import hashlib
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -20,7 +20,7 @@ from server_app.report.runs import Run, flat, load_run
 from server_app.report.write import write_comparison
 from server_app.run_files.paths import lock_folder, mark_failed, read_results
 from server_app.run_files.writers import origin
-from server_app.simulation.processes import end_processes, interruptible, last_lines, start_process
+from server_app.simulation.processes import end_processes, find_marked, interruptible, last_lines, start_process
 from server_app.simulation.superlink import POLL
 from task.config.schema import SAME_RESULT, defaults, keys_affecting
 from task.keys import ConfigError
@@ -35,7 +35,8 @@ class Bench:
     def __init__(self, suite: Suite, jobs: int, through_flower: bool, say: Callable[[str], None]) -> None:
         self._suite, self._jobs, self._say = suite, jobs, say
         self._options = [] if through_flower else ["--in-process"]
-        self._mark = secrets.token_hex(8)
+        # in the environment of every run of this folder's suites, so that one that outlives its suite is found
+        self._mark = f"{MARK}={hashlib.sha256(str(suite.folder).encode()).hexdigest()[:16]}"
         self._running: dict[subprocess.Popen[bytes], PlannedRun] = {}
         self._started_at: dict[str, float] = {}  # by name of the run, in seconds of the monotonic clock
         self._waiting: list[PlannedRun] = []
@@ -53,6 +54,8 @@ class Bench:
         """
         try:
             with lock_folder(self._suite.folder), interruptible() as check:
+                if find_marked(self._mark):  # after its suite was killed, a run may still be running
+                    raise Timeout(str(self._suite.folder / ".lock"))
                 self._plan()
                 self._report()
                 self._run_waiting(check)
@@ -74,7 +77,7 @@ class Bench:
                 check()
                 time.sleep(POLL)
         finally:
-            end_processes(list(self._running), f"{MARK}={self._mark}", PATIENCE)
+            end_processes(list(self._running), self._mark, PATIENCE)
             for run in self._running.values():
                 mark_failed(run.directory, "stopped with its suite")
 
@@ -83,9 +86,6 @@ class Bench:
         for run in self._suite.runs:
             finished = finished_run(run)
             if finished is None:
-                if run.directory.exists():  # after its suite was killed, a run may still be running
-                    with lock_folder(run.directory):
-                        pass
                 self._waiting.append(run)
                 continue
             self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
@@ -103,7 +103,7 @@ class Bench:
         if run.directory.exists():
             shutil.rmtree(run.directory)  # an unfinished run begins anew
         run.directory.mkdir(parents=True)
-        environment = {**os.environ, MARK: self._mark}
+        environment = {**os.environ, MARK: self._mark.partition("=")[2]}
         process = start_process(self._command(run), Path(__file__).parents[2], environment, run.directory / "run.log")
         self._running[process], self._started_at[run.name] = run, time.monotonic()
         self._say(f"started   {run.name}")
@@ -159,11 +159,11 @@ def finished_run(planned: PlannedRun) -> Run | None:
     if not run.finished or not (planned.directory / "config.yaml").exists():
         return None
     # a key that did not exist yet had no other value than its default
-    known, ignored = defaults() | run.settings, keys_affecting(*SAME_RESULT)
+    settings, ignored = defaults() | run.settings, keys_affecting(*SAME_RESULT)
     for name, value in planned.config.flat().items():
-        if name not in ignored and known[name] != value:
+        if name not in ignored and settings[name] != value:
             raise ConfigError(
-                f"{planned.directory} holds a finished run with {name} = {known[name]!r}; the suite says {value!r}. "
+                f"{planned.directory} holds a finished run with {name} = {settings[name]!r}; the suite says {value!r}. "
                 "Remove the folder, or give the suite another output-dir."
             )
     return run

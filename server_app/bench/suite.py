@@ -1,7 +1,7 @@
 """A suite: variants x partitions x seeds in one YAML file, as docs/guides/suites.md shows it.
 
-All runs are checked before the first one is started. A variant's or a partition's keys win over common ones, and those
-of the command line over all.
+All runs are checked before the first one is started. The keys of a variant, of a partition and of the command line
+win over common ones; no two of these may set the same key.
 """
 
 import difflib

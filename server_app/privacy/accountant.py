@@ -13,7 +13,7 @@ def epsilon(multiplier: float, releases: int, delta: float) -> float:
     Releases of sensitivity / deviation :math:`\mu_i` together are one Gaussian mechanism of
     :math:`\mu = \sqrt{\sum_i \mu_i^2}` (Dong, Roth and Su 2022, corollary 3.3). Its epsilon solves
     :math:`\delta = \Phi(\mu/2 - \epsilon/\mu) - e^\epsilon \Phi(-\mu/2 - \epsilon/\mu)` (Balle and Wang 2018, theorem
-    8). The solution is found by bisection and never rounded down.
+    8). The solution is found by bisection.
 
     Args:
         multiplier: standard deviation of the noise over the L2 sensitivity, 1 / mu of each release.
@@ -31,9 +31,12 @@ def epsilon(multiplier: float, releases: int, delta: float) -> float:
 
 
 def delta_at(epsilon: float, mu: float) -> float:
-    """The delta of one Gaussian mechanism of sensitivity / deviation ``mu`` at ``epsilon``; in logarithms, as
-    e^epsilon may be infinite.
+    r"""The delta of one Gaussian mechanism of sensitivity / deviation ``mu`` at ``epsilon``.
+
+    With a = mu / 2 - epsilon / mu and b = mu / 2 + epsilon / mu, e^epsilon Phi(-b) is exp(-a^2 / 2) erfcx(b / sqrt 2)
+    / 2: nothing in it overflows.
     """
-    arguments = torch.tensor([mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu], dtype=torch.float64)
-    first, second = torch.special.log_ndtr(arguments).tolist()
-    return math.exp(first) - math.exp(epsilon + second)
+    a, b = mu / 2 - epsilon / mu, mu / 2 + epsilon / mu
+    above, below = torch.special.erfcx(torch.tensor([abs(a), b], dtype=torch.float64) / math.sqrt(2)).tolist()
+    tail = math.exp(-(a**2) / 2) / 2
+    return tail * (above - below) if a < 0 else 1 - tail * (above + below)

@@ -78,8 +78,8 @@ class Run:
         if len(seen):
             metrics = summarize(self.matrix, self.samples)
             metrics |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
-        found = [*metrics.items(), *self.results["metrics"].items()]  # a recorded one wins
-        return {name: value for name, value in found if is_number(value)}
+        items = [*metrics.items(), *self.results["metrics"].items()]  # a recorded one wins
+        return {name: value for name, value in items if is_number(value)}
 
     @property
     def samples(self) -> list[int]:

@@ -23,12 +23,14 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
     if not runs:
         raise ReportError("no run directory was given")
     if len(runs) == 1:
-        return _write(output or runs[0].folder, _draw_run(runs[0]))
+        with _readable([runs[0].folder]):
+            return _write(output or runs[0].folder, _draw_run(runs[0]))
     if output is None:
         raise ReportError(f"{len(runs)} runs are compared in a folder of their own: name one with --output DIR")
     if output.resolve() in [run.folder.resolve() for run in runs]:
         raise ReportError(f"{output} is a run's own folder: the comparison would overwrite that run's report")
-    return write_comparison(group_runs(runs), output, f"Comparison of {len(runs)} runs")
+    with _readable([run.folder for run in runs]):
+        return write_comparison(group_runs(runs), output, f"Comparison of {len(runs)} runs")
 
 
 def write_comparison(groups: Sequence[Group], folder: Path, title: str) -> list[Path]:
@@ -57,6 +59,18 @@ def _draw_run(run: Run) -> dict[str, bytes]:
     drawings |= heatmaps.recorded_figures(run)
     pictures = {name: figures.png(figure) for name, figure in drawings.items()}
     return pictures | {"report.html": pages.single_page(run, pictures).encode()}
+
+
+@contextlib.contextmanager
+def _readable(folders: Sequence[Path]) -> Iterator[None]:
+    """Turn what a malformed results.json leads to while its report is drawn into one error."""
+    try:
+        yield
+    except ReportError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        paths = " or ".join(str(folder / "results.json") for folder in folders)
+        raise ReportError(f"{paths} is no results.json of schema 1 ({type(error).__name__}: {error})") from error
 
 
 @contextlib.contextmanager

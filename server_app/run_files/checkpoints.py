@@ -30,13 +30,18 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     """The newest undamaged state; the log names damaged ones.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it was written by other code.
     """
     for path in sorted(folder.glob("*.ckpt"), reverse=True):
         raw = path.read_bytes()
         digest, content = raw[:32], raw[32:]
         if hashlib.sha256(content).digest() == digest:
-            return pickle.loads(content)
+            try:
+                return pickle.loads(content)
+            except (ImportError, AttributeError) as error:
+                raise ConfigError(
+                    f"resume: {path} was written by other code ({error}): go on with that code, or start the run anew."
+                ) from error
         log.warning("%s is damaged: going on from the checkpoint before it", path)
     raise ConfigError(
         f"resume: {folder} holds no whole checkpoint: its first round never ended, or all are damaged. Start it anew."

@@ -94,6 +94,11 @@ def end_processes(started: list["subprocess.Popen[bytes]"], mark: str, patience:
         time.sleep(0.1)
 
 
+def find_marked(mark: str) -> set["psutil.Process"]:
+    """Living processes with ``mark``, NAME=VALUE, in their environment, and their descendants."""
+    return {process for process in _relatives(set(), mark) if _is_alive(process)}
+
+
 def _relatives(family: AbstractSet["psutil.Process"], mark: str) -> set["psutil.Process"]:
     """Descendants of ``family``, and processes with the mark in their environment with their descendants."""
     import psutil

@@ -246,7 +246,7 @@ class Config:
         return {name: value for name, value in self.flat().items() if name not in hidden}
 
     def blocks(self) -> list[int]:
-        """PromptVectors blocks, counted from 0, ascending.
+        """Prompted blocks, counted from 0, ascending.
 
         Raises:
             ConfigError: ``prompt-blocks`` is neither a range nor a list of numbers from 1.

@@ -27,8 +27,8 @@ class TaskPlan:
 
     def add_task(self, names: Iterable[str]) -> Self:
         """The plan with one more task, of new classes in the order of their names; ``names`` of all nodes together."""
-        known = set(map(normal_form, self.class_names))
-        new = sorted(name for form, name in choose_spellings(names).items() if form not in known)
+        known_forms = set(map(normal_form, self.class_names))
+        new = sorted(name for form, name in choose_spellings(names).items() if form not in known_forms)
         ids = range(len(self.class_names), len(self.class_names) + len(new))
         return replace(self, class_names=(*self.class_names, *new), tasks=(*self.tasks, tuple(ids)))
 

@@ -1,6 +1,7 @@
 """Interrupted and resumed equals never interrupted."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -22,6 +23,7 @@ from server_app.cli.main import main
 from server_app.clients.hello import wait_for_nodes
 from server_app.errors import RunError
 from server_app.rounds.run import run_experiment
+from server_app.run_files.checkpoints import read_checkpoint
 from server_app.run_files.resume import load_resumed_keys
 from server_app.run_files.writers import append_line, read_lines
 from server_app.transport.base import Reply
@@ -348,3 +350,11 @@ def test_another_version_of_the_code_is_named(tiny: Values, caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         run({"resume": str(folder)})
     assert "other code or versions" in caplog.text
+
+
+def test_a_checkpoint_of_other_code_is_named(tmp_path: Path) -> None:
+    """It pickles classes by name, and this one names a module that is not here."""
+    content = b"cstrategies.teachers\nTeachers\n."
+    (tmp_path / "1.ckpt").write_bytes(hashlib.sha256(content).digest() + content)
+    with pytest.raises(ConfigError, match="written by other code"):
+        read_checkpoint(tmp_path)

@@ -760,3 +760,10 @@ def test_losses_that_are_not_numbers_are_shown(make_run):
     write_report([folder])
     assert page_of(folder).row("1", "1") == ["1", "1", "nan"]
     assert page_of(folder).row("1", "2") == ["1", "2", "-"]
+
+
+@pytest.mark.parametrize("changes", [{"rounds": [None]}, {"communication": [[1]]}, {"environment": "x"}])
+def test_what_cannot_be_drawn_is_the_same_error(make_run, changes):
+    folder = make_run(**changes)
+    with pytest.raises(ReportError, match=f"{re.escape(str(folder / 'results.json'))} is no results.json of schema 1"):
+        write_report([folder])

@@ -188,6 +188,12 @@ def test_epsilon_is_that_of_googles_calculation(multiplier: float, delta: float,
     assert epsilon(multiplier * 5, 25, delta) == pytest.approx(published, rel=1e-9)  # 25 releases of a fifth of mu
 
 
+@pytest.mark.parametrize(("multiplier", "releases"), [(5e-10, 10), (1e-8, 10_000)])
+def test_epsilon_of_hardly_any_noise_is_huge_and_finite(multiplier: float, releases: int) -> None:
+    mu = releases**0.5 / multiplier
+    assert epsilon(multiplier, releases, 1e-12) == pytest.approx(mu**2 / 2, rel=1e-6)
+
+
 def test_epsilon_grows_with_releases_and_falls_with_noise() -> None:
     assert epsilon(1, 1, 1e-5) < epsilon(1, 2, 1e-5) < epsilon(0.5, 2, 1e-5)
     assert epsilon(100, 1, 0.5) == pytest.approx(0, abs=1e-12)  # this delta alone covers the difference
