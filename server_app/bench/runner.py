@@ -55,14 +55,16 @@ class Bench:
         try:
             with lock_folder(self._suite.folder), interruptible() as check:
                 if find_marked(self._mark):  # after its suite was killed, a run may still be running
-                    raise Timeout(str(self._suite.folder / ".lock"))
+                    raise self._in_use()
                 self._plan()
                 self._report()
                 self._run_waiting(check)
-        except Timeout as error:
-            folder = Path(error.lock_file).parent
-            raise LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.") from None
+        except Timeout:
+            raise self._in_use() from None
         return self._failed
+
+    def _in_use(self) -> LaunchError:
+        return LaunchError(f"{self._suite.folder} is in use: a run there is still going on, wait for it or end it.")
 
     def _run_waiting(self, check: Callable[[], None]) -> None:
         try:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,12 @@ class Run:
         return sum(sizes) / 1e6 if all(map(is_number, sizes)) else math.nan
 
 
+def malformed(folders: Sequence[Path], error: Exception) -> ReportError:
+    """What ``error`` means for people: results.json in one of the folders is not what its name says."""
+    paths = " or ".join(str(folder / "results.json") for folder in folders)
+    return ReportError(f"{paths} is no results.json of schema {SCHEMA} ({type(error).__name__}: {error})")
+
+
 def load_run(folder: Path) -> Run:
     """Read results.json, of a run in any state, and config.yaml where there is one.
 
@@ -108,8 +114,7 @@ def load_run(folder: Path) -> Run:
     except FileNotFoundError as error:
         raise ReportError(f"{path} does not exist: no run has written anything there") from error
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ReportError(f"{path} is no results.json of schema {SCHEMA} ({reason})") from error
+        raise malformed([folder], error) from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:

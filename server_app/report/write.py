@@ -6,7 +6,7 @@ from pathlib import Path
 
 from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report.compare import Group, comparison_markdown, group_runs
-from server_app.report.runs import Run, load_run
+from server_app.report.runs import Run, load_run, malformed
 from task.utils.atomic import write_atomically
 
 
@@ -69,8 +69,7 @@ def _readable(folders: Sequence[Path]) -> Iterator[None]:
     except ReportError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        paths = " or ".join(str(folder / "results.json") for folder in folders)
-        raise ReportError(f"{paths} is no results.json of schema 1 ({type(error).__name__}: {error})") from error
+        raise malformed(folders, error) from error
 
 
 @contextlib.contextmanager
