@@ -168,7 +168,7 @@ def _train(request: Request) -> Packet:
     data = LocalData(dataset.train_images, task_data.positions, scenario.rows[labels], augmentation)
     stream = random_stream(config, request.node), request.number("server-round")
     mechanism = GaussianMechanism.of(config, *stream)
-    if config.method_row.objective:
+    if config.trains_in(request.number("server-round")):
         answer.metrics |= _fit(request, model, data, torch_rng(config.seed, "local", *stream))
         answer.arrays = mechanism.arrays(to_arrays(model.trained_state()), packet.arrays)
     if mechanism.noise:
@@ -204,11 +204,12 @@ def _collect_statistics(
     config = request.config
     statistics = load_class(config.method_row.statistics)()
     counted = np.bincount(labels)[labels] >= config.min_class_count
-    too_early = statistics.at_task_end and not request.packet.config["ends-task"]
+    adapting = not config.collects_in(request.number("server-round"))
+    too_early = adapting or (statistics.at_task_end and not request.packet.config["ends-task"])
     if not statistics.carries or too_early or not counted.any():
         return {}
     model.eval()
-    model.prompt.train()  # the task is known here: the prompt acts as in training
+    model.prompt.train(not config.method_row.adapts)  # the task is known here: the prompt acts as in training
     on_device = (torch.from_numpy(values[counted]).to(model.device) for values in (labels, data.rows))
     sample = Sample(data.images, data.positions[counted], *on_device)
     return statistics.collect(model, sample, config.options, mechanism)

@@ -1,25 +1,64 @@
-"""AFCL, server half: one ridge regression from sums that clients send, whatever their partition (Tang et al. 2025)."""
+"""AFCL, server half, and what else follows from sums that clients send, whatever their partition (Tang et al. 2025)."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from strategies.base import RoundContext, Strategy, Update
+from strategies.closed_form import (
+    Spectrum,
+    choose_ridge,
+    solve_discriminant,
+    solve_regularised,
+    solve_ridge,
+)
 from strategies.ncm import NEVER
 from task.config.schema import Config
+from task.message import Arrays
 from task.method_options import AFCLOptions
 from task.models.model import Model
-from task.prototypes.gaussians import unpack_symmetric
+from task.prototypes.scatter import factor_rows, principal_rows, restore_scatter, sketch_matrix
+
+
+@dataclass(frozen=True)
+class ClassSums:
+    """Sums over all images so far, float64; head row c is class c of K.
+
+    counts [K]; sums of h [K, M]; gram: sum of h h^T [M, M], or with a sketch (sum h h^T Omega)^T [r, M]; factors
+    [K, q, M]: factors_c^T factors_c is the scatter of class c about its mean, or its q largest principal directions.
+    """
+
+    counts: Tensor
+    sums: Tensor
+    gram: Tensor
+    factors: Tensor
+
+    @classmethod
+    def empty(cls, dim: int, options: AFCLOptions) -> "ClassSums":
+        """Of no image."""
+        zeros = torch.zeros(0, dim, dtype=torch.float64)
+        rank = min(options.class_rank, dim)
+        return cls(zeros[:, 0], zeros, zeros.new_zeros(options.sketch or dim, dim), zeros.new_zeros(0, rank, dim))
+
+    def grow(self, classes: int) -> "ClassSums":
+        """With rows of zeros up to ``classes``."""
+        parts = (self.counts, self.sums, self.factors)
+        counts, sums, factors = (torch.cat([p, p.new_zeros(classes - len(p), *p.shape[1:])]) for p in parts)
+        return ClassSums(counts, sums, self.gram, factors)
 
 
 class AFCL(Strategy):
-    """W = (sum_m G_m + lambda I)^-1 (sum_m S_m)^T: the ridge regression on all images that were reported.
+    """Adds up means and scatter of all clients and solves for a head: ridge regression or a discriminant.
 
-    G_m = sum f f^T [D, D] and S_m = sum onehot(y) f^T [K, D] over a client's images of a task; f [D] are frozen
-    features, or random features of them. A sum has no order, so the partition and the order of clients and tasks do
-    not matter. Only the first report of a client in a task counts. A client that is never drawn in a task is missing
-    from the result, and so are the images that a client gets after its report.
+    A sum has no order, so the partition and the order of clients and tasks do not matter: the head is that of all
+    reported images in one place. (Class covariances are cut to their largest directions, which depends on the order a
+    little where a class has more.) Only the first report of a client in a task counts. A client that is never drawn in
+    a task is missing from the result, and so are the images that a client gets after its report.
+
+    Features are those of the frozen backbone, or of a prompt that FedAvg trains in the first task's first rounds and
+    that is frozen then (first-session adaptation: McDonnell et al. 2023, RanPAC; STSA, arXiv 2506.01327).
     """
 
     options: AFCLOptions
@@ -27,41 +66,107 @@ class AFCL(Strategy):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.reported: frozenset[tuple[int, str]] = frozenset()  # (task, client)
-        self.gram, self.sums = torch.empty(0, 0), torch.empty(0, 0)  # float64 [D, D] and [seen, D]
+        self.total: ClassSums | None = None
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Add the new reports and solve for all seen classes."""
         classes, dim = model.head.weight.shape
-        if not len(self.gram):
-            self.gram, self.sums = torch.zeros(dim, dim).double(), torch.zeros(0, dim).double()
-        self.sums = torch.cat([self.sums, self.sums.new_zeros(classes - len(self.sums), dim)])
-        for update in updates:
-            statistics = update.statistics
-            if statistics and (context.task, update.client) not in self.reported:
-                rows = context.head_rows(torch.from_numpy(statistics["class_ids"]))
-                self.sums = self.sums.index_add(0, rows, torch.from_numpy(statistics["sums"]))
-                self.gram = self.gram + torch.from_numpy(unpack_symmetric(statistics["gram"], dim)[0])
-                self.reported |= {(context.task, update.client)}
-        model.head.weight.data.copy_(solve_ridge(self.gram, self.sums, self.options.ridge))
-        has_images = self.sums.any(dim=1).to(model.device)
-        model.head.bias.data.copy_(torch.where(has_images, 0.0, NEVER))
-        return {}
+        total = (self.total or ClassSums.empty(dim, self.options)).grow(classes)
+        new = [u for u in updates if u.statistics and (context.task, u.client) not in self.reported]
+        self.reported |= {(context.task, update.client) for update in new}
+        self.total = self._add([update.statistics for update in new], total, context)
+        return self._solve(model, self.total) if self.total.counts.any() else {}
+
+    def _add(self, reports: Sequence[Arrays], total: ClassSums, context: RoundContext) -> ClassSums:
+        counts, sums, gram = total.counts.clone(), total.sums.clone(), total.gram.clone()
+        own: list[list[Tensor]] = [[] for _ in counts]  # rows of each class's scatter about its mean over all images
+        for report in reports:
+            rows = context.head_rows(torch.from_numpy(report["class_ids"]))
+            number = torch.from_numpy(report["counts"]).double()
+            means = torch.from_numpy(report["means"]).double()
+            gram += self._gram(report, number, means)
+            if self.options.class_rank:
+                _collect_class_rows(own, report, rows, (counts, sums), self.options.class_rank)
+            counts.index_add_(0, rows, number)
+            sums.index_add_(0, rows, number[:, None] * means)
+        return ClassSums(counts, sums, gram, _merge_factors(total.factors, own))
+
+    def _gram(self, report: Arrays, counts: Tensor, means: Tensor) -> Tensor:
+        """Sum of h h^T over a client's images, [M, M]; with a sketch, times Omega and transposed, [r, M]."""
+        dim = means.shape[1]
+        scatter, form = restore_scatter(report, dim, self.options)
+        roots = [counts.sqrt()[:, None] * means]
+        if "factors" in report:
+            roots.append(counts.sum().sqrt() * torch.from_numpy(report["factors"]).double())
+        if form == "rows":
+            roots.append(scatter)
+        root = torch.cat(roots)
+        omega = sketch_matrix(dim, self.options.sketch) if self.options.sketch else None
+        gram = root.T @ root if omega is None else (root @ omega).T @ root
+        if form == "matrix":
+            gram += scatter if omega is None else omega.T @ scatter
+        return gram + scatter if form == "sketch" else gram
+
+    def _solve(self, model: Model, total: ClassSums) -> dict[str, float]:
+        """Overwrite the head; returns the ridge if it was chosen."""
+        options, images, seen = self.options, float(total.counts.sum()), total.counts > 0
+        metrics: dict[str, float] = {}
+        if options.head == "ridge":
+            gram = self._spectrum(total.gram)
+            ridge = options.ridge or choose_ridge(gram, total.sums, images)
+            metrics = {"ridge": ridge}
+            solution = {"weight": solve_ridge(gram, total.sums, ridge), "bias": torch.zeros(len(seen))}
+        else:
+            means = total.sums / total.counts.clamp(min=1)[:, None]
+            covariance = self._spectrum(self._within(total) / max(images - int(seen.sum()), 1))
+            if options.head == "discriminant":
+                weight, bias = solve_discriminant(covariance, means, options.shrinkage)
+                solution = {"weight": weight, "bias": bias}
+            else:
+                factors = total.factors / (total.counts - 1).clamp(min=1).sqrt()[:, None, None]
+                solution = vars(
+                    solve_regularised(covariance, means, factors, options.own_covariance, options.shrinkage)
+                )
+        solution["bias"] = torch.where(seen, solution["bias"], NEVER)
+        for name, value in solution.items():
+            getattr(model.head, name).data.copy_(value)
+        return metrics
+
+    def _within(self, total: ClassSums) -> Tensor:
+        """Scatter about the class means: sum h h^T - sum_c s_c s_c^T / n_c, or its sketch."""
+        scaled = total.sums / total.counts.clamp(min=1).sqrt()[:, None]
+        left = scaled if not self.options.sketch else scaled @ sketch_matrix(scaled.shape[1], self.options.sketch)
+        return total.gram - left.T @ scaled
+
+    def _spectrum(self, matrix: Tensor) -> Spectrum:
+        if not self.options.sketch:
+            return Spectrum.of_matrix(matrix)
+        return Spectrum.of_sketch(matrix, sketch_matrix(matrix.shape[1], self.options.sketch))
 
 
-def solve_ridge(gram: Tensor, sums: Tensor, ridge: float) -> Tensor:
-    """Weights [K, D] that minimise sum |onehot(y) - W f|^2 + lambda |W|^2 over all images.
+def _collect_class_rows(
+    own: list[list[Tensor]], report: Arrays, rows: Tensor, before: tuple[Tensor, Tensor], rank: int
+) -> None:
+    """Add a report's factors, and the difference of its class means to those ``before`` it, to the rows of classes.
 
-    One feature: value 1 in class 0, value 2 in class 1.
-
-    >>> solve_ridge(gram=torch.tensor([[5.0]]), sums=torch.tensor([[1.0], [2.0]]), ridge=3.0)
-    tensor([[0.1250],
-            [0.2500]])
-
-    ``gram`` sum f f^T, float64 [D, D]: eigenvalues that rounding or a client made negative count as zero; ``sums``
-    sum onehot(y) f^T, float64 [K, D]; ``ridge`` lambda > 0.
+    The scatter of two sets of images about their common mean is the sum of theirs and of
+    n_1 n_2 / (n_1 + n_2) (mu_1 - mu_2)(mu_1 - mu_2)^T. ``before`` are counts [K] and sums [K, M].
     """
-    factor, failed = torch.linalg.cholesky_ex(gram + ridge * torch.eye(len(gram), dtype=gram.dtype))
-    if not failed:
-        return torch.cholesky_solve(sums.T, factor).T
-    values, directions = torch.linalg.eigh(gram)
-    return sums @ directions / (values.clamp(min=0) + ridge) @ directions.T
+    counts, means = torch.from_numpy(report["counts"]).double(), torch.from_numpy(report["means"]).double()
+    factors = counts.sum().sqrt() * torch.from_numpy(report["factors"]).double()
+    earlier, sums = before[0][rows], before[1][rows]
+    gaps = (earlier * counts / (earlier + counts)).sqrt()[:, None] * (means - sums / earlier.clamp(min=1)[:, None])
+    sizes = factor_rows(report["counts"], means.shape[1], rank).tolist()
+    for row, part, gap in zip(rows.tolist(), factors.split(sizes), gaps, strict=True):
+        own[row] += [part, gap[None]]
+
+
+def _merge_factors(factors: Tensor, own: list[list[Tensor]]) -> Tensor:
+    """Factors [K, q, M] of the classes with the new rows of each class, cut to the q longest."""
+    merged = factors.clone()
+    for row, parts in enumerate(own):
+        if parts:
+            longest = principal_rows(torch.cat([factors[row], *parts]))[: factors.shape[1]]
+            merged[row] = 0
+            merged[row, : len(longest)] = longest
+    return merged

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from task.keys import Key, key, keys_of
+from task.keys import AUTO, Key, key, keys_of
 from task.message import Scalar
 
 Packing = Literal["diagonal", "full", "low-rank"]
@@ -15,7 +15,8 @@ Packing = Literal["diagonal", "full", "low-rank"]
 class Options:
     """A method's own run keys, none here. A subclass adds fields: field ``scale`` of hgp is the run key hgp-scale.
 
-    Fields of three names say what clients send: ``covariance``, ``rank`` and ``random_features``.
+    Fields of some names are read by parts that all methods share: ``covariance`` and ``rank`` say what clients send,
+    ``random_features`` and ``depth`` what the head takes, ``adaptation_rounds`` how long a method that adapts trains.
     """
 
     @property
@@ -32,6 +33,16 @@ class Options:
     def projection(self) -> int:
         """Number of random features that the head takes; 0 = it takes the backbone's own features."""
         return getattr(self, "random_features", 0)
+
+    @property
+    def feature_depth(self) -> float:
+        """Share of the backbone's blocks after which the class token is a feature too; 0 = after the last only."""
+        return getattr(self, "depth", 0.0)
+
+    @property
+    def class_rank(self) -> int:
+        """Directions of each class's own covariance that the head takes; 0 = the head is linear."""
+        return 0
 
 
 @dataclass(frozen=True)
@@ -156,15 +167,66 @@ class FedEWCOptions(Options):
 
 @dataclass(frozen=True)
 class AFCLOptions(Options):
-    """Keys of analytic federated continual learning (Tang et al. 2025), with RanPAC's random features."""
+    """Keys of analytic federated continual learning (Tang et al. 2025) and of what else follows from the same sums."""
 
-    ridge: float = key(1.0, "lambda of the ridge regression", above=0)
+    head: str = key(
+        "ridge",
+        "ridge regression, linear discriminant, or one with class covariances of their own",
+        choices=("ridge", "discriminant", "regularised"),
+    )
+    ridge: float = key(
+        AUTO,
+        "lambda of the ridge regression; auto or 0: by generalised cross-validation",
+        minimum=0,
+        auto=0.0,
+        only=("head", "ridge"),
+    )
+    shrinkage: float = key(
+        0.01,
+        "s: share of the mean variance that is added to the diagonal of covariances",
+        above=0,
+        only=("head", "discriminant", "regularised"),
+    )
+    own_covariance: float = key(
+        0.1, "a: weight of a class's own covariance", above=0, maximum=0.999, only=("head", "regularised")
+    )
+    rank: int = key(
+        32, "directions of a class's own covariance", minimum=1, maximum=10_000, only=("head", "regularised")
+    )
     random_features: int = key(
         0,
-        "M random ReLU features under the regression; 0 = none; 8 M^2 bytes a client, 3.2 GB at 20,000",
+        "M random ReLU features under the head; 0 = none; the server holds 8 M^2 bytes, 3.2 GB at 20,000",
         minimum=0,
         maximum=20_000,
     )
+    depth: float = key(
+        0.0, "share of the blocks after which the class token is a feature too; 0 = the last only", minimum=0, maximum=1
+    )
+    sketch: int = key(
+        0,
+        "rank of the sketch that travels instead of a larger matrix; 0 = none",
+        minimum=0,
+        maximum=20_000,
+        only=("head", "ridge", "discriminant"),
+    )
+    dtype: str = key("fp32", "numbers that travel", choices=("fp64", "fp32", "fp16"))
+    adaptation_rounds: int = key(
+        5, "rounds of the first task in which a prompt is trained; it is frozen from then on", minimum=1
+    )
+
+    @property
+    def class_rank(self) -> int:
+        """Directions of each class's own covariance that travel; 0 if the head has no use for them."""
+        return self.rank if self.head == "regularised" else 0
+
+
+@dataclass(frozen=True)
+class FedRDAOptions(AFCLOptions):
+    """Keys of FedRDA, the project's own method: a regularised discriminant on features of an adapted prompt."""
+
+    head: str = key("regularised", "see afcl-head", choices=("ridge", "discriminant", "regularised"))
+    depth: float = key(0.75, "share of the blocks after which the class token is a feature too", minimum=0, maximum=1)
+    dtype: str = key("fp16", "numbers that travel", choices=("fp64", "fp32", "fp16"))
 
 
 @dataclass(frozen=True)
@@ -182,6 +244,8 @@ class Method:
         pooled: the first client drawn in a round has all images of all tasks so far, the others have none.
         backbone: frozen, trained, or either: then trained only where it is one of FROM_SCRATCH.
         asynchronous: whether each client may have a class sequence of its own.
+        adapts: local training is of the prompt alone, in the first rounds of the first task; then it is frozen, and
+            the head follows from statistics. Without a prompt nothing is trained.
     """
 
     name: str
@@ -194,6 +258,7 @@ class Method:
     pooled: bool = False
     backbone: Literal["frozen", "trained", "either"] = "frozen"
     asynchronous: bool = False
+    adapts: bool = False
 
     def own_keys(self) -> Mapping[str, Key]:
         """The method's own run keys."""

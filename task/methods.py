@@ -14,7 +14,8 @@ from task.message import Scalar
 from task.method_options import Method
 from task.prompt_kinds import PROMPTS
 
-ANY_PROMPT = ("shared", *(name for name in PROMPTS if name != "shared"))
+ANY_PROMPT: tuple[str, ...] = ("shared", *(name for name in PROMPTS if name != "shared"))
+NONE_OR_ANY = tuple(PROMPTS)  # none is the first
 CROSS_ENTROPY = "client_app.objectives.base:Objective"
 WEIGHTED_MEAN = "strategies.base:Strategy"
 NO_STATISTICS = "task.prototypes.statistics:ClientStatistics"
@@ -22,7 +23,7 @@ COUNTS = "task.prototypes.statistics:CountStatistics"
 MEANS = "task.prototypes.statistics:MeanStatistics"
 VARIANCES = "task.prototypes.statistics:VarianceStatistics"
 GAUSSIANS = "task.prototypes.statistics:GaussianStatistics"
-GRAM = "task.prototypes.statistics:GramStatistics"
+SCATTER = "task.prototypes.scatter:ScatterStatistics"
 FISHER = "task.prototypes.statistics:FisherStatistics"
 ONE_ROUND: dict[str, Scalar] = {"rounds-per-task": 1}
 
@@ -38,6 +39,9 @@ Method("hepco", ("decomposed",), CROSS_ENTROPY, COUNTS, "strategies.hepco:HePCo"
 Method("fedprok", ("none", "shared"), "client_app.objectives.fedprok:FedProKObjective", MEANS,
        "strategies.fedprok:FedProK", options.FedProKOptions, {"learning-rate": 0.01}, backbone="either",
        asynchronous=True),
+# our own
+Method("fedrda", ("shared", "none"), CROSS_ENTROPY, SCATTER, "strategies.afcl:AFCL", options.FedRDAOptions, ONE_ROUND,
+       asynchronous=True, adapts=True),
 # what they are compared with
 Method("fedavg", ANY_PROMPT, CROSS_ENTROPY, NO_STATISTICS, "strategies.fedavg:FedAvg", options.FedAvgOptions,
        backbone="either", asynchronous=True),
@@ -50,9 +54,10 @@ Method("head-only", ("none",), CROSS_ENTROPY, NO_STATISTICS, WEIGHTED_MEAN, opti
        asynchronous=True),
 Method("joint", ANY_PROMPT, CROSS_ENTROPY, NO_STATISTICS, WEIGHTED_MEAN, pooled=True, backbone="either",
        asynchronous=True),
-# nothing is trained
+# closed forms: nothing is trained, or a prompt in the first task
 Method("ncm", ("none",), "", MEANS, "strategies.ncm:NearestMean", options.Options, ONE_ROUND, asynchronous=True),
-Method("afcl", ("none",), "", GRAM, "strategies.afcl:AFCL", options.AFCLOptions, ONE_ROUND, asynchronous=True),
+Method("afcl", NONE_OR_ANY, CROSS_ENTROPY, SCATTER, "strategies.afcl:AFCL", options.AFCLOptions,
+       ONE_ROUND, asynchronous=True, adapts=True),
 # the whole backbone is trained
 Method("fedavg-ft", ("none",), CROSS_ENTROPY, NO_STATISTICS, WEIGHTED_MEAN, backbone="trained", asynchronous=True),
 Method("fedewc", ("none",), "client_app.objectives.fedewc:FedEWCObjective", FISHER, "strategies.fedewc:FedEWC",

@@ -149,7 +149,7 @@ def _time_forward(config: Config) -> Finding:
 
 
 def _time_step(config: Config) -> Finding:
-    if not config.method_row.objective:
+    if not config.trains_locally:
         return Finding("ok", f"method {config.method} has no training step")
     scenario = _scenario(config)
     model = build_model(config, scenario.task_sizes(0))

@@ -39,7 +39,7 @@ def open_account(config: Config) -> dict[str, Any]:
 
 def releases_per_message(config: Config) -> int:
     """Releases of the Gaussian mechanism in one answer to a train message, each of noise multiplier z / 2."""
-    return bool(config.method_row.objective) + load_class(config.method_row.statistics)().releases
+    return config.trains_locally + load_class(config.method_row.statistics)().releases
 
 
 def record_asked(path: Path, report: RoundReport) -> None:

@@ -16,7 +16,7 @@ from strategies.averaging import WeightedMean
 from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.data.images import Dataset
-from task.models.model import Model
+from task.models.model import Model, to_arrays
 from task.scenario.client_data import learnable_classes
 
 Measure = Callable[[Update], list[float]]
@@ -32,7 +32,8 @@ class RoundAggregator:
     def __init__(
         self, config: Config, strategy: Strategy, model: Model, context: RoundContext, clients: Sequence[ClientInfo]
     ) -> None:
-        self.sent_arrays = model.export()  # of the model before the round, as they were sent
+        self.sent_arrays = to_arrays(model.message_state())  # of the model before the round
+        self._arrays_before = model.export()
         self.strategy_state = {name: copy.copy(value) for name, value in vars(strategy).items()}  # before the round
         self.mean = WeightedMean()  # of the accepted arrays so far
         self.updates: list[Update] = []  # accepted answers of clients that have trained, without their arrays
@@ -42,6 +43,7 @@ class RoundAggregator:
         self._entropies: dict[str, list[float]] = {}  # by client
         self._clients = {client.node: client for client in clients}
         self._shapes = {name: tuple(value.shape) for name, value in model.trained_state().items()}
+        self._dim = model.head.weight.shape[1]
         self._classes = learnable_classes(config, context.schedule, context.task)
 
     def collect(self, replies: Iterable[Reply], report: RoundReport, measure: Measure) -> None:
@@ -55,7 +57,7 @@ class RoundAggregator:
             report.bytes_down += reply.bytes_down
             client = self._clients[reply.node]
             try:
-                update = check_reply(reply, client, self._shapes, self._classes, self._context.ends_task, self._config)
+                update = check_reply(reply, client, self._shapes, self._dim, self._classes, self._context, self._config)
             except InvalidReply as error:
                 refused[client.name] = str(error)
                 continue
@@ -92,7 +94,7 @@ class RoundAggregator:
 
     def undo(self) -> None:
         """Put the model and the strategy back as they were before the round."""
-        self._model.load(self.sent_arrays)
+        self._model.load(self._arrays_before)
         vars(self._strategy).clear()
         vars(self._strategy).update(self.strategy_state)
 

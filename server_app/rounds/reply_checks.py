@@ -8,11 +8,10 @@ import numpy as np
 from server_app.clients.client_info import MAX_IMAGES, ClientInfo, failure
 from server_app.errors import one_line
 from server_app.transport.base import Reply
-from strategies.base import Update
+from strategies.base import RoundContext, Update
 from task.config.schema import Config
 from task.message import Arrays, Packet
 from task.methods import load_class
-from task.prototypes.gaussians import cholesky_fails
 from task.prototypes.statistics import ClientStatistics
 
 MAX_VALUE = ClientStatistics.largest  # of trained arrays
@@ -29,12 +28,18 @@ class InvalidReply(ValueError):
 
 
 def check_reply(
-    reply: Reply, client: ClientInfo, shapes: Shapes, classes: Sequence[int], ends_task: bool, config: Config
+    reply: Reply,
+    client: ClientInfo,
+    shapes: Shapes,
+    dim: int,
+    classes: Sequence[int],
+    context: RoundContext,
+    config: Config,
 ) -> Update:
     """Check the answer to a train message; returns the update in it.
 
     The client can report no more images than in its answer to hello, of the class ids ``classes``. Trained arrays must
-    have these ``shapes``; some statistics travel in a task's last round only.
+    have these ``shapes``, a feature under the head the length ``dim``; what is due depends on the round.
 
     Raises:
         InvalidReply: names what is wrong.
@@ -53,14 +58,15 @@ def check_reply(
         raise InvalidReply(f"it has {num_held} images of the task and used none: its data-dir may have changed")
     if examples == 0:
         return Update(client.name, 0, {}, {})
-    expected = shapes if config.method_row.objective else {}
+    expected = shapes if config.trains_in(context.server_round) else {}
     if set(packet.arrays) != set(expected):
         raise InvalidReply(f"arrays {sorted(packet.arrays)} came; {sorted(expected)} were expected")
     for name, shape in expected.items():
         _check_numbers(name, packet.arrays[name], shape)
     kind = load_class(config.method_row.statistics)()
-    if kind.carries and (ends_task or not kind.at_task_end) and (packet.statistics or not config.min_class_count):
-        _check_statistics(kind, packet.statistics, client.class_counts, classes, shapes, config)
+    due = kind.carries and config.collects_in(context.server_round) and (context.ends_task or not kind.at_task_end)
+    if due and (packet.statistics or not config.min_class_count):
+        _check_statistics(kind, packet.statistics, client.class_counts, classes, shapes, dim, config)
     elif packet.statistics:
         raise InvalidReply(f"statistics {sorted(packet.statistics)} came; none were expected")
     # a new dict: a method may remove large statistics from it
@@ -110,9 +116,13 @@ def _check_statistics(
     class_counts: np.ndarray,
     classes: Sequence[int],
     arrays: Shapes,
+    dim: int,
     config: Config,
 ) -> None:
-    """Check statistics; ``class_counts`` int64 [classes] are the client's images, ``arrays`` the trained arrays."""
+    """Check statistics of features of length ``dim``.
+
+    ``class_counts`` int64 [classes] are the client's images, ``arrays`` the shapes of the trained arrays.
+    """
     class_ids, counts = statistics.get("class_ids", np.empty(0)), statistics.get("counts", np.empty(0))
     integers = class_ids.dtype == counts.dtype == np.int64
     if not integers or class_ids.ndim != 1 or class_ids.shape != counts.shape or not len(class_ids):
@@ -121,19 +131,18 @@ def _check_statistics(
         raise InvalidReply(f"class_ids {class_ids.tolist()} are not distinct classes of the task {sorted(classes)}")
     if (counts < 1).any() or (counts > class_counts[class_ids]).any():
         raise InvalidReply(f"counts {counts.tolist()} are below 1 or above what the client said to hold")
-    shapes = kind.expected(len(class_ids), arrays, config.options)
+    shapes = kind.expected(counts, arrays, dim, config)
     if set(statistics) != {"class_ids", "counts", *shapes}:
         raise InvalidReply(
             f"statistics {sorted(statistics)} came; class_ids, counts and {sorted(shapes)} were expected"
         )
     for name, shape in shapes.items():
-        _check_numbers(name, statistics[name], shape, kind.dtype, kind.largest)
+        _check_numbers(name, statistics[name], shape, kind.number_type(config.options), kind.largest)
     for name in kind.not_negative & statistics.keys():
         if (statistics[name] < 0).any():
             raise InvalidReply(f"{name} are negative")
-    for name in kind.semi_definite & statistics.keys():
-        if cholesky_fails(statistics[name], arrays["head.weight"][1]):
-            raise InvalidReply(f"{name} are not positive semi-definite")
+    if problem := kind.invalid(statistics, dim):
+        raise InvalidReply(problem)
 
 
 def check_counts(reply: Reply, limits: np.ndarray, seen: Sequence[int]) -> np.ndarray:

@@ -202,8 +202,9 @@ class Run:
         with self.results.measure_seconds("server_refine"):
             metrics = self.strategy.refine(self.model, aggregator.updates, context)
         report.server = {name: value for name, value in metrics.items() if np.isfinite(value)}
-        # a method that trains nothing may write what no training reaches, such as a row that must never win
-        limit = MAX_VALUE if self.config.method_row.objective else np.finfo(np.float32).max
+        # a head that is computed may hold what no training reaches, such as a row that must never win
+        computed = self.config.method_row.adapts or not self.config.method_row.objective
+        limit = np.finfo(np.float32).max if computed else MAX_VALUE
         if not all((np.abs(a) <= limit).all() for a in self.model.export().values()):
             aggregator.undo()
             report.dropped = True

@@ -16,6 +16,7 @@ import numpy as np
 from server_app.run_files.writers import append_line, keep_lines, write_json
 from task.config.schema import Config
 from task.metrics import per_class_accuracy, summarize
+from task.scenario.class_stream import Schedule
 from task.scenario.partition import consensus_sizes
 from task.scenario.scenario import Scenario
 from task.utils.versions import versions
@@ -136,9 +137,11 @@ class Results:
     def write_round(self) -> dict[str, Any]:
         """Write both files after a round and its evaluation; returns its line of rounds.jsonl."""
         last = self.rounds[-1]
+        schedule = Schedule(self.tasks, self.config.rounds_per_task, self.config.adaptation_rounds)
         line = vars(last) | {
             "num_tasks": len(self.tasks),
-            "rounds_per_task": self.config.rounds_per_task,
+            "rounds_per_task": schedule.rounds_of(last.task - 1),
+            "total_rounds": schedule.total_rounds,
             "seen_accuracy": self.seen[last.task - 1],
             "elapsed": time.perf_counter() - self.started,
         }

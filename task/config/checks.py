@@ -15,6 +15,7 @@ def check_combination(config: Config) -> None:
         ConfigError: names the keys, their values and what to change.
     """
     _check_method(config)
+    _check_adaptation(config)
     _check_backbone(config)
     _check_prompt(config)
     _check_sizes(config)
@@ -56,8 +57,15 @@ def _check_method(config: Config) -> None:
             f"partition = {config.partition!r} does not go with method = {config.method!r}: "
             f"of clients that have class sequences of their own only {able} can learn."
         )
-    if config.federated_bias and not config.method_row.objective:
-        raise ConfigError(f"federated-bias = True is not possible: method {config.method!r} trains no local model.")
+    if config.federated_bias and (config.method_row.adapts or not config.trains_locally):
+        raise ConfigError(f"federated-bias = True is not possible: {config.method!r} trains no model in every task.")
+
+
+def _check_adaptation(config: Config) -> None:
+    """Refuse a key of an adaptation that does not take place."""
+    name = f"{config.method_row.name}-adaptation-rounds"
+    if config.method_row.adapts and config.prompt == "none" and config.flat()[name] != defaults()[name]:
+        raise ConfigError(f"{name} = {config.flat()[name]} would be ignored: it needs a prompt to adapt, not none.")
 
 
 def _check_backbone(config: Config) -> None:
@@ -100,7 +108,7 @@ def _check_bounds(config: Config) -> None:
             "clients; 0 means no bound."
         )
     for name, value in {"norm": config.max_update_norm, "ratio": config.max_update_ratio}.items():
-        if value and not config.method_row.objective:
+        if value and not config.trains_locally:
             raise ConfigError(f"max-update-{name} = {value:g} would be ignored: {config.method!r} trains no arrays.")
 
 
@@ -113,7 +121,7 @@ def _check_privacy(config: Config) -> None:
     kind = load_class(row.statistics)()  # here and not above: it loads torch
     unread = {
         "min-class-count": "" if kind.carries else f"method {config.method!r} sends no class statistics",
-        "privacy-clip": "" if row.objective else f"method {config.method!r} trains no arrays",
+        "privacy-clip": "" if config.trains_locally else f"method {config.method!r} trains no arrays",
         "privacy-feature-clip": "" if kind.needs_features else f"method {config.method!r} sends no feature statistics",
         "privacy-seeded": "" if config.privacy_noise else "privacy-noise is 0",
         "privacy-delta": "" if config.privacy_noise else "privacy-noise is 0",
@@ -128,7 +136,7 @@ def _check_privacy(config: Config) -> None:
 def _check_noise(config: Config, kind: Any) -> None:
     """Refuse noise without the bounds it needs, or in what it cannot protect; ``kind`` are the method's statistics."""
     z = f"privacy-noise = {config.privacy_noise:g}"
-    if config.method_row.objective and not config.privacy_clip:
+    if config.trains_locally and not config.privacy_clip:
         raise ConfigError(f"{z} needs privacy-clip above 0: without it no amount of noise protects anything.")
     if kind.needs_features and not config.privacy_feature_clip:
         raise ConfigError(f"{z} needs privacy-feature-clip above 0, as {config.method!r} sends feature statistics.")

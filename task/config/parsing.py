@@ -122,7 +122,7 @@ def ignored_keys(config: Config) -> list[str]:
 
     They are accepted, because a suite gives the same keys to all its methods.
     """
-    if config.method_row.objective:
+    if config.trains_locally:
         return []
     values, usual = config.flat(), parse({"method": config.method, "prompt": config.prompt}).flat()
     return [name for name in keys_affecting("local training") if values[name] != usual[name]]

@@ -212,6 +212,26 @@ class Config:
         return METHODS[self.method]
 
     @property
+    def adaptation_rounds(self) -> int:
+        """Rounds of the first task, before all others, in which a method that adapts trains its prompt."""
+        options, adapts = self.options, self.method_row.adapts and self.prompt != "none"
+        return getattr(options, "adaptation_rounds") if adapts else 0  # noqa: B009  # only such a method has the key
+
+    def trains_in(self, server_round: int) -> bool:
+        """Whether clients train in a round of the run, counted from 1."""
+        row = self.method_row
+        return server_round <= self.adaptation_rounds if row.adapts else bool(row.objective)
+
+    @property
+    def trains_locally(self) -> bool:
+        """Whether clients ever train."""
+        return self.trains_in(1)
+
+    def collects_in(self, server_round: int) -> bool:
+        """Whether clients may send statistics in a round of the run, counted from 1."""
+        return server_round > self.adaptation_rounds
+
+    @property
     def trains_backbone(self) -> bool:
         """Whether clients train the backbone too, which then travels."""
         return self.method_row.backbone == "trained" or self.backbone in FROM_SCRATCH

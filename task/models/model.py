@@ -25,14 +25,14 @@ class Head(nn.Module):
     """Linear classifier that grows with the tasks: weight [seen, D], bias [seen].
 
     With ``projection`` > 0 its inputs are D = ``projection`` random features max(0, x W), W ~ N(0, 1) drawn from the
-    seed (RanPAC, McDonnell et al. 2023).
+    seed (RanPAC, McDonnell et al. 2023). With ``trained`` false no gradient reaches it: the server computes it.
     """
 
     projection: Tensor | None
 
-    def __init__(self, dim: int, seed: int, projection: int = 0) -> None:
+    def __init__(self, dim: int, seed: int, projection: int = 0, trained: bool = True) -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self.trained = seed, trained
         drawn = torch.randn(dim, projection, generator=torch_rng(seed, "projection")) if projection else None
         self.register_buffer("projection", drawn, persistent=False)
         dim = projection or dim
@@ -43,8 +43,12 @@ class Head(nn.Module):
         """Add rows; the initial value of a row depends on the seed and the number of rows before."""
         seen, dim = self.weight.shape
         fresh = 0.02 * torch.randn(classes, dim, generator=torch_rng(self.seed, "head", seen))
-        self.weight = nn.Parameter(torch.cat([self.weight.data, fresh.to(self.weight.device)]))
-        self.bias = nn.Parameter(torch.cat([self.bias.data, self.bias.new_zeros(classes)]))
+        self._extend("weight", fresh)
+        self._extend("bias", torch.zeros(classes))
+
+    def _extend(self, name: str, rows: Tensor) -> None:
+        old = getattr(self, name).data
+        setattr(self, name, nn.Parameter(torch.cat([old, rows.to(old.device)]), requires_grad=self.trained))
 
     def project(self, features: Tensor) -> Tensor:
         """Inputs of the linear layer: features [B, backbone's D] themselves, or their random projection [B, D]."""
@@ -55,6 +59,31 @@ class Head(nn.Module):
         return F.linear(self.project(features), self.weight, self.bias)
 
 
+class QuadraticHead(Head):
+    """A head that adds |directions_c h - offsets_c|^2 / 2 to the logit of class c; the server computes it.
+
+    directions [seen, rank, D] and offsets [seen, rank], see :func:`strategies.closed_form.solve_regularised`.
+    """
+
+    def __init__(self, dim: int, seed: int, projection: int, rank: int) -> None:
+        super().__init__(dim, seed, projection, trained=False)
+        width = self.weight.shape[1]
+        self.directions = nn.Parameter(torch.empty(0, min(rank, width), width), requires_grad=False)
+        self.offsets = nn.Parameter(torch.empty(0, min(rank, width)), requires_grad=False)
+
+    def grow(self, classes: int) -> None:
+        """Add rows; those of directions and offsets are zero."""
+        super().grow(classes)
+        for name in ("directions", "offsets"):
+            self._extend(name, torch.zeros(classes, *getattr(self, name).shape[1:]))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features of the backbone -> logits [B, seen]."""
+        h = self.project(features)
+        along = (h @ self.directions.flatten(0, 1).T).unflatten(1, self.offsets.shape)
+        return F.linear(h, self.weight, self.bias) + 0.5 * (along - self.offsets).square().sum(dim=2)
+
+
 class Model(nn.Module):
     """Class-incremental model. Rows of the head follow the class order of the run, task by task.
 
@@ -63,7 +92,9 @@ class Model(nn.Module):
         prompt: makes prefixes or prompt tokens of queries.
         seed: of the head's initial values and projection.
         precision: fp32 or bf16, of the backbone's arithmetic.
-        projection: random features under the head; 0 = none.
+        head: classifier of features [B, width].
+        early_blocks: blocks, counted from 0, whose class token is a part of the features too.
+        adapts: clients train the prompt in the first task only, under a linear head of their own (``local_head``).
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
     """
@@ -74,14 +105,18 @@ class Model(nn.Module):
         prompt: Prompt,
         seed: int,
         precision: str,
-        projection: int = 0,
+        head: Head | None = None,
+        early_blocks: Sequence[int] = (),
+        adapts: bool = False,
         trains_backbone: bool = False,
         projects: bool = False,
     ) -> None:
         super().__init__()
         self._shared = [backbone]  # in a list, so that it is no sub-module: all models of the process share it
         self.trained_backbone = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
-        self.prompt, self.head = prompt, Head(backbone.dim, seed, projection)
+        self.prompt, self.head = prompt, head or Head(backbone.dim, seed)
+        self.local_head = Head(backbone.dim, seed) if adapts else None
+        self.early_blocks = tuple(early_blocks)
         self.task_sizes: list[int] = []
         self._rows: Tensor
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
@@ -100,8 +135,11 @@ class Model(nn.Module):
         return self.head.weight.device
 
     def begin_task(self, classes: int) -> None:
-        """Grow head (and prompt) for the next task of ``classes`` new classes."""
-        self.prompt.begin_task(len(self.task_sizes))
+        """Grow head (and prompt) for the next task of ``classes`` new classes; a prompt that adapts stays as it is."""
+        if self.local_head is None or not self.task_sizes:
+            self.prompt.begin_task(len(self.task_sizes))
+        if self.local_head is not None and not self.task_sizes:
+            self.local_head.grow(classes)
         self.head.grow(classes)
         self.task_sizes.append(classes)
         seen = sum(self.task_sizes)
@@ -121,9 +159,14 @@ class Model(nn.Module):
         return torch.searchsorted(self._rows, rows)
 
     def query(self, images: Tensor) -> Tensor:
-        """q(x): normalised images [B, 3, H, W] -> features without prompt [B, D]; no gradient."""
+        """q(x): normalised images [B, 3, H, W] -> features without prompt [B, width]; no gradient."""
         with torch.no_grad(), self._autocast():
-            return self.backbone(images).float()
+            return self.backbone(images, early_blocks=self.early_blocks).float()
+
+    @property
+    def width(self) -> int:
+        """Length of a feature: D, and D more for each of ``early_blocks``."""
+        return self.backbone.dim * (1 + len(self.early_blocks))
 
     @property
     def prompted(self) -> bool:
@@ -136,20 +179,27 @@ class Model(nn.Module):
         return self.trained_backbone is None and (self.prompt.needs_query or not self.prompted)
 
     def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
-        """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, D], float32.
+        """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, width], float32.
 
-        ``query`` is q(x) [B, D] of the images, if known; without prompt it is f(x), and the images are not read.
+        ``query`` is q(x) [B, width] of the images, if known; without prompt it is f(x), and the images are not read.
         """
         if query is not None and not self.prompted:
             return query
         if query is None and self.prompt.needs_query:
             query = self.query(images)
+        prompted = self.prompt(None if query is None else query[:, : self.backbone.dim])
         with self._autocast():
-            return self.backbone(images, self.prompt(query), self.projects).float()
+            return self.backbone(images, prompted, self.projects, self.early_blocks).float()
 
     def forward(self, images: Tensor, query: Tensor | None = None) -> Tensor:
-        """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only."""
-        return self.head(self.features(images, query))
+        """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only.
+
+        In training mode a model that adapts takes its local head: logits of the first task's classes.
+        """
+        features = self.features(images, query)
+        if self.local_head is None or not self.training:
+            return self.head(features)
+        return self.local_head(features[:, : self.backbone.dim])
 
     def shared_state(self) -> dict[str, Tensor]:
         """Arrays sent to clients, by stable names: prompt and head.
@@ -162,13 +212,18 @@ class Model(nn.Module):
         """Arrays of :meth:`shared_state` that the current task trains: what clients send back."""
         return {name: p.detach() for name, p in self._small_parameters() if p.requires_grad} | self._packed()
 
+    def message_state(self) -> dict[str, Tensor]:
+        """Arrays of :meth:`shared_state` that a client needs for training and statistics; not a computed head."""
+        return {n: a for n, a in self.shared_state().items() if self.head.trained or not n.startswith("head.")}
+
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Overwrite all arrays of :meth:`shared_state`, or all of :meth:`trained_state`, in place.
+        """Overwrite all arrays of :meth:`shared_state`, :meth:`message_state` or :meth:`trained_state`, in place.
 
         Raises:
-            ValueError: names or shapes are of neither of the two.
+            ValueError: names or shapes are of none of the three.
         """
-        state = self.shared_state() if arrays.keys() != self.trained_state().keys() else self.trained_state()
+        parts = (self.trained_state(), self.message_state())
+        state = next((part for part in parts if part.keys() == arrays.keys()), self.shared_state())
         got, expected = ({name: tuple(a.shape) for name, a in part.items()} for part in (arrays, state))
         if got != expected:
             raise ValueError(f"arrays {got} do not fit {expected}")
@@ -231,15 +286,31 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
             f"prompt-blocks = {config.prompt_blocks!r} is not possible: {config.backbone} has {backbone.depth} blocks."
         )
     prompt = load_class(PROMPTS[config.prompt].path).build(config, backbone.dim)
+    early_blocks = _early_blocks(config, backbone)
     model = Model(
         backbone,
         prompt,
         config.seed,
         config.precision,
-        config.options.projection,
+        _build_head(config, backbone.dim * (1 + len(early_blocks))),
+        early_blocks,
+        config.adaptation_rounds > 0,
         config.trains_backbone,
         config.prompt_projected,
     )
     for classes in task_sizes:
         model.begin_task(classes)
     return model
+
+
+def _build_head(config: Config, dim: int) -> Head:
+    options, adapts = config.options, config.method_row.adapts
+    if options.class_rank:
+        return QuadraticHead(dim, config.seed, options.projection, options.class_rank)
+    return Head(dim, config.seed, options.projection, trained=not adapts)
+
+
+def _early_blocks(config: Config, backbone: Backbone) -> list[int]:
+    """The block after which the class token is a feature too, counted from 0; none if that is the last."""
+    block = round(config.options.feature_depth * backbone.depth) - 1
+    return [block] if 0 <= block < backbone.depth - 1 else []

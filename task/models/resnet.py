@@ -1,5 +1,6 @@
 """The backbone that FedProK trains from scratch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +20,13 @@ class ResNet18(Backbone):
         self.network = network.requires_grad_(False)
         self.eval()
 
-    def forward(self, images: Tensor, prompted: PromptVectors | None = None, projects: bool = False) -> Tensor:
+    def forward(
+        self,
+        images: Tensor,
+        prompted: PromptVectors | None = None,
+        projects: bool = False,
+        early_blocks: Sequence[int] = (),
+    ) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, 512]: the pooled last layer."""
         return self.network(images)
 

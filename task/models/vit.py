@@ -1,7 +1,7 @@
 """The backbone: a frozen plain Vision Transformer of timm with room for prefixes in its attention."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -110,8 +110,14 @@ class Backbone(nn.Module):
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 
-    def forward(self, images: Tensor, prompted: PromptVectors | None = None, projects: bool = False) -> Tensor:
-        """Normalised images [B, 3, H, W] -> features [B, D]."""
+    def forward(
+        self,
+        images: Tensor,
+        prompted: PromptVectors | None = None,
+        projects: bool = False,
+        early_blocks: Sequence[int] = (),
+    ) -> Tensor:
+        """Normalised images [B, 3, H, W] -> features [B, D], or [B, D (1 + len(early_blocks))]."""
         raise NotImplementedError
 
 
@@ -133,16 +139,35 @@ class ViT(Backbone):
         """Stay in evaluation mode: no drop-out and drop-path."""
         return super().train(False)
 
-    def forward(self, images: Tensor, prompted: PromptVectors | None = None, projects: bool = False) -> Tensor:
+    def forward(
+        self,
+        images: Tensor,
+        prompted: PromptVectors | None = None,
+        projects: bool = False,
+        early_blocks: Sequence[int] = (),
+    ) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, D]: the class token after the final norm.
+
+        Behind it comes the class token after each of ``early_blocks`` (counted from 0), normalised to mean 0 and
+        variance 1: early features help where images are far from those of pre-training.
 
         A ViT for which timm has another pooling gives that pooled feature. ``projects``: see :class:`PrefixAttention`.
 
         Without ``prompted`` this is q(x): timm's forward_features and pre-logits head. With it, the last block computes
         the class token only, as nothing reads the others: the same feature but for rounding.
         """
-        with self._holding(prompted or {}, projects):
-            return self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
+        tokens = list[Tensor]()
+        hooks = [
+            self.vit.blocks[i].register_forward_hook(lambda block, inputs, output: tokens.append(output[:, 0]))
+            for i in early_blocks
+        ]
+        try:
+            with self._holding(prompted or {}, projects):
+                feature = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return torch.cat([feature, *(F.layer_norm(token, token.shape[-1:]) for token in tokens)], dim=1)
 
     @contextmanager
     def _holding(self, prompted: PromptVectors, projects: bool) -> Iterator[None]:

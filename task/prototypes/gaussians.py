@@ -45,7 +45,7 @@ def class_gaussians(features: Tensor, labels: Tensor, packing: Packing, rank: in
     scaled = centred / (counts.to(centred)[index] - 1).clamp(min=1).sqrt()[:, None]
     packed = {"variances": torch.zeros_like(means).index_add_(0, index, scaled.square())}
     if packing != "diagonal":
-        rows = _by_class(scaled, index, len(class_ids))
+        rows = by_class(scaled, index, len(class_ids))
         packed = (
             _pack_low_rank(rows, packed["variances"], rank)
             if packing == "low-rank"
@@ -61,7 +61,7 @@ def _pack_low_rank(rows: Tensor, total: Tensor, rank: int) -> dict[str, Tensor]:
     return {"factors": factors, "variances": (total - factors.square().sum(dim=1)).clamp(min=0)}
 
 
-def _by_class(rows: Tensor, index: Tensor, classes: int) -> Tensor:
+def by_class(rows: Tensor, index: Tensor, classes: int) -> Tensor:
     """Rows [N, D], row i of class ``index[i]`` -> [classes, largest class, D], padded with zeros."""
     order = index.argsort(stable=True)
     counts = index.bincount(minlength=classes)
@@ -204,12 +204,12 @@ def cholesky(covariances: Tensor, slack: float = _SLACK) -> tuple[Tensor, Tensor
     return factor.float(), info != 0
 
 
-def cholesky_fails(packed: np.ndarray, dim: int) -> bool:
-    """Whether any of the packed covariances [P, D (D + 1) / 2] is not positive semi-definite.
+def cholesky_fails(packed: np.ndarray, dim: int, slack: float = _SLACK / 2) -> bool:
+    """Whether any of the packed covariances [P, D (D + 1) / 2] is not positive semi-definite, with ``slack``.
 
-    It allows half the slack of :func:`cholesky`; the other half is for rounding when covariances are merged.
+    By default half that of :func:`cholesky`; the other half is for rounding when covariances are merged.
     """
-    return bool(cholesky(torch.from_numpy(unpack_symmetric(packed, dim)), _SLACK / 2)[1].any())
+    return bool(cholesky(torch.from_numpy(unpack_symmetric(packed, dim)), slack)[1].any())
 
 
 def merge_means(class_ids: Tensor, counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:

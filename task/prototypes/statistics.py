@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from task.config.schema import Config
 from task.data.images import Images
 from task.message import Arrays
 from task.method_options import Options
 from task.models.evaluation import extract_features
 from task.models.model import Model
 from task.models.preprocessing import prepare
-from task.prototypes.gaussians import class_gaussians, class_means, pack_symmetric
-from task.prototypes.noise import EXACT, GaussianMechanism, nearest_semi_definite
+from task.prototypes.gaussians import cholesky_fails, class_gaussians, class_means
+from task.prototypes.noise import EXACT, GaussianMechanism
 
 Shapes = dict[str, tuple[int, ...]]
 _GRADIENTS = 2**25  # entries of per-image gradients in memory at once: 128 MiB
@@ -44,9 +45,7 @@ class ClientStatistics:
         carries: whether anything is sent.
         at_task_end: whether it is sent in a task's last round only.
         needs_features: whether it is computed from features.
-        dtype: of the arrays of numbers; the server refuses another one.
         not_negative: arrays in which the server refuses negative numbers.
-        semi_definite: packed symmetric matrices, which the server refuses if they are not positive semi-definite.
         largest: the server refuses numbers of larger magnitude.
         releases: of the Gaussian mechanism in one message with noise (task/prototypes/noise.py).
     """
@@ -54,9 +53,7 @@ class ClientStatistics:
     carries = False
     at_task_end = False
     needs_features = False
-    dtype: type = np.float32
     not_negative = frozenset({"variances", "fisher"})
-    semi_definite = frozenset({"covariances", "gram"})
     largest = 1e6  # far above any honest value; a larger one would dominate the mean over clients
     releases = 0
 
@@ -71,18 +68,31 @@ class ClientStatistics:
         """Features float32 [N, D] of the local images, labels int64 [N] -> arrays, with ``noise``."""
         return {}
 
-    def as_arrays(self, **tensors: Tensor) -> Arrays:
-        """NumPy arrays as they travel: whole numbers as they are, the others as ``dtype``."""
+    def number_type(self, options: Options) -> type:
+        """Type of the arrays of numbers; the server refuses another one."""
+        return np.float32
+
+    def as_arrays(self, number_type: type = np.float32, /, **tensors: Tensor) -> Arrays:
+        """NumPy arrays as they travel: whole numbers as they are, the others as ``number_type``."""
         arrays = {name: value.cpu().numpy() for name, value in tensors.items()}
-        return {name: a if a.dtype.kind == "i" else a.astype(self.dtype) for name, a in arrays.items()}
+        return {name: a if a.dtype.kind == "i" else a.astype(number_type) for name, a in arrays.items()}
+
+    def invalid(self, statistics: Arrays, dim: int) -> str:
+        """What is wrong with arrays of the expected shapes beside their numbers, or an empty text; D = ``dim``."""
+        bad = "covariances" in statistics and cholesky_fails(statistics["covariances"], dim)
+        return "covariances are not positive semi-definite" if bad else ""
 
     def unprotected(self, options: Options) -> str:
         """Why these statistics cannot be noised, or an empty text."""
         return ""
 
-    def expected(self, classes: int, arrays: Mapping[str, tuple[int, ...]], options: Options) -> Shapes:
-        """Arrays of numbers by name for K = ``classes`` local classes, given the shapes of the trained ``arrays``."""
-        return self.shapes(classes, arrays["head.weight"][1], options)
+    def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
+        """Shapes of the arrays of numbers, by name.
+
+        ``counts`` int64 [K] are the images of the local classes, ``arrays`` the shapes of the trained arrays, ``dim``
+        is the length of a feature under the head.
+        """
+        return self.shapes(len(counts), dim, config.options)
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Arrays of numbers by name for K = ``classes`` local classes and D = ``dim``."""
@@ -161,33 +171,6 @@ class CountStatistics(ClientStatistics):
         return self.as_arrays(class_ids=class_ids, counts=counts)
 
 
-class GramStatistics(ClientStatistics):
-    """What a ridge regression needs: sum of f f^T, [D (D + 1) / 2], and class sums of f, [K, D] (AFCL).
-
-    In float64: the regression magnifies what rounding takes away.
-    """
-
-    carries = needs_features = True
-    dtype = np.float64
-    largest = 1e15
-    releases = 2
-
-    def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
-        """Counts, sums and the upper triangle of the Gram matrix, row by row; with noise it stays semi-definite."""
-        wide = features.double()
-        class_ids, index, counts = labels.unique(return_inverse=True, return_counts=True)
-        sums = wide.new_zeros(len(class_ids), wide.shape[1]).index_add_(0, index, wide)
-        gram = pack_symmetric((wide.T @ wide)[None])
-        if noise.noise:
-            sums = noise.add(sums, noise.feature_clip)
-            gram = nearest_semi_definite(noise.squares(gram), wide.shape[1])
-        return self.as_arrays(class_ids=class_ids, counts=counts, sums=sums, gram=gram)
-
-    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
-        """Class sums, and one Gram matrix for all classes."""
-        return {"sums": (classes, dim), "gram": (1, dim * (dim + 1) // 2)}
-
-
 class FisherStatistics(ClientStatistics):
     """Diagonal of the empirical Fisher information of a trained backbone, in a task's last round (Kirkpatrick 2017)."""
 
@@ -202,7 +185,7 @@ class FisherStatistics(ClientStatistics):
         class_ids, counts = sample.labels.unique(return_counts=True)
         return self.as_arrays(class_ids=class_ids, counts=counts, fisher=empirical_fisher(model, sample))
 
-    def expected(self, classes: int, arrays: Mapping[str, tuple[int, ...]], options: Options) -> Shapes:
+    def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
         """One number for every entry of the travelling backbone; 0 for running statistics, which nothing trains."""
         return {"fisher": arrays["backbone"]}
 

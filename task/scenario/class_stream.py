@@ -59,11 +59,17 @@ class Schedule:
     ``server_round`` counts from 1 over the whole run, as Flower does; ``task`` and the round within a task count from
     0. In an asynchronous run a task is the new classes of a stage, see ``stages``.
 
-    ``tasks`` are the class ids of each task, no class twice; a task may be empty. Each has R = ``rounds_per_task``.
+    ``tasks`` are the class ids of each task, no class twice; a task may be empty. Each has R = ``rounds_per_task``, and
+    the first task ``adaptation_rounds`` more, which come first.
+
+    >>> schedule = Schedule([[4, 0], [2]], rounds_per_task=1, adaptation_rounds=2)
+    >>> [schedule.locate(server_round) for server_round in (1, 2, 3, 4)]
+    [(0, 0), (0, 1), (0, 2), (1, 0)]
     """
 
     tasks: Sequence[Sequence[int]]
     rounds_per_task: int
+    adaptation_rounds: int = 0
 
     def __post_init__(self) -> None:
         # copied, so that it does not change with the caller's lists
@@ -76,16 +82,23 @@ class Schedule:
 
     @property
     def total_rounds(self) -> int:
-        """Number of rounds of the run, T x R; also the last valid ``server_round``."""
-        return self.num_tasks * self.rounds_per_task
+        """Number of rounds of the run, T x R and those of adaptation; also the last valid ``server_round``."""
+        return self.adaptation_rounds + self.num_tasks * self.rounds_per_task
 
     def locate(self, server_round: int) -> tuple[int, int]:
         """(task, round within the task) of a server round."""
-        return divmod(server_round - 1, self.rounds_per_task)
+        task = max(server_round - 1 - self.adaptation_rounds, 0) // self.rounds_per_task
+        first = task * self.rounds_per_task + (self.adaptation_rounds if task else 0)
+        return task, server_round - 1 - first
+
+    def rounds_of(self, task: int) -> int:
+        """Number of rounds of a task."""
+        return self.rounds_per_task + (0 if task else self.adaptation_rounds)
 
     def is_last_round(self, server_round: int) -> bool:
         """Whether a task ends with this server round."""
-        return self.locate(server_round)[1] == self.rounds_per_task - 1
+        task, round = self.locate(server_round)
+        return round == self.rounds_of(task) - 1
 
     def current_classes(self, task: int) -> list[int]:
         """C^t: the class ids that the task brings, in stream order."""

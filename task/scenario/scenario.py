@@ -56,8 +56,9 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
     Raises:
         ConfigError: data missing or unusable, or more tasks than classes.
     """
+    rounds = config.rounds_per_task, config.adaptation_rounds
     if plan:
-        return Scenario(_node_dataset(config, plan, inventory), Schedule(plan.tasks, config.rounds_per_task))
+        return Scenario(_node_dataset(config, plan, inventory), Schedule(plan.tasks, *rounds))
     if config.asynchronous and not config.num_clients:
         raise ConfigError(
             f"num-clients = 0 is not possible with partition {config.partition!r}: "
@@ -74,7 +75,7 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
             tasks = stages(streams, order)
     except ValueError as error:
         raise ConfigError(f"{error} of {config.dataset!r}.") from error
-    return Scenario(dataset, Schedule(tasks, config.rounds_per_task), streams)
+    return Scenario(dataset, Schedule(tasks, *rounds), streams)
 
 
 def _node_dataset(config: Config, plan: TaskPlan, inventory: Inventory | None) -> Dataset:

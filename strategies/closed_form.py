@@ -1,0 +1,128 @@
+"""Heads that follow in closed form from class counts, class sums and scatter; nothing here sees an image.
+
+Notation: K classes with n_c images, n in all; class means mu_c; S the pooled scatter about the class means over n - K.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+GRID = torch.logspace(-10, 1, 45, dtype=torch.float64)  # ridges that are tried, in shares of the largest eigenvalue
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """A symmetric positive semi-definite A [M, M]: eigenvalues [R] and eigenvectors [M, R]; the others are zero."""
+
+    values: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of_matrix(cls, matrix: Tensor) -> Self:
+        """Of A [M, M]; eigenvalues that rounding or a client made negative count as zero."""
+        values, vectors = torch.linalg.eigh(matrix)
+        return cls(values.clamp(min=0), vectors)
+
+    @classmethod
+    def of_sketch(cls, sketch: Tensor, omega: Tensor) -> Self:
+        """Of A ~ Y (Omega^T Y)^+ Y^T (Nystrom), ``sketch`` Y^T = (A Omega)^T [r, M] and ``omega`` [M, r]."""
+        core = sketch @ omega
+        small = cls.of_matrix((core + core.T) / 2)
+        kept = small.values > 1e-10 * small.values.max()
+        rows = (small.vectors[:, kept] / small.values[kept].sqrt()).T @ sketch
+        _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
+        return cls(singular.square(), directions.T)
+
+    def power(self, exponent: float, shift: float, right: Tensor) -> Tensor:
+        """(A + shift I)^exponent B for B = ``right`` [M, C]."""
+        outside = shift**exponent
+        inside = (self.values + shift) ** exponent - outside
+        return outside * right + self.vectors @ (inside[:, None] * (self.vectors.T @ right))
+
+
+def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
+    """Lambda that minimises (RSS / n) / (1 - df / n)^2 over GRID: generalised cross-validation (Golub et al. 1979).
+
+    With eigenvalues w and eigenvectors V of ``gram`` G = sum h h^T, A = V^T Q and d = 1 / (w + lambda):
+    df = sum w d, RSS = n - 2 sum d |A|^2 + sum w d^2 |A|^2. ``sums`` Q^T [K, M]; ``images`` n.
+    """
+    w = gram.values
+    energy = (gram.vectors.T @ sums.T).square().sum(dim=1)
+    ridges = GRID * w.max().clamp(min=1e-12)
+    d = 1 / (w + ridges[:, None])
+    rss = images - 2 * d @ energy + (w * d.square()) @ energy
+    freedom = (1 - (d @ w) / images).clamp(min=1e-6)
+    return float(ridges[(rss.clamp(min=0) / freedom.square()).argmin()])
+
+
+def solve_ridge(gram: Spectrum, sums: Tensor, ridge: float) -> Tensor:
+    """Weights [K, M] that minimise sum |onehot(y) - W h|^2 + lambda |W|^2 over all images.
+
+    One feature: value 1 in class 0, value 2 in class 1.
+
+    >>> solve_ridge(Spectrum.of_matrix(torch.tensor([[5.0]])), sums=torch.tensor([[1.0], [2.0]]), ridge=3.0)
+    tensor([[0.1250],
+            [0.2500]])
+
+    ``gram`` sum h h^T; ``sums`` sum onehot(y) h^T, [K, M]; ``ridge`` lambda > 0.
+    """
+    return gram.power(-1, ridge, sums.T).T
+
+
+def solve_discriminant(covariance: Spectrum, means: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
+    """Linear discriminant with equal priors: weight [K, M] mu_c^T (S + s t I)^-1 and bias [K] -w_c mu_c / 2.
+
+    ``covariance`` is S, t the mean of its eigenvalues, ``shrinkage`` s; ``means`` [K, M].
+    """
+    weight = covariance.power(-1, _shift(covariance, shrinkage), means.T).T
+    return weight, -0.5 * (weight * means).sum(dim=1)
+
+
+@dataclass(frozen=True)
+class Quadratic:
+    """logit_c(h) = weight_c h + bias_c + |directions_c h - offsets_c|^2 / 2; [K, M], [K], [K, q, M] and [K, q]."""
+
+    weight: Tensor
+    bias: Tensor
+    directions: Tensor
+    offsets: Tensor
+
+
+def solve_regularised(
+    covariance: Spectrum, means: Tensor, factors: Tensor, share: float, shrinkage: float
+) -> Quadratic:
+    """Regularised discriminant (Friedman 1989): class covariances a F_c^T F_c + (1 - a) S + s t I, equal priors.
+
+    With B = (1 - a) S + s t I and Z_c = sqrt(a) F_c B^-1/2 = U diag(z) V^T, the inverse of a class covariance is
+    B^-1 - B^-1/2 V diag(e / (1 + e)) V^T B^-1/2, e = z^2, and its determinant that of B times prod (1 + e).
+
+    Args:
+        covariance: S.
+        means: [K, M].
+        factors: F_c [K, q, M], F_c^T F_c the covariance of class c or its largest part; rows may be zero.
+        share: a.
+        shrinkage: s; t is the mean of S's eigenvalues.
+    """
+    shift = _shift(covariance, shrinkage)
+    base = Spectrum((1 - share) * covariance.values, covariance.vectors)
+    classes, q, dim = factors.shape
+    flat = share**0.5 * factors.reshape(-1, dim)
+    whitened = base.power(-0.5, shift, flat.T).T.reshape(classes, q, dim)
+    e, rotation = torch.linalg.eigh(whitened @ whitened.mT)  # Z Z^T = U diag(e) U^T
+    e = e.clamp(min=0)
+    unwhitened = base.power(-1, shift, flat.T).T.reshape(classes, q, dim)  # Z B^-1/2
+    directions = (rotation / (1 + e).sqrt()[:, None]).mT @ unwhitened
+    weight, bias = solve_discriminant(base, means, shift / max(_mean(base), 1e-30))
+    offsets = (directions @ means[:, :, None])[:, :, 0]
+    return Quadratic(weight, bias - 0.5 * torch.log1p(e).sum(dim=1), directions, offsets)
+
+
+def _mean(covariance: Spectrum) -> float:
+    """Mean eigenvalue over all M, those of zero included."""
+    return float(covariance.values.sum()) / len(covariance.vectors)
+
+
+def _shift(covariance: Spectrum, shrinkage: float) -> float:
+    return max(shrinkage * _mean(covariance), 1e-12)
