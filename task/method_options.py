@@ -15,7 +15,8 @@ Packing = Literal["diagonal", "full", "low-rank"]
 class Options:
     """A method's own run keys, none here. A subclass adds fields: field ``scale`` of hgp is the run key hgp-scale.
 
-    Fields of three names say what clients send: ``covariance``, ``rank`` and ``random_features``.
+    Fields of five names say what clients train and send: ``covariance``, ``rank``, ``random_features``, ``features``
+    and ``prototypes``.
     """
 
     @property
@@ -32,6 +33,16 @@ class Options:
     def projection(self) -> int:
         """Number of random features that the head takes; 0 = it takes the backbone's own features."""
         return getattr(self, "random_features", 0)
+
+    @property
+    def freezes_features(self) -> bool:
+        """Whether prompt and trained backbone learn in the first task only."""
+        return getattr(self, "features", "every-task") == "first-task"
+
+    @property
+    def statistics_first(self) -> bool:
+        """Whether statistics are of the model as it came to the client, not as it leaves."""
+        return getattr(self, "prototypes", "after") == "before"
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,13 @@ class FedProKOptions(Options):
     """Keys of FedProK (Gao et al. 2024); the default of beta is ours."""
 
     beta: float = key(0.5, "share of the new mean in the prototype of a known class, eq. 9", minimum=0, maximum=1)
+    fusion: str = key("tasks", "eq. 9 mixes a class's tasks, or its rounds too", choices=("tasks", "rounds"))
+    features: str = key(
+        "first-task", "tasks in which F, prompt or trained backbone, learns", choices=("first-task", "every-task")
+    )
+    prototypes: str = key(
+        "before", "prototypes are of the round's model before or after local training", choices=("before", "after")
+    )
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def continual_utility(
     """
     matrix = check_matrix(accuracy_matrix)
     counts = np.ones(len(matrix)) if samples_per_task is None else np.asarray(samples_per_task)
-    seen_accuracy(matrix, counts.tolist())  # it checks the counts
+    seen_accuracy(matrix, samples_per_task)  # it checks the counts
     earlier = [np.average(row[:t], weights=counts[:t]) for t, row in enumerate(matrix) if t]
     if not earlier:
         return float(matrix[0, 0])
