@@ -33,7 +33,7 @@ Method("hgp", ("shared",), CROSS_ENTROPY, GAUSSIANS, "strategies.hgp:HGP", optio
 Method("pip", ("dualprompt", "l2p"), "client_app.objectives.pip:InjectedPrototypes", VARIANCES, "strategies.pip:PIP",
        options.PIPOptions),
 Method("fppl", ("fused",), "client_app.objectives.fppl:FPPLObjective", MEANS, "strategies.fppl:FPPL",
-       options.FPPLOptions, {"batch-size": 128}),
+       options.FPPLOptions, {"batch-size": 128, "learning-rate-schedule": "constant"}),
 Method("hepco", ("decomposed",), CROSS_ENTROPY, COUNTS, "strategies.hepco:HePCo", options.HePCoOptions),
 Method("fedprok", ("none", "shared"), "client_app.objectives.fedprok:FedProKObjective", MEANS,
        "strategies.fedprok:FedProK", options.FedProKOptions, {"learning-rate": 0.01}, backbone="either",

@@ -119,7 +119,14 @@ class Config:
     batch_size: int = key(AUTO, "images per local step", minimum=1, auto=64, affects="local training")
     optimizer: str = key(AUTO, "local optimiser", choices=("adam", "sgd"), auto="adam", affects="local training")
     learning_rate: float = key(
-        AUTO, "local step size, cosine within each local training", above=0, auto=1e-3, affects="local training"
+        AUTO, "local step size, the first one of its schedule", above=0, auto=1e-3, affects="local training"
+    )
+    learning_rate_schedule: str = key(
+        AUTO,
+        "of each local training by itself: from the step size to 0, or constant",
+        choices=("cosine", "constant"),
+        auto="cosine",
+        affects="local training",
     )
     backbone_learning_rate: float = key(AUTO, "local step size of a trained backbone", above=0, auto=1e-4)
     gradient_clip: float = key(
