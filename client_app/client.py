@@ -214,8 +214,7 @@ def _collect_statistics(
     config = request.config
     statistics = load_class(config.method_row.statistics)()
     counted = np.bincount(labels)[labels] >= config.min_class_count
-    too_early = statistics.at_task_end and not request.packet.config["ends-task"]
-    if not statistics.carries or too_early or not counted.any():
+    if not statistics.due(config, bool(request.packet.config["ends-task"])) or not counted.any():
         return {}
     model.eval()
     model.prompt.train()  # the task is known here: the prompt acts as in training

@@ -200,6 +200,7 @@ class Method:
         pooled: the first client drawn in a round has all images of all tasks so far, the others have none.
         backbone: frozen, trained, or either: then trained only where it is one of FROM_SCRATCH.
         asynchronous: whether each client may have a class sequence of its own.
+        last_statistics: whether statistics may be sent in a task's last round only (run key statistics-rounds).
     """
 
     name: str
@@ -212,6 +213,7 @@ class Method:
     pooled: bool = False
     backbone: Literal["frozen", "trained", "either"] = "frozen"
     asynchronous: bool = False
+    last_statistics: bool = False
 
     def own_keys(self) -> Mapping[str, Key]:
         """The method's own run keys."""

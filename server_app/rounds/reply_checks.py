@@ -59,7 +59,7 @@ def check_reply(
     for name, shape in expected.items():
         _check_numbers(name, packet.arrays[name], shape)
     kind = load_class(config.method_row.statistics)()
-    if kind.carries and (ends_task or not kind.at_task_end) and (packet.statistics or not config.min_class_count):
+    if kind.due(config, ends_task) and (packet.statistics or not config.min_class_count):
         _check_statistics(kind, packet.statistics, client.class_counts, classes, shapes, config)
     elif packet.statistics:
         raise InvalidReply(f"statistics {sorted(packet.statistics)} came; none were expected")

@@ -56,6 +56,12 @@ def _check_method(config: Config) -> None:
             f"partition = {config.partition!r} does not go with method = {config.method!r}: "
             f"of clients that have class sequences of their own only {able} can learn."
         )
+    if config.statistics_rounds == "last" and not config.method_row.last_statistics:
+        able = ", ".join(row.name for row in METHODS.values() if row.last_statistics)
+        raise ConfigError(
+            f"statistics-rounds = 'last' does not go with method {config.method!r}, which sends no class statistics or "
+            f"uses them in every round: write every. It goes with {able}."
+        )
     if config.federated_bias and not config.method_row.objective:
         raise ConfigError(f"federated-bias = True is not possible: method {config.method!r} trains no local model.")
 

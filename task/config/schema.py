@@ -129,6 +129,9 @@ class Config:
         affects="local training",
     )
     backbone_learning_rate: float = key(AUTO, "local step size of a trained backbone", above=0, auto=1e-4)
+    statistics_rounds: str = key(
+        "every", "rounds of a task in which clients send class statistics", choices=("every", "last")
+    )
     gradient_clip: float = key(
         1.0, "largest norm of a local gradient; 0 = no limit", minimum=0, affects="local training"
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from task.config.schema import Config
 from task.data.images import Images
 from task.message import Arrays
 from task.method_options import Options
@@ -42,7 +43,7 @@ class ClientStatistics:
 
     Attributes:
         carries: whether anything is sent.
-        at_task_end: whether it is sent in a task's last round only.
+        at_task_end: whether it is sent in a task's last round only, whatever the run key statistics-rounds.
         needs_features: whether it is computed from features.
         dtype: of the arrays of numbers; the server refuses another one.
         not_negative: arrays in which the server refuses negative numbers.
@@ -59,6 +60,11 @@ class ClientStatistics:
     semi_definite = frozenset({"covariances", "gram"})
     largest = 1e6  # far above any honest value; a larger one would dominate the mean over clients
     releases = 0
+
+    def due(self, config: Config, ends_task: bool) -> bool:
+        """Whether anything is sent in a round that ends its task, or in one that does not."""
+        last_only = self.at_task_end or config.statistics_rounds == "last"
+        return self.carries and (ends_task or not last_only)
 
     def collect(self, model: Model, sample: Sample, options: Options, mechanism: GaussianMechanism) -> Arrays:
         """The arrays of a client's images without augmentation, clipped and noised."""

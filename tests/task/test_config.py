@@ -38,6 +38,8 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"method": "ncm", "prompt": "shared"}, ["prompt", "'shared'", "'ncm'"]),
         ({"method": "fedavg", "hgp-scale": 2.0}, ["hgp-scale", "2.0", "'hgp'"]),
         ({"partition": "iid", "dirichlet-beta": 0.1}, ["dirichlet-beta", "0.1", "'dirichlet'"]),
+        ({"method": "pip", "statistics-rounds": "last"}, ["statistics-rounds", "'last'", "'pip'", "hgp", "every"]),
+        ({"method": "fedavg", "statistics-rounds": "last"}, ["statistics-rounds", "'fedavg'"]),
         ({"method": "hgp", "partition": "consensus"}, ["partition", "'consensus'", "method", "'hgp'", "fedprok"]),
         ({"consensus-rate": 0.2}, ["consensus-rate", "0.2", "'consensus'"]),
         ({"method": "fedavg", "partition": "consensus", "consensus-rate": 1.5}, ["consensus-rate", "1.5", "at most 1"]),
