@@ -168,14 +168,15 @@ def _train(request: Request) -> Packet:
     data = LocalData(dataset.train_images, task_data.positions, scenario.rows[labels], augmentation)
     stream = random_stream(config, request.node), request.number("server-round")
     mechanism = GaussianMechanism.of(config, *stream)
+    if config.options.statistics_first:
+        _add_statistics(answer, request, model, data, labels, mechanism)
     if config.trains_in(request.number("server-round")):
         answer.metrics |= _fit(request, model, data, torch_rng(config.seed, "local", *stream))
         answer.arrays = mechanism.arrays(to_arrays(model.trained_state()), packet.arrays)
-    if mechanism.noise:
-        model.load(answer.arrays or packet.arrays)  # statistics may depend only on what leaves the client
-    started = time.perf_counter()
-    answer.statistics = _collect_statistics(request, model, data, labels, mechanism)
-    answer.metrics["seconds-statistics"] = time.perf_counter() - started
+    if not config.options.statistics_first:
+        if mechanism.noise:
+            model.load(answer.arrays or packet.arrays)  # statistics may depend only on what leaves the client
+        _add_statistics(answer, request, model, data, labels, mechanism)
     return answer
 
 
@@ -197,16 +198,24 @@ def _fit(request: Request, model: Model, data: LocalData, rng: torch.Generator) 
     return metrics | {"seconds-train": time.perf_counter() - started}
 
 
+def _add_statistics(
+    answer: Packet, request: Request, model: Model, data: LocalData, labels: np.ndarray, mechanism: GaussianMechanism
+) -> None:
+    """Put into the answer what the method sends beside arrays, and the seconds that it took."""
+    started = time.perf_counter()
+    answer.statistics = _collect_statistics(request, model, data, labels, mechanism)
+    answer.metrics["seconds-statistics"] = time.perf_counter() - started
+
+
 def _collect_statistics(
     request: Request, model: Model, data: LocalData, labels: np.ndarray, mechanism: GaussianMechanism
 ) -> Arrays:
-    """What the method sends beside arrays, of the classes with at least min-class-count images."""
+    """Statistics of the classes with at least min-class-count images."""
     config = request.config
     statistics = load_class(config.method_row.statistics)()
     counted = np.bincount(labels)[labels] >= config.min_class_count
-    adapting = not config.collects_in(request.number("server-round"))
-    too_early = adapting or (statistics.at_task_end and not request.packet.config["ends-task"])
-    if not statistics.carries or too_early or not counted.any():
+    due = statistics.due(config, request.number("server-round"), bool(request.packet.config["ends-task"]))
+    if not due or not counted.any():
         return {}
     model.eval()
     model.prompt.train(not config.method_row.adapts)  # the task is known here: the prompt acts as in training

@@ -19,7 +19,7 @@ class DivergedError(RuntimeError):
 def train_locally(
     model: Model, objective: Objective, data: LocalData, config: Config, rng: torch.Generator
 ) -> tuple[float, float]:
-    """E epochs with a fresh optimiser and a cosine schedule over all steps; ``model`` changes in place.
+    """E epochs with a fresh optimiser and step sizes by the run's schedule; ``model`` changes in place.
 
     Returns:
         mean loss and accuracy over the last epoch's images, measured while training.
@@ -31,7 +31,7 @@ def train_locally(
     model.train()
     optimiser = _optimiser(model, config)
     steps = config.local_epochs * math.ceil(len(data.rows) / config.batch_size)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    schedule = _schedule(optimiser, config, steps)
     query = cached_query(model, data.images, data.positions) if data.augmentation == "none" else None
     for epoch in range(config.local_epochs):
         objective.begin_epoch(model, data, epoch, rng)
@@ -56,6 +56,13 @@ def train_locally(
     model.eval()
     mean_loss, accuracy = (sums / len(data.rows)).tolist()
     return mean_loss, accuracy
+
+
+def _schedule(optimiser: torch.optim.Optimizer, config: Config, steps: int) -> torch.optim.lr_scheduler.LRScheduler:
+    """Step sizes of ``steps`` steps: a cosine down to 0, or constant."""
+    if config.learning_rate_schedule == "constant":
+        return torch.optim.lr_scheduler.ConstantLR(optimiser, factor=1.0)
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
 
 
 def _optimiser(model: Model, config: Config) -> torch.optim.Optimizer:

@@ -16,7 +16,8 @@ class Options:
     """A method's own run keys, none here. A subclass adds fields: field ``scale`` of hgp is the run key hgp-scale.
 
     Fields of some names are read by parts that all methods share: ``covariance`` and ``rank`` say what clients send,
-    ``random_features`` and ``depth`` what the head takes, ``adaptation_rounds`` how long a method that adapts trains.
+    ``random_features`` and ``depth`` what the head takes, ``adaptation_rounds`` how long a method that adapts trains,
+    ``features`` and ``prototypes`` when what is trained and measured.
     """
 
     @property
@@ -43,6 +44,16 @@ class Options:
     def class_rank(self) -> int:
         """Directions of each class's own covariance that the head takes; 0 = the head is linear."""
         return 0
+
+    @property
+    def freezes_features(self) -> bool:
+        """Whether prompt and trained backbone learn in the first task only."""
+        return getattr(self, "features", "every-task") == "first-task"
+
+    @property
+    def statistics_first(self) -> bool:
+        """Whether statistics are of the model as it came to the client, not as it leaves."""
+        return getattr(self, "prototypes", "after") == "before"
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,13 @@ class FedProKOptions(Options):
     """Keys of FedProK (Gao et al. 2024); the default of beta is ours."""
 
     beta: float = key(0.5, "share of the new mean in the prototype of a known class, eq. 9", minimum=0, maximum=1)
+    fusion: str = key("tasks", "eq. 9 mixes a class's tasks, or its rounds too", choices=("tasks", "rounds"))
+    features: str = key(
+        "first-task", "tasks in which F, prompt or trained backbone, learns", choices=("first-task", "every-task")
+    )
+    prototypes: str = key(
+        "before", "prototypes are of the round's model before or after local training", choices=("before", "after")
+    )
 
 
 @dataclass(frozen=True)
@@ -246,6 +264,7 @@ class Method:
         asynchronous: whether each client may have a class sequence of its own.
         adapts: local training is of the prompt alone, in the first rounds of the first task; then it is frozen, and
             the head follows from statistics. Without a prompt nothing is trained.
+        last_statistics: whether statistics may be sent in a task's last round only (run key statistics-rounds).
     """
 
     name: str
@@ -259,6 +278,7 @@ class Method:
     backbone: Literal["frozen", "trained", "either"] = "frozen"
     asynchronous: bool = False
     adapts: bool = False
+    last_statistics: bool = False
 
     def own_keys(self) -> Mapping[str, Key]:
         """The method's own run keys."""

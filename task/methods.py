@@ -30,15 +30,16 @@ ONE_ROUND: dict[str, Scalar] = {"rounds-per-task": 1}
 # fmt: off
 #      name, prompts, local objective, what clients also send, strategy, keys of its own; then what else is special
 ROWS = (
-Method("hgp", ("shared",), CROSS_ENTROPY, GAUSSIANS, "strategies.hgp:HGP", options.HGPOptions),
+Method("hgp", ("shared",), CROSS_ENTROPY, GAUSSIANS, "strategies.hgp:HGP", options.HGPOptions,
+       last_statistics=True),
 Method("pip", ("dualprompt", "l2p"), "client_app.objectives.pip:InjectedPrototypes", VARIANCES, "strategies.pip:PIP",
        options.PIPOptions),
 Method("fppl", ("fused",), "client_app.objectives.fppl:FPPLObjective", MEANS, "strategies.fppl:FPPL",
-       options.FPPLOptions, {"batch-size": 128}),
+       options.FPPLOptions, {"batch-size": 128, "learning-rate-schedule": "constant"}),
 Method("hepco", ("decomposed",), CROSS_ENTROPY, COUNTS, "strategies.hepco:HePCo", options.HePCoOptions),
 Method("fedprok", ("none", "shared"), "client_app.objectives.fedprok:FedProKObjective", MEANS,
        "strategies.fedprok:FedProK", options.FedProKOptions, {"learning-rate": 0.01}, backbone="either",
-       asynchronous=True),
+       asynchronous=True, last_statistics=True),
 # our own
 Method("fedrda", ("shared", "none"), CROSS_ENTROPY, SCATTER, "strategies.afcl:AFCL", options.FedRDAOptions, ONE_ROUND,
        asynchronous=True, adapts=True),
@@ -49,7 +50,8 @@ Method("fedprox", ANY_PROMPT, "client_app.objectives.fedprox:FedProxObjective", 
        options.FedProxOptions, backbone="either", asynchronous=True),
 Method("fed-cprompt", ("coda",), "client_app.objectives.fed_cprompt:FedCPrompt", NO_STATISTICS, WEIGHTED_MEAN,
        options.FedCPromptOptions),
-Method("ccvr", ANY_PROMPT, CROSS_ENTROPY, GAUSSIANS, "strategies.ccvr:CCVR", options.CCVROptions),
+Method("ccvr", ANY_PROMPT, CROSS_ENTROPY, GAUSSIANS, "strategies.ccvr:CCVR", options.CCVROptions,
+       last_statistics=True),
 Method("head-only", ("none",), CROSS_ENTROPY, NO_STATISTICS, WEIGHTED_MEAN, options.Options, {"learning-rate": 0.01},
        asynchronous=True),
 Method("joint", ANY_PROMPT, CROSS_ENTROPY, NO_STATISTICS, WEIGHTED_MEAN, pooled=True, backbone="either",
@@ -65,7 +67,7 @@ Method("fedewc", ("none",), "client_app.objectives.fedewc:FedEWCObjective", FISH
 Method("fedlwf", ("none",), "client_app.objectives.fedlwf:FedLwFObjective", NO_STATISTICS, "strategies.fedlwf:FedLwF",
        options.Options, {"learning-rate": 0.01}, backbone="trained"),
 Method("fedslca", ("none",), CROSS_ENTROPY, GAUSSIANS, "strategies.ccvr:CCVR", options.FedSLCAOptions,
-       {"optimizer": "sgd", "learning-rate": 0.01}, backbone="trained"),
+       {"optimizer": "sgd", "learning-rate": 0.01}, backbone="trained", last_statistics=True),
 )
 # fmt: on
 METHODS: dict[str, Method] = {row.name: row for row in ROWS}

@@ -21,7 +21,7 @@ formulas "forgetting"; here each has a name of its own, and one matrix tells the
     backward_transfer             ((0.60 - 0.80) + (0.75 - 0.70)) / 2                                = -0.075
     plasticity                    (0.80 + 0.70 + 0.45) / 3                                           =  0.65
     stability                     (0.60 + 0.75) / 2                                                  =  0.675
-    continual_utility             0.5 * 0.65 + 0.5 * 0.675                                           =  0.6625
+    continual_utility             ((0.90 + 0.70) / 2 + ((0.60 + 0.75) / 2 + 0.45) / 2) / 2           =  0.68125
 
 A task without test samples has no accuracy: its whole column is null. An asynchronous run has such a task if a stage
 brings no new class; ``fold`` counts it as a part of the task before.
@@ -39,8 +39,9 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
 
     Args:
         accuracy_matrix: [T, T], T >= 1; cut the matrix of an unfinished run with ``crop_to_finished`` first.
-        samples_per_task: number of test samples of each task, [T], for ``last_accuracy`` and its mean over time,
-            ``average_seen_accuracy``; without them tasks count alike. A task with 0 of them is folded, see ``fold``.
+        samples_per_task: number of test samples of each task, [T], for ``last_accuracy``, its mean over time,
+            ``average_seen_accuracy``, and ``continual_utility``; without them tasks count alike. A task with 0 of them
+            is folded, see ``fold``.
 
     Raises:
         ValueError: the matrix or the counts are malformed; the message says where.
@@ -51,7 +52,8 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
         samples = np.asarray(samples)[kept]
     values = {name: metric(matrix) for name, metric in METRICS.items()}
     seen = seen_accuracy(matrix, samples)
-    return values | {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
+    values |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
+    return values | {"continual_utility": continual_utility(matrix, samples)}
 
 
 def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -221,19 +223,38 @@ def plasticity(accuracy_matrix: Matrix) -> float:
 def stability(accuracy_matrix: Matrix) -> float:
     """mean_{j<T} a[T, j]: final accuracy on the tasks before the last.
 
-    With T = 1 there is none, and a[1, 1] is returned, so that ``continual_utility`` is that accuracy too.
+    With T = 1 there is none, and a[1, 1] is returned.
     """
     final = check_matrix(accuracy_matrix)[-1]
     return float((final[:-1] if len(final) > 1 else final).mean())
 
 
-def continual_utility(accuracy_matrix: Matrix) -> float:
-    """U = (plasticity + stability) / 2: learning weighed against keeping.
+def continual_utility(
+    accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None, stability_weight: float = 0.5
+) -> float:
+    """U = mean_{t>1} [lambda A^{t-1} + (1 - lambda) A^t] (Gao et al. 2024, FedProK, eq. 1; lambda 0.5 in its table 2).
 
-    Named after the property that FedProK (Gao et al. 2024) sets beside privacy and efficiency; the formula is settled
-    here, and a number in a paper under this name need not be comparable.
+    Both are measured after task t: A^{t-1} on the classes of all tasks before t, A^t on those of task t. A larger
+    lambda, ``stability_weight`` in 0..1, weighs what was kept against what was learned. With T = 1 it is a[1, 1].
+
+    Task 3 has two earlier tasks, of 100 and 300 test samples: A^{t-1} = (100 * 0.6 + 300 * 0.8) / 400 = 0.75, so
+    U = ((0.9 + 0.7) / 2 + (0.75 + 0.5) / 2) / 2:
+
+    >>> round(continual_utility([[0.8, None, None], [0.9, 0.7, None], [0.6, 0.8, 0.5]], [100, 300, 50]), 4)
+    0.7125
+
+    ``samples_per_task`` [T] are the numbers of test samples; without them every task counts equally.
+
+    Raises:
+        ValueError: the matrix is malformed, or the counts are not T positive numbers.
     """
-    return 0.5 * plasticity(accuracy_matrix) + 0.5 * stability(accuracy_matrix)
+    matrix = check_matrix(accuracy_matrix)
+    counts = np.ones(len(matrix)) if samples_per_task is None else np.asarray(samples_per_task)
+    seen_accuracy(matrix, samples_per_task)  # it checks the counts
+    earlier = [np.average(row[:t], weights=counts[:t]) for t, row in enumerate(matrix) if t]
+    if not earlier:
+        return float(matrix[0, 0])
+    return float(np.mean(stability_weight * np.array(earlier) + (1 - stability_weight) * matrix.diagonal()[1:]))
 
 
 def _mean_or_zero(differences: np.ndarray) -> float:

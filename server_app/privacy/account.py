@@ -30,22 +30,30 @@ def open_account(config: Config) -> dict[str, Any]:
         "noise": config.privacy_noise,
         "delta": config.privacy_delta,
         "seeded": config.privacy_seeded,
-        "releases_per_message": releases_per_message(config),
+        "releases_per_message": releases_per_message(config, config.adaptation_rounds + 1, ends_task=True),
         "worst_client": "",
         "releases": [],
         "epsilon": [],
     }
 
 
-def releases_per_message(config: Config) -> int:
-    """Releases of the Gaussian mechanism in one answer to a train message, each of noise multiplier z / 2."""
-    return config.trains_locally + load_class(config.method_row.statistics)().releases
+def releases_per_message(config: Config, server_round: int, ends_task: bool) -> int:
+    """Releases of the Gaussian mechanism in one answer to a train message, each of noise multiplier z / 2.
+
+    ``server_round`` counts from 1; in a task's last round, ``ends_task``, some runs send class statistics only then.
+    """
+    kind = load_class(config.method_row.statistics)()
+    return config.trains_in(server_round) + (kind.releases if kind.due(config, server_round, ends_task) else 0)
 
 
-def record_asked(path: Path, report: RoundReport) -> None:
-    """Write down which clients are about to be asked to train; a round that a resumed run repeats counts twice."""
+def record_asked(path: Path, report: RoundReport, releases: int) -> None:
+    """Write down which clients are about to be asked to train, and how many ``releases`` each answer has.
+
+    A round that a resumed run repeats counts twice.
+    """
     path.parent.mkdir(exist_ok=True)
-    append_line(path, {"task": report.task, "round": report.round, "names": report.participants})
+    place = {"task": report.task, "round": report.round, "releases": releases}
+    append_line(path, place | {"names": report.participants})
 
 
 def require_asked_clients(account: Mapping[str, Any], path: Path, rounds: Sequence[RoundReport]) -> None:
@@ -72,10 +80,13 @@ def charge(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -
     """
     if not account:
         return {}
-    replies = Counter((name, line["task"]) for line in read_lines(path) for name in line["names"])
-    replies -= Counter((name, r.task) for r in rounds for name in r.idle)
-    (worst_client, _), count = max(sorted(replies.items()), key=lambda item: item[1], default=(("", 0), 0))
-    releases = count * account["releases_per_message"]
+    lines, by_client = read_lines(path), Counter[tuple[str, int]]()
+    in_round = {(line["task"], line["round"]): line["releases"] for line in lines}
+    for line in lines:
+        by_client.update({(name, line["task"]): line["releases"] for name in line["names"]})
+    for r in rounds:
+        by_client.subtract({(name, r.task): in_round[r.task, r.round] for name in r.idle})
+    (worst_client, _), releases = max(sorted((+by_client).items()), key=lambda item: item[1], default=(("", 0), 0))
     spent = epsilon(account["noise"] / 2, releases, account["delta"])
     return account | {
         "worst_client": worst_client,

@@ -41,6 +41,8 @@ class Inversion:
         ssim: of ``reconstruction`` and ``real``.
         ssim_others: of the reconstruction and the most similar image of the class among those of other clients.
         ssim_real: of each of the client's images and the most similar one of other clients, on average.
+        mse: mean squared error of ``reconstruction`` and the client's image of the class where it is smallest, pixels
+            in 0 .. 1.
     """
 
     name: str
@@ -51,11 +53,25 @@ class Inversion:
     ssim: float
     ssim_others: float | None
     ssim_real: float | None
+    mse: float
 
     def numbers(self) -> dict[str, Any]:
-        """All attributes but the images, and P = 1 - SSIM (0: the reconstruction is the image itself)."""
+        """All attributes but the images, and P of pixels in 0 .. 1 and in 0 .. 255."""
         values = {name: value for name, value in vars(self).items() if name not in ("real", "reconstruction")}
-        return values | {"p": 1 - self.ssim}
+        return values | {"p": privacy_score(self.mse), "p_255": privacy_score(255**2 * self.mse)}
+
+
+def privacy_score(mse: float) -> float:
+    """P = 1 - 1 / (1 + MSE) (Gao et al. 2024, FedProK, eq. 2): 0 if the reconstruction is the true image, below 1.
+
+    The paper does not say in which scale pixels are. In 0 .. 1 the MSE is at most 1, and P at most 0.5.
+
+    >>> privacy_score(1.0)
+    0.5
+
+    ``mse`` is the mean squared error of the true image and its reconstruction, at least 0.
+    """
+    return 1 - 1 / (1 + mse)
 
 
 def attack(path: Path, client: int, target: str, num_classes: int, steps: int, device: str) -> list[Inversion]:
@@ -178,6 +194,15 @@ def ssim(x: Tensor, y: Tensor) -> Tensor:
     return (luminance * (2 * cov + 9e-4) / (var_x + var_y + 9e-4)).flatten(1).mean(dim=1)
 
 
+def smallest_mse(image: np.ndarray, real: np.ndarray) -> float:
+    """Mean squared error of ``image`` [H, W, C] in 0 .. 1 and the nearest of ``real``, uint8 [N, H, W, C].
+
+    >>> smallest_mse(np.array([[[0.5], [1.0]]]), np.array([[[[0], [0]]], [[[255], [255]]]], np.uint8))
+    0.125
+    """
+    return float(np.square(real / 255 - image).mean(axis=(1, 2, 3)).min())
+
+
 def _compare_with_real(
     scenario: Scenario, positions: np.ndarray, class_id: int, image: Tensor, distance: float, predictor: Predictor
 ) -> Inversion:
@@ -204,4 +229,5 @@ def _compare_with_real(
         ssim=float(similarity.max()),
         ssim_others=best[0] if best else None,
         ssim_real=float(np.mean(best[1:])) if best else None,
+        mse=smallest_mse(image.permute(1, 2, 0).numpy(), dataset.train_images[of_client]),
     )

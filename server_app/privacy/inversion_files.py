@@ -12,17 +12,21 @@ from task.utils.atomic import write_atomically
 
 NOTE = (
     "SSIM of the reconstruction and the client's own image that is most like it (1 = the same), and of it and the most "
-    "similar image of the class that other clients have; real: of the client's real images and theirs. P = 1 - SSIM. "
-    "If own is higher than others, the statistics reveal this client's images; if both are alike, only the class."
+    "similar image of the class that other clients have; real: of the client's real images and theirs. If own is "
+    "higher than others, the statistics reveal this client's images; if both are alike, only the class. P = 1 - 1 / "
+    "(1 + MSE) (FedProK eq. 2), MSE of the reconstruction and the client's image that is nearest to it: pixels in 0 "
+    "to 1, then in 0 to 255; 0 = the image itself."
 )
 
 
 def format_table(inversions: Sequence[Inversion]) -> list[str]:
     """Lines of a table with one class in each, and a note on what its numbers mean."""
-    rows: list[tuple[str, ...]] = [("class", "images", "distance", "SSIM own", "others", "real", "P")]
+    titles = ("class", "images", "distance", "SSIM own", "others", "real", "MSE", "P", "P 255")
+    rows: list[tuple[str, ...]] = [titles]
     for inversion in inversions:
-        numbers = (inversion.distance, inversion.ssim, inversion.ssim_others, inversion.ssim_real, 1 - inversion.ssim)
-        rows.append((inversion.name, str(inversion.images), *("-" if x is None else f"{x:.3f}" for x in numbers)))
+        numbers = inversion.numbers()
+        values = [numbers[x] for x in ("distance", "ssim", "ssim_others", "ssim_real", "mse", "p", "p_255")]
+        rows.append((inversion.name, str(inversion.images), *("-" if x is None else f"{x:.3f}" for x in values)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows] + [NOTE]
 
@@ -34,10 +38,10 @@ def write_inversions(folder: Path, inversions: Sequence[Inversion], client: int,
         PicturesUnavailable: matplotlib is missing; nothing is written.
         OSError: the folder cannot be written.
     """
-    mean = float(np.mean([inversion.ssim for inversion in inversions]))
-    picture = _picture(inversions, f"client {client} · target: class {target} · mean SSIM {mean:.2f}")
-    content = {"client": client, "target": target, "ssim": mean, "p": 1 - mean, "note": NOTE}
-    content |= {"classes": [inversion.numbers() for inversion in inversions]}
+    classes = [inversion.numbers() for inversion in inversions]
+    means = {name: float(np.mean([numbers[name] for numbers in classes])) for name in ("ssim", "mse", "p", "p_255")}
+    picture = _picture(inversions, f"client {client} · target: class {target} · mean SSIM {means['ssim']:.2f}")
+    content = {"client": client, "target": target, **means, "note": NOTE, "classes": classes}
     write_atomically(folder / "privacy.json", (json.dumps(content, indent=1) + "\n").encode())
     write_atomically(folder / "privacy.png", picture)
     return [folder / "privacy.json", folder / "privacy.png"]

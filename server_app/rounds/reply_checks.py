@@ -64,7 +64,7 @@ def check_reply(
     for name, shape in expected.items():
         _check_numbers(name, packet.arrays[name], shape)
     kind = load_class(config.method_row.statistics)()
-    due = kind.carries and config.collects_in(context.server_round) and (context.ends_task or not kind.at_task_end)
+    due = kind.due(config, context.server_round, context.ends_task)
     if due and (packet.statistics or not config.min_class_count):
         _check_statistics(kind, packet.statistics, client.class_counts, classes, shapes, dim, config)
     elif packet.statistics:

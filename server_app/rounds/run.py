@@ -14,7 +14,13 @@ import torch
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.sampling import sample_clients
 from server_app.errors import RunError
-from server_app.privacy.account import charge, open_account, record_asked, require_asked_clients
+from server_app.privacy.account import (
+    charge,
+    open_account,
+    record_asked,
+    releases_per_message,
+    require_asked_clients,
+)
 from server_app.rounds.aggregation import RoundAggregator, sum_client_counts
 from server_app.rounds.federated_bias import local_distance, response_entropies
 from server_app.rounds.progress import describe_round
@@ -134,7 +140,9 @@ class Run:
         self.results.rounds.append(report)
         started = time.perf_counter()
         if self.results.privacy:
-            record_asked(self._asked_path, report)
+            record_asked(
+                self._asked_path, report, releases_per_message(self.config, context.server_round, context.ends_task)
+            )
         aggregator = self._collect(context, clients, report)
         self.results.privacy = charge(self.results.privacy, self._asked_path, self.results.rounds)
         self.results.add_training([update.metrics for update in aggregator.updates], report)

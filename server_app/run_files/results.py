@@ -172,7 +172,7 @@ class Results:
             "clients": self.clients,
             "metrics": self._metrics(),
             "communication": self._communication(),
-            "seconds": dict(self.seconds),
+            "seconds": dict(self.seconds) | self._efficiency(),
             "absent": self.absent,
             **({"privacy": self.privacy} if self.privacy else {}),
             "rounds": [vars(r) for r in self.rounds],
@@ -201,6 +201,10 @@ class Results:
     def _metrics(self) -> dict[str, float]:
         tasks = len(self.samples)
         return summarize([row[:tasks] for row in self.matrix[:tasks]], self.samples) if any(self.samples) else {}
+
+    def _efficiency(self) -> dict[str, float]:
+        """E of FedProK (Gao et al. 2024, eq. 3): seconds of communication and computation in a round, on average."""
+        return {"per_round": sum(r.seconds for r in self.rounds) / len(self.rounds)} if self.rounds else {}
 
     def _communication(self) -> dict[str, float]:
         up, down = sum(r.bytes_up for r in self.rounds), sum(r.bytes_down for r in self.rounds)

@@ -57,6 +57,12 @@ def _check_method(config: Config) -> None:
             f"partition = {config.partition!r} does not go with method = {config.method!r}: "
             f"of clients that have class sequences of their own only {able} can learn."
         )
+    if config.statistics_rounds == "last" and not config.method_row.last_statistics:
+        able = ", ".join(row.name for row in METHODS.values() if row.last_statistics)
+        raise ConfigError(
+            f"statistics-rounds = 'last' does not go with method {config.method!r}, which sends no class statistics or "
+            f"uses them in every round: write every. It goes with {able}."
+        )
     if config.federated_bias and (config.method_row.adapts or not config.trains_locally):
         raise ConfigError(f"federated-bias = True is not possible: {config.method!r} trains no model in every task.")
 

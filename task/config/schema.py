@@ -119,9 +119,19 @@ class Config:
     batch_size: int = key(AUTO, "images per local step", minimum=1, auto=64, affects="local training")
     optimizer: str = key(AUTO, "local optimiser", choices=("adam", "sgd"), auto="adam", affects="local training")
     learning_rate: float = key(
-        AUTO, "local step size, cosine within each local training", above=0, auto=1e-3, affects="local training"
+        AUTO, "local step size, the first one of its schedule", above=0, auto=1e-3, affects="local training"
+    )
+    learning_rate_schedule: str = key(
+        AUTO,
+        "of each local training by itself: from the step size to 0, or constant",
+        choices=("cosine", "constant"),
+        auto="cosine",
+        affects="local training",
     )
     backbone_learning_rate: float = key(AUTO, "local step size of a trained backbone", above=0, auto=1e-4)
+    statistics_rounds: str = key(
+        "every", "rounds of a task in which clients send class statistics", choices=("every", "last")
+    )
     gradient_clip: float = key(
         1.0, "largest norm of a local gradient; 0 = no limit", minimum=0, affects="local training"
     )
@@ -226,10 +236,6 @@ class Config:
     def trains_locally(self) -> bool:
         """Whether clients ever train."""
         return self.trains_in(1)
-
-    def collects_in(self, server_round: int) -> bool:
-        """Whether clients may send statistics in a round of the run, counted from 1."""
-        return server_round > self.adaptation_rounds
 
     @property
     def trains_backbone(self) -> bool:

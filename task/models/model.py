@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import numpy as np
 import torch
@@ -97,6 +98,7 @@ class Model(nn.Module):
         adapts: clients train the prompt in the first task only, under a linear head of their own (``local_head``).
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
+        freezes_features: from the second task on only the head learns and is sent back (FedProK section 5.1).
     """
 
     def __init__(
@@ -110,8 +112,10 @@ class Model(nn.Module):
         adapts: bool = False,
         trains_backbone: bool = False,
         projects: bool = False,
+        freezes_features: bool = False,
     ) -> None:
         super().__init__()
+        self.freezes_features = freezes_features
         self._shared = [backbone]  # in a list, so that it is no sub-module: all models of the process share it
         self.trained_backbone = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
         self.prompt, self.head = prompt, head or Head(backbone.dim, seed)
@@ -145,6 +149,21 @@ class Model(nn.Module):
         seen = sum(self.task_sizes)
         self._rows = torch.arange(seen - classes, seen)
         self.to(self.device)
+        if self.features_frozen:
+            self.requires_grad_(False)
+            self.head.requires_grad_(True)
+
+    @property
+    def features_frozen(self) -> bool:
+        """Whether f(x) does not change any more: the task is not the first, and only the head learns."""
+        return self.freezes_features and len(self.task_sizes) > 1
+
+    def train(self, mode: bool = True) -> Self:
+        """As in torch; a frozen backbone stays in evaluation mode, so that its running statistics do not change."""
+        super().train(mode)
+        if self.trained_backbone is not None and self.features_frozen:
+            self.trained_backbone.eval()
+        return self
 
     def set_active_rows(self, rows: np.ndarray) -> None:
         """Set the head rows, int64 [C], of the classes among which the local loss chooses."""
@@ -210,7 +229,8 @@ class Model(nn.Module):
 
     def trained_state(self) -> dict[str, Tensor]:
         """Arrays of :meth:`shared_state` that the current task trains: what clients send back."""
-        return {name: p.detach() for name, p in self._small_parameters() if p.requires_grad} | self._packed()
+        packed = {} if self.features_frozen else self._packed()
+        return {name: p.detach() for name, p in self._small_parameters() if p.requires_grad} | packed
 
     def message_state(self) -> dict[str, Tensor]:
         """Arrays of :meth:`shared_state` that a client needs for training and statistics; not a computed head."""
@@ -229,7 +249,7 @@ class Model(nn.Module):
             raise ValueError(f"arrays {got} do not fit {expected}")
         for name, target in state.items():
             target.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])))
-        if self.trained_backbone is not None:
+        if "backbone" in state:
             weights = self._backbone_state()
             for weight, part in zip(weights, state["backbone"].split([w.numel() for w in weights]), strict=True):
                 weight.detach().copy_(part.view_as(weight))
@@ -297,6 +317,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         config.adaptation_rounds > 0,
         config.trains_backbone,
         config.prompt_projected,
+        config.options.freezes_features,
     )
     for classes in task_sizes:
         model.begin_task(classes)

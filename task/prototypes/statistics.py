@@ -43,7 +43,7 @@ class ClientStatistics:
 
     Attributes:
         carries: whether anything is sent.
-        at_task_end: whether it is sent in a task's last round only.
+        at_task_end: whether it is sent in a task's last round only, whatever the run key statistics-rounds.
         needs_features: whether it is computed from features.
         not_negative: arrays in which the server refuses negative numbers.
         largest: the server refuses numbers of larger magnitude.
@@ -56,6 +56,11 @@ class ClientStatistics:
     not_negative = frozenset({"variances", "fisher"})
     largest = 1e6  # far above any honest value; a larger one would dominate the mean over clients
     releases = 0
+
+    def due(self, config: Config, server_round: int, ends_task: bool) -> bool:
+        """Whether anything is sent in a round of the run, counted from 1, that ends its task or does not."""
+        last_only = self.at_task_end or config.statistics_rounds == "last"
+        return self.carries and server_round > config.adaptation_rounds and (ends_task or not last_only)
 
     def collect(self, model: Model, sample: Sample, options: Options, mechanism: GaussianMechanism) -> Arrays:
         """The arrays of a client's images without augmentation, clipped and noised."""

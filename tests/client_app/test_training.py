@@ -167,8 +167,9 @@ def test_the_optimiser_starts_afresh():
     assert np.allclose(model.head.bias.detach(), expected_b, atol=2e-5)
 
 
-def test_sgd_equals_float64_numpy():
-    """Momentum 0.9: v <- 0.9 v + g, theta <- theta - eta v; whole batches, four epochs, cosine from 0.2."""
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_sgd_equals_float64_numpy(schedule):
+    """Momentum 0.9: v <- 0.9 v + g, theta <- theta - eta v; whole batches, four epochs, cosine from 0.2 or all 0.2."""
     model, data = head_only([3]), local_data(6, [0, 1, 2])
     x, theta = (
         features_of(data),
@@ -178,9 +179,10 @@ def test_sgd_equals_float64_numpy():
     for t in range(4):
         grads, *_ = numpy_gradients(*theta, x, data.rows)
         v = [0.9 * old + g for old, g in zip(v, grads, strict=True)]
-        eta = 0.2 * (1 + math.cos(math.pi * t / 4)) / 2
+        eta = 0.2 * (1 + math.cos(math.pi * t / 4)) / 2 if schedule == "cosine" else 0.2
         theta = [p - eta * step for p, step in zip(theta, v, strict=True)]
-    train(model, data, optimizer="sgd", local_epochs=4, batch_size=6, learning_rate=0.2, gradient_clip=0.0)
+    keys = {"optimizer": "sgd", "local_epochs": 4, "batch_size": 6, "gradient_clip": 0.0}
+    train(model, data, learning_rate=0.2, learning_rate_schedule=schedule, **keys)
     assert np.allclose(model.head.weight.detach(), theta[0], atol=1e-5)
     assert np.allclose(model.head.bias.detach(), theta[1], atol=1e-5)
 

@@ -37,20 +37,21 @@ PROTOCOLS: dict[str, tuple] = {
         "split_ratio": 0.1, "category_ratio": 0.6, "imbalance_ratio": 1.0}),
     "hepco-imagenet-r":     (10, 10, 10,  5,  0,  64, "adam", 1e-3, 10, SPLIT),
     "hepco-domainnet":      ( 5, 10, 10,  5,  0,  64, "adam", 1e-3, 10, SPLIT),
-    "fedprok-cifar10":      ( 5, 20,  5,  3,  0,  64, "sgd",  0.01,  1, {"dirichlet_beta": 0.5}),  # ours but T, clients
-    "fedprok-cifar100":     (10, 20,  5,  3,  0,  64, "sgd",  0.01,  1, {"dirichlet_beta": 0.5}),  # and partition
-    "fedprok-cifar100-async": (5, 20, 5,  3,  0,  64, "sgd",  0.01,  1, {"consensus_rate": 0.5}),
+    "fedprok-cifar10":      ( 5,  5,  5,  3,  0,  64, "sgd",  0.01,  1, {"dirichlet_beta": 0.5}),  # ours but T, R,
+    "fedprok-cifar100":     (10, 10,  5,  3,  0,  64, "sgd",  0.01,  1, {"dirichlet_beta": 0.5}),  # clients, partition
+    "fedprok-cifar100-async": (5, 10, 5,  3,  0,  64, "sgd",  0.01,  1, {"consensus_rate": 0.5}),
 }
 OWN: dict[str, dict[str, Scalar]] = {
     "hgp": {"hgp-covariance": "diagonal", "hgp-scale": 3.0, "hgp-samples-per-class": 256, "hgp-epochs": 5,
             "hgp-batch-size": 256, "hgp-learning-rate": 0.01, "hgp-momentum": 0.9, "gradient-clip": 1.0},
     "pip": {"prompt": "dualprompt", "prompt-matching": 0.1, "pip-copies": 5},
     "fppl": {"fppl-tau": 0.2, "fppl-debias-epochs": 5, "fppl-debias-batch-size": 128,
-             "fppl-debias-learning-rate": 1e-3},
+             "fppl-debias-learning-rate": 1e-3, "learning-rate-schedule": "constant"},
     "hepco": {"prompt-pool": 100, "hepco-lambda-kl": 1.0, "hepco-lambda-mse": 0.1, "hepco-generator-steps": 100,
               "hepco-generator-learning-rate": 1e-4, "hepco-batch-size": 64, "hepco-replay-ratio": 0.5,
               "hepco-prompt-steps": 200, "hepco-head-steps": 200, "hepco-distillation-learning-rate": 1e-4},
-    "fedprok": {"prompt": "none", "backbone": "resnet18_cifar", "backbone-weights": "random", "fedprok-beta": 0.5},
+    "fedprok": {"prompt": "none", "backbone": "resnet18_cifar", "backbone-weights": "random", "fedprok-beta": 0.5,
+                "fedprok-features": "first-task", "fedprok-prototypes": "before", "fedprok-fusion": "tasks"},
 }
 PUBLISHED = {
     ("hgp", "cifar100"), ("hgp", "tiny-imagenet"),

@@ -9,7 +9,14 @@ import torch
 from scipy import ndimage
 
 from server_app.cli import main as cli
-from server_app.privacy.inversion import differentiable_features, invert, ssim, total_variation
+from server_app.privacy.inversion import (
+    differentiable_features,
+    invert,
+    privacy_score,
+    smallest_mse,
+    ssim,
+    total_variation,
+)
 from task.config.parsing import parse
 from task.models.model import build_model
 from task.utils.seeding import torch_rng
@@ -35,6 +42,15 @@ def test_ssim_agrees_with_windows_of_scipy() -> None:
     expected = ((2 * mx * my + 1e-4) * (2 * c + 9e-4) / ((mx**2 + my**2 + 1e-4) * (vx + vy + 9e-4))).mean()
     found = ssim(torch.from_numpy(x)[None, None], torch.from_numpy(y)[None, None])
     assert found.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_privacy_by_hand() -> None:
+    """Images of two pixels, 0.2 and 0.6 off, then 0.4 and 0: MSE (0.04 + 0.36) / 2 = 0.2 and 0.08 -> P 0.08 / 1.08."""
+    real = np.array([[[[51], [255]]], [[[0], [102]]]], np.uint8)
+    mse = smallest_mse(np.array([[[0.4], [0.4]]]), real)
+    assert mse == pytest.approx(0.08)
+    assert privacy_score(mse) == pytest.approx(0.08 / 1.08)
+    assert privacy_score(0.0) == 0
 
 
 def test_total_variation_by_hand() -> None:
@@ -71,7 +87,11 @@ def test_the_command_leaves_a_table_and_a_picture(method: str, tiny: dict, capsy
     found = json.loads((Path(folder) / "privacy.json").read_text())
     assert len(found["classes"]) == 2
     assert found["classes"][0]["images"] <= found["classes"][1]["images"]
-    assert found["p"] == pytest.approx(1 - np.mean([c["ssim"] for c in found["classes"]]))
+    for scale, name in ((1, "p"), (255**2, "p_255")):
+        by_class = [1 - 1 / (1 + scale * c["mse"]) for c in found["classes"]]
+        assert [c[name] for c in found["classes"]] == pytest.approx(by_class)
+        assert found[name] == pytest.approx(np.mean(by_class))
+    assert 0 < found["p"] < 0.5 < found["p_255"] < 1
     assert all(-1 <= c["ssim"] <= c["ssim_real"] + 1 for c in found["classes"])
     assert (Path(folder) / "privacy.png").read_bytes().startswith(b"\x89PNG")
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from client_app.client import Node, handle
 from client_app.objectives.base import LocalData, Objective
 from client_app.objectives.fedprok import FedProKObjective, nearest_class
 from strategies.base import RoundContext, Update
@@ -15,7 +16,9 @@ from task.models.feature_cache import Inputs
 from task.models.model import build_model
 from task.models.preprocessing import prepare
 from task.scenario.class_stream import Schedule
+from task.scenario.client_data import client_task_data
 from task.scenario.scenario import build_scenario
+from tests.helpers.runs import train_message
 
 D = 4
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
@@ -36,7 +39,7 @@ def test_nearest_is_by_angle_and_not_by_distance():
 @pytest.fixture
 def local(tiny):
     """A model in its second task with 10 local images of rows 6, 7 and 9, and prototypes of the old rows 1, 4, 5."""
-    config = parse(tiny | {"method": "fedprok", "prompt": "shared"})
+    config = parse(tiny | {"method": "fedprok", "prompt": "shared", "fedprok-features": "every-task"})
     scenario, model = build_scenario(config), build_model(config, [6, 6])
     with torch.no_grad():
         model.head.weight.mul_(20)  # so that the losses differ clearly
@@ -160,30 +163,105 @@ def test_without_prototypes_it_is_the_objective_of_the_base(local):
     )
 
 
+def prototypes(class_ids, means):
+    return {"class_ids": np.array(class_ids), "means": np.array(means, np.float32)[:, None]}
+
+
 def test_fusion_by_hand():
-    """Class 2 is known: 0.25 * 8 + 0.75 * 4 = 5; class 9 is new; class 5 is not reported and stays (eq. 9)."""
-    known, old = torch.tensor([2, 5]), torch.tensor([[4.0], [6.0]])
-    classes, means = fuse(known, old, torch.tensor([2, 9]), torch.tensor([[8.0], [1.0]]), 0.25)
-    assert (classes.tolist(), means.tolist()) == ([2, 5, 9], [[5], [6], [1]])
-    assert old.tolist() == [[4], [6]]
-    classes, means = fuse(torch.empty(0, dtype=torch.int64), torch.empty(0, 0), classes, means, 0.25)
-    assert (classes.tolist(), means.tolist()) == ([2, 5, 9], [[5], [6], [1]])
+    """Class 2 is known: 0.25 * 8 + 0.75 * 4 = 5; class 9 is new; class 5 is not reported (eq. 9)."""
+    known = prototypes([5, 2], [6, 4])
+    fused = fuse(known, prototypes([2, 9], [8, 1]), 0.25)
+    assert (fused["class_ids"].tolist(), fused["means"].tolist()) == ([2, 9], [[5], [1]])
+    assert known["means"].tolist() == [[6], [4]]
+    assert fuse({}, fused, 0.25)["means"].tolist() == [[5], [1]]
 
 
-def test_rounds_and_tasks():
-    """Class 7: (1 * 4 + 3 * 8) / 4 = 7, then 0.5 * 3 + 0.5 * 7 = 5; it goes out in task 2 only, as head row 0."""
-    strategy = FedProK(parse({"method": "fedprok"}))
-    first = [update("a", [7], [1], [[4] * D]), update("b", [2, 7], [2, 3], [[1] * D, [8] * D])]
+FIRST = [update("a", [7], [1], [[4] * D]), update("b", [2, 7], [2, 3], [[1] * D, [8] * D])]  # class 7: 28 / 4 = 7
+
+
+@pytest.mark.parametrize(("fusion", "seven"), [("tasks", 3), ("rounds", 5)])
+def test_rounds_of_one_task_replace_or_are_mixed(fusion, seven):
+    """Class 7 comes again, as 3: alone it is 3, mixed with the round before 0.5 * 3 + 0.5 * 7 = 5.
+
+    Class 2, which does not come again, stays. Prototypes go out in task 2 only, class 7 as head row 0.
+    """
+    strategy = FedProK(parse({"method": "fedprok", "fedprok-fusion": fusion}))
     model = None  # fusion does not touch it
     assert strategy.broadcast(RoundContext(SCHEDULE, 1)) == {}
-    assert strategy.refine(model, first, RoundContext(SCHEDULE, 1)) == {"prototypes": 2.0}
+    assert strategy.refine(model, FIRST, RoundContext(SCHEDULE, 1)) == {"prototypes": 2.0}
     assert strategy.broadcast(RoundContext(SCHEDULE, 2)) == {}
     strategy.refine(model, [update("a", [7], [9], [[3] * D]), Update("b", 3, {}, {})], RoundContext(SCHEDULE, 2))
     sent = strategy.broadcast(RoundContext(SCHEDULE, 3))
-    assert (sent["rows"].tolist(), sent["means"].tolist()) == ([1, 0], [[1] * D, [5] * D])
+    assert dict(zip(sent["rows"].tolist(), sent["means"].tolist(), strict=True)) == {1: [1] * D, 0: [seven] * D}
     assert (sent["rows"].dtype, sent["means"].dtype) == (np.int64, np.float32)
     strategy.refine(model, [update("a", [5, 0], [9, 1], [[3] * D, [2] * D])], RoundContext(SCHEDULE, 3))
-    assert strategy.broadcast(RoundContext(SCHEDULE, 4))["rows"].tolist() == [1, 0]
+    assert sorted(strategy.broadcast(RoundContext(SCHEDULE, 4))["rows"].tolist()) == [0, 1]
+
+
+def test_a_class_that_comes_in_a_later_task_is_mixed_with_its_prototype_of_the_earlier_one():
+    """Class 7 has 7 after task 1. In task 2 other clients meet it, as 1 and then as 9: 0.25 * 9 + 0.75 * 7 = 7.5.
+
+    The first of these two rounds leaves no trace; with fusion of rounds it would: 0.25 * 9 + 0.75 * 5.5 = 6.375.
+    """
+    for fusion, expected in (("tasks", 7.5), ("rounds", 6.375)):
+        strategy = FedProK(parse({"method": "fedprok", "fedprok-beta": 0.25, "fedprok-fusion": fusion}))
+        strategy.refine(None, FIRST, RoundContext(SCHEDULE, 1))
+        strategy.refine(None, [], RoundContext(SCHEDULE, 2))
+        for server_round, mean in ((3, 1), (4, 9)):
+            strategy.refine(None, [update("c", [7], [5], [[mean] * D])], RoundContext(SCHEDULE, server_round))
+        sent = strategy.broadcast(RoundContext(SCHEDULE, 4))
+        assert dict(zip(sent["rows"].tolist(), sent["means"][:, 0].tolist(), strict=True)) == {0: expected, 1: 1}
+
+
+RESNET = {"prompt": "none", "backbone": "resnet18_cifar", "backbone-weights": "random"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "features"), [({"prompt": "shared"}, {"prompt.prefix"}), (RESNET, {"backbone"})], ids=["prompt", "resnet"]
+)
+def test_from_the_second_task_on_only_the_head_learns_and_is_sent(keys, features, tiny):
+    head = {"head.weight", "head.bias"}
+    for task, frozen, sent_back in (
+        (0, "first-task", head | features),
+        (1, "first-task", head),
+        (1, "every-task", None),
+    ):
+        config = parse(tiny | keys | {"method": "fedprok", "fedprok-features": frozen})
+        message = train_message(config, task)
+        answer = handle("train", message, Node(config.flat(), {"partition-id": 0}))
+        assert set(message.arrays) == head | features
+        assert set(answer.arrays) == (sent_back or head | features)
+        assert all((answer.arrays[name] != message.arrays[name]).any() for name in answer.arrays)
+        model = build_model(config, [6, 6][: task + 1])
+        model.load(answer.arrays)  # as the server does with their mean
+        assert all((model.export()[name] == array).all() for name, array in answer.arrays.items())
+
+
+def test_running_statistics_of_a_frozen_resnet_stay(tiny):
+    config = parse(tiny | RESNET | {"method": "fedprok"})
+    for sizes, same in (([6], False), ([6, 6], True)):
+        model = build_model(config, sizes).train()
+        before = model.packed_backbone().detach()
+        model(torch.randn(4, 3, 32, 32))
+        assert torch.equal(model.packed_backbone().detach(), before) == same
+
+
+def test_prototypes_are_of_the_model_that_came_or_of_the_one_that_goes(tiny):
+    """Algorithm 1, line 4: class means under the server's model, here computed from the message's own arrays."""
+    means = {}
+    for prototypes in ("before", "after"):
+        config = parse(tiny | {"method": "fedprok", "prompt": "shared", "fedprok-prototypes": prototypes})
+        message = train_message(config)
+        answer = handle("train", message, Node(config.flat(), {"partition-id": 0}))
+        model, dataset = build_model(config, [6]), build_scenario(config).dataset
+        model.load(message.arrays if prototypes == "before" else answer.arrays)
+        positions = client_task_data(config, 0, 0, 0, False).positions
+        features = extract_features(model, dataset.train_images, positions).double().numpy()
+        labels = dataset.train_labels[positions]
+        expected = [features[labels == c].mean(axis=0) for c in answer.statistics["class_ids"]]
+        means[prototypes] = answer.statistics["means"]
+        assert np.allclose(means[prototypes], expected, atol=1e-4)
+    assert np.abs(means["before"] - means["after"]).max() > 1e-3
 
 
 def test_the_mean_of_the_weights_is_plain(tiny):

@@ -38,6 +38,8 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"method": "ncm", "prompt": "shared"}, ["prompt", "'shared'", "'ncm'"]),
         ({"method": "fedavg", "hgp-scale": 2.0}, ["hgp-scale", "2.0", "'hgp'"]),
         ({"partition": "iid", "dirichlet-beta": 0.1}, ["dirichlet-beta", "0.1", "'dirichlet'"]),
+        ({"method": "pip", "statistics-rounds": "last"}, ["statistics-rounds", "'last'", "'pip'", "hgp", "every"]),
+        ({"method": "fedavg", "statistics-rounds": "last"}, ["statistics-rounds", "'fedavg'"]),
         ({"method": "hgp", "partition": "consensus"}, ["partition", "'consensus'", "method", "'hgp'", "fedprok"]),
         ({"consensus-rate": 0.2}, ["consensus-rate", "0.2", "'consensus'"]),
         ({"method": "fedavg", "partition": "consensus", "consensus-rate": 1.5}, ["consensus-rate", "1.5", "at most 1"]),
@@ -116,7 +118,7 @@ def test_prompt_blocks(text: str, blocks: list[int]) -> None:
 PUBLISHED: dict[str, dict[str, object]] = {
     "fppl": {"prompt-length": 20, "prompt-blocks": "1-5", "batch-size": 128, "optimizer": "adam", "learning-rate": 1e-3}
     | {"local-epochs": 5, "fppl-tau": 0.2, "fppl-debias-epochs": 5}
-    | {"fppl-debias-batch-size": 128, "fppl-debias-learning-rate": 1e-3},
+    | {"fppl-debias-batch-size": 128, "fppl-debias-learning-rate": 1e-3, "learning-rate-schedule": "constant"},
     "ccvr": {"ccvr-covariance": "full", "ccvr-samples-per-class": 256, "ccvr-epochs": 5, "ccvr-learning-rate": 0.01}
     | {"ccvr-logit-temperature": 0.0},
     "fedslca": {"fedslca-logit-temperature": 0.1, "fedslca-covariance": "full", "fedslca-samples-per-class": 256}
@@ -125,7 +127,8 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "fedewc": {"backbone-learning-rate": 1e-4, "fedewc-strength": 1000.0},
     "fedlwf": {"backbone-learning-rate": 1e-4, "learning-rate": 0.01},
     "fedprox": {"fedprox-mu": 0.01},
-    "fedprok": {"fedprok-beta": 0.5, "learning-rate": 0.01},
+    "fedprok": {"fedprok-beta": 0.5, "learning-rate": 0.01, "fedprok-fusion": "tasks", "fedprok-prototypes": "before"}
+    | {"fedprok-features": "first-task", "learning-rate-schedule": "cosine"},
     "fed-cprompt": {"prompt-length": 4, "prompt-pool": 100},
     "head-only": {"learning-rate": 0.01, "prompt": "none"},
     "ncm": {"rounds-per-task": 1},

@@ -209,20 +209,20 @@ def test_the_worst_client_is_charged_for_every_round_of_a_task_in_which_it_had_d
     The next task is learned from other images: its one round by a adds nothing to the worst.
     """
     config = parse({"method": "hgp", **PRIVATE, "privacy-delta": 1e-6})
-    assert releases_per_message(config) == 3
+    assert releases_per_message(config, 1, True) == 3
     account = open_account(config)
     path, late = tmp_path / "checkpoint" / "asked.jsonl", [{"name": "c", "reason": "late"}]
     rounds = []
     for task, round, names in ((1, 1, ["a", "b", "c"]), (1, 2, ["a", "c"]), (2, 1, ["a", "b"])):
         idle = ["a"] if task == 1 else []
         rounds += [RoundReport(task, round, names, failures=late if "c" in names else [], idle=idle)]
-        record_asked(path, rounds[-1])
+        record_asked(path, rounds[-1], 3)
         account = charge(account, path, rounds)
     assert account["releases"] == [3, 6, 6]
     assert account["worst_client"] == "c"
     assert account["epsilon"] == [epsilon(0.5, n, 1e-6) for n in (3, 6, 6)]
     for _ in range(3):  # a round that was cut short and repeated three times
-        record_asked(path, RoundReport(1, 2, ["b", "c"]))
+        record_asked(path, RoundReport(1, 2, ["b", "c"]), 3)
     assert charge(account, path, rounds)["releases"][-1] == 15
     assert open_account(parse({"privacy-clip": 1.0})) == {}
     assert charge({}, path, rounds) == {}
@@ -233,7 +233,7 @@ def test_an_idle_round_takes_back_no_release(tmp_path: Path) -> None:
     account, path, rounds = open_account(parse({"method": "hgp", **PRIVATE})), tmp_path / "asked.jsonl", []
     for round, idle in enumerate(([], [], ["a"], []), 1):
         rounds += [RoundReport(1, round, ["a"], idle=idle)]
-        record_asked(path, rounds[-1])
+        record_asked(path, rounds[-1], 3)
         account = charge(account, path, rounds)
     assert account["releases"] == [3, 6, 6, 9]
     require_asked_clients(account, path, rounds)
@@ -251,7 +251,19 @@ def test_an_idle_round_takes_back_no_release(tmp_path: Path) -> None:
 
 def test_releases_are_counted_by_method() -> None:
     known = {"fedavg": 1, "hepco": 1, "ncm": 1, "fppl": 2, "fedprok": 2, "hgp": 3, "pip": 3, "ccvr": 3, "afcl": 2}
-    assert {name: releases_per_message(parse({"method": name})) for name in known} == known
+    assert {name: releases_per_message(parse({"method": name}), 1, False) for name in known} == known
+
+
+def test_rounds_without_statistics_release_the_arrays_alone(tmp_path: Path) -> None:
+    """Three rounds of arrays, the last one with means and variances: 1, 1 and 3 releases; a has none in the second."""
+    config = parse({"method": "hgp", "statistics-rounds": "last", **PRIVATE})
+    assert [releases_per_message(config, 1, ends_task) for ends_task in (False, True)] == [1, 3]
+    account, path, rounds = open_account(config), tmp_path / "asked.jsonl", []
+    for round, releases in enumerate((1, 1, 3), 1):
+        rounds += [RoundReport(1, round, ["a"], idle=["a"] if round == 2 else [])]
+        record_asked(path, rounds[-1], releases)
+        account = charge(account, path, rounds)
+    assert account["releases"] == [1, 1, 4]
 
 
 @pytest.mark.parametrize("kind", [MeanStatistics, VarianceStatistics, GaussianStatistics, GramStatistics])
@@ -286,7 +298,7 @@ def test_runs_with_noise_refuse_nothing_and_name_their_epsilon(method: str, tiny
     assert results["status"] == "finished"
     assert not any(r["failures"] or r["dropped"] for r in results["rounds"])
     assert not any(r["train_loss"] for r in results["rounds"])  # it would tell of the images
-    each = releases_per_message(parse({"method": method}))
+    each = releases_per_message(parse({"method": method}), 1, True)
     found = results["privacy"]
     assert found["releases"] == ([each, 2 * each, 2 * each, 2 * each] if method == "hgp" else [each] * 2)
     assert found["epsilon"][-1] == pytest.approx(epsilon(0.5, found["releases"][-1], 1e-5))
