@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """Queries of one batch or data set, and the objects they belong to: Python may give the id of a deleted object to another."""
+    """Queries of a batch or of all images, and the objects they belong to: ids of deleted objects come back."""
 
     images: weakref.ref[Images]
     backbone: weakref.ref[Backbone]
@@ -123,9 +123,11 @@ def store_queries(model: Model, dataset: Dataset) -> bool:
 
 def _source(images: Images, positions: np.ndarray) -> tuple[Images, np.ndarray]:
     """The images of which these are a part, and the same positions there: what is stored serves every split."""
-    while isinstance(images, Subset):
-        images, positions = images.source, images.positions[positions]
-    return images, positions
+    source = images
+    while isinstance(source, Subset):
+        positions = source.positions[positions]
+        source = source.source
+    return source, positions
 
 
 def _is_stored(model: Model, source: Images) -> bool:
@@ -137,7 +139,7 @@ def _table(model: Model, source: Images) -> Tensor:
     key = (id(source), id(model.backbone), model.precision, torch.get_num_threads())
     table = _TABLES.get(key)
     if not table or not table.belongs_to(source, model.backbone):
-        about = {"data": model.stored_as, "number": str(len(source))}
+        about = {"belongs-to": model.stored_as, "number": str(len(source))}
         shape = (len(source), model.backbone.dim)
         features = stored_features(_identity(model, source), about, shape, lambda: _compute_all(model, source))
         table = _TABLES[key] = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
@@ -178,8 +180,8 @@ def image_digest(images: Images) -> str:
     """SHA-256 of all pixels; of images that are read from files when used, of the files' paths, sizes and times."""
     total = hashlib.sha256()
     if isinstance(images, ImageFiles | np.memmap):
-        paths, side = (images.paths, images.side) if isinstance(images, ImageFiles) else ([images.filename], 0)
-        stats = ((str(path), Path(path).stat()) for path in paths)
+        paths, side = (images.paths, images.side) if isinstance(images, ImageFiles) else ([str(images.filename)], 0)
+        stats = ((path, Path(path).stat()) for path in paths)
         total.update(repr((side, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])).encode())
         return total.hexdigest()
     for start in range(0, len(images), BATCH):

@@ -86,7 +86,7 @@ class Model(nn.Module):
         self._rows: Tensor
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
         self.precision, self.projects = precision, projects
-        self.stored_as = ""  # name of the data set, if queries of its images are stored on disk
+        self.stored_as = ""  # names of data set and backbone, if the queries of the images are stored on disk
         self.to(backbone.mean.device)
         self.eval()  # in training mode prompts know the task, which is unknown for a test image
 
@@ -242,7 +242,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         config.prompt_projected,
     )
     if config.feature_cache == AUTO and config.dataset in FROM_PATH:
-        model.stored_as = f"{config.dataset} {config.data_dir}"
+        model.stored_as = f"{config.dataset} {config.data_dir}, {config.backbone}"
     for classes in task_sizes:
         model.begin_task(classes)
     return model
