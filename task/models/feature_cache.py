@@ -201,7 +201,8 @@ def _compute_all(model: Model, source: Images) -> Tensor:
         table[start : start + BATCH] = model.query(prepare(source[positions], model.backbone)).cpu()
         if time.monotonic() > logged + PROGRESS:
             logged = time.monotonic()
-            log.info("features of %d images after %.0f s", start + len(positions), logged - started)
+            done = start + len(positions)
+            log.info("features of %d images: %d done after %.0f s", len(source), done, logged - started)
     return table
 
 
