@@ -36,6 +36,13 @@ def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr("server_app.rounds.report_drawer.write_report", lambda folders: [])
 
 
+@pytest.fixture(autouse=True)
+def feature_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own for what a test's runs keep on disk, never the user's."""
+    monkeypatch.setenv("FCIL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture
 def tiny(tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Scalar]:
     """Run keys of a run of seconds, of the ``method`` that a test is given if any; results go to its own folder."""

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from server_app.cli import bench, doctor, export, predict, privacy, report, run
+from server_app.cli import bench, cache, doctor, export, predict, privacy, problem, report, run
 from server_app.cli.common import FAILED, MISTAKE, complain
 from server_app.errors import ExportError, LaunchError, PicturesUnavailable, ReportError
 from task.keys import ConfigError, ModelError
@@ -15,6 +15,8 @@ COMMANDS = {
     "predict": (predict.describe, "classes of images, by the model of a run"),
     "export": (export.describe, "the model of a run as one file for use elsewhere"),
     "privacy": (privacy.describe, "attack the class statistics of a run; pictures"),
+    "problem": (problem.describe, "a run's images, partition and backbone as plain files, for other code"),
+    "cache": (cache.describe, "features that are kept on disk for all runs; delete them"),
     "doctor": (doctor.describe, "whether this machine can do a run, and how fast"),
 }
 

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import logging
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,21 +13,22 @@ from server_app.rounds.progress import describe_round
 from server_app.run_files.paths import read_results
 from server_app.simulation.superlink import POLL
 
+FEATURES = "task.models.feature_cache"  # logger that says how far the first pass over a data set is
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
 
 
 class Progress:
-    """Prints a line for each finished round of rounds.jsonl, and the warnings of Flower's log."""
+    """Prints a line for each finished round of rounds.jsonl, and the notes of the log: warnings, and of features."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.log = directory, Path()
-        self._shown, self._warned = len(self._lines()), 0
+        self._shown, self._noted = len(self._lines()), 0
 
     def show(self) -> None:
-        """Print the rounds and warnings that are new since the last call."""
-        for warning in self._warnings()[self._warned :]:
-            print(f"warning: {warning}", flush=True)
-            self._warned += 1
+        """Print the rounds and notes that are new since the last call."""
+        for note in self._notes()[self._noted :]:
+            print(note, flush=True)
+            self._noted += 1
         lines = self._lines()
         self._shown = min(self._shown, len(lines))  # a resumed run drops the lines after its checkpoint
         for number, line in enumerate(lines[self._shown :], start=self._shown + 1):
@@ -44,18 +47,24 @@ class Progress:
 
         follower = threading.Thread(target=follow, daemon=True)
         follower.start()
+        features, handler = logging.getLogger(FEATURES), logging.StreamHandler(sys.stdout)
+        features.setLevel(logging.INFO)
+        features.addHandler(handler)
         try:
             yield
         finally:
+            features.removeHandler(handler)
             done.set()
             follower.join()
             self.show()
 
-    def _warnings(self) -> list[str]:
-        """Warnings of the run itself; what Flower logs before it begins is left out."""
+    def _notes(self) -> list[str]:
+        """Notes of the run itself; what Flower logs before it begins is left out."""
         with contextlib.suppress(OSError):
             text = self.log.read_text(errors="replace").partition("results go to")[2]
-            return re.findall(r"^(?:\x1b\[\d+m)?WARNING *(?:\x1b\[0m)?: +(.*)$", text, re.MULTILINE)
+            notes = re.findall(r"^(?:\x1b\[\d+m)?(WARNING|INFO) *(?:\x1b\[0m)?: +(.*)$", text, re.MULTILINE)
+            warning = {"WARNING": "warning: ", "INFO": ""}
+            return [warning[kind] + n for kind, n in notes if kind == "WARNING" or n.startswith("features ")]
         return []
 
     def _lines(self) -> list[str]:

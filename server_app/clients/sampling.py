@@ -1,13 +1,15 @@
 """The clients of one round."""
 
 from collections.abc import Sequence
+from typing import TypeVar
 
-from server_app.clients.client_info import ClientInfo
 from task.config.schema import Config
 from task.utils.seeding import numpy_rng
 
+Client = TypeVar("Client")  # a ClientInfo, or a name
 
-def sample_clients(clients: Sequence[ClientInfo], config: Config, server_round: int) -> list[ClientInfo]:
+
+def sample_clients(clients: Sequence[Client], config: Config, server_round: int) -> list[Client]:
     """The clients of one round: all, or ``clients-per-round`` drawn with the run's seed; ``clients`` sorted by name."""
     number = config.clients_per_round or len(clients)
     if number >= len(clients):

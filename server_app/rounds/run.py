@@ -26,7 +26,14 @@ from server_app.rounds.federated_bias import local_distance, response_entropies
 from server_app.rounds.progress import describe_round
 from server_app.rounds.reply_checks import MAX_VALUE
 from server_app.rounds.report_drawer import ReportDrawer
-from server_app.rounds.setup import connect_clients, lay_out_tasks, log_tasks, plan_tasks, wait_for_new_classes
+from server_app.rounds.setup import (
+    connect_clients,
+    lay_out_tasks,
+    log_tasks,
+    plan_tasks,
+    prepare_features,
+    wait_for_new_classes,
+)
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.paths import lock_run, run_directory
 from server_app.run_files.results import Results, RoundReport
@@ -115,6 +122,9 @@ class Run:
 
     def run(self) -> None:
         """All rounds, then the report."""
+        if self.model.stored_as and self.model.reuses_query:
+            with self.results.measure_seconds("features"):
+                prepare_features(self.config, self.model, self.scenario.dataset)
         while self.finished_rounds < self.scenario.schedule.total_rounds or self._add_task():
             context = RoundContext(self.scenario.schedule, self.finished_rounds + 1)
             if context.round == 0 and context.task > 0:

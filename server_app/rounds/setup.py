@@ -11,7 +11,10 @@ from server_app.transport.base import Transport
 from task.config.parsing import set_num_clients
 from task.config.schema import APPEARING, Config
 from task.data.class_names import class_ids
-from task.models.model import build_model
+from task.data.images import Dataset
+from task.data.load import default_augmentation
+from task.models.feature_cache import store_queries
+from task.models.model import Model, build_model
 from task.scenario.client_data import client_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan, first_task_plan
@@ -40,6 +43,21 @@ def connect_clients(config: Config, transport: Transport) -> tuple[Config, Clien
     if dataset:
         client_task_data(config, client=0, task=0, round=0)
     return config, ClientRegistry(transport, nodes, config, dataset, (backbone.sha256, code_sha256()))
+
+
+def prepare_features(config: Config, model: Model, dataset: Dataset) -> None:
+    """Fill the feature cache before the first message, if this run takes its frozen features from there.
+
+    Raises:
+        ConfigError: the cache cannot be written.
+    """
+    stored, augmentation = store_queries(model, dataset), default_augmentation(dataset, config.augmentation)
+    if stored and augmentation != "none" and config.method_row.objective and not model.prompted:
+        log.warning(
+            "augmentation = %r: every training step computes features anew; with augmentation=none training too takes "
+            "them from the feature cache",
+            augmentation,
+        )
 
 
 def plan_tasks(config: Config, clients: Sequence[ClientInfo]) -> TaskPlan | None:

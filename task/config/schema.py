@@ -166,6 +166,13 @@ class Config:
     device: str = key(AUTO, "auto, cpu, cuda or cuda:N", affects="device")
     threads: int = key(1, "torch threads of each client and of the server", minimum=1, maximum=1024, affects="speed")
     precision: str = key("fp32", "arithmetic of the backbone", choices=("fp32", "bf16"))
+    feature_cache: str = key(
+        AUTO,
+        "auto: frozen features of 1,000 images or more are computed once and kept on disk; off: never on disk",
+        choices=(AUTO, "off"),
+        only=("dataset", *FROM_PATH),
+        affects="speed",
+    )
     evaluate: str = key("server", "who evaluates: the server, or each client its part", choices=("server", "clients"))
     federated_bias: bool = key(False, "measure the local models of each task too: an evaluation per client and task")
     quorum: int = key(1, "clients that must answer in every round", minimum=1)

@@ -1,27 +1,44 @@
-"""A cache of queries q(x) of images without augmentation, in each process.
+"""Queries q(x) of images without augmentation, computed once: per process in memory, or for all runs on disk.
 
 q(x) depends on the image and the frozen backbone only, so test images, statistics and training without augmentation
-need it once per run. Its last bits depend on the batch in which it is computed. Therefore whole batches are cached, and
-callers ask for the same batches again: results do not depend on what is in the cache.
+need it once. Its last bits depend on the batch in which it is computed. In memory, therefore, whole batches are cached,
+and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
+of the images in batches of 256; a run that uses the disk takes every query from there, also the run that computes them.
+So results do not depend on what is cached.
 """
 
 import hashlib
+import logging
+import platform
+import time
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from task.data.images import Images
+from task.data.images import Dataset, ImageFiles, Images, Subset
+from task.models.feature_store import stored_features
 from task.models.model import Model
 from task.models.preprocessing import prepare
 from task.models.vit import Backbone
+from task.utils.versions import package_version
+
+log = logging.getLogger(__name__)
 
 BATCH = 256  # images of one pass without gradient
 CACHE_BYTES = 2**28  # of cached queries in a process: 87,000 queries at D = 768
+WORTH_STORING = 1000  # images of a data set: the queries of fewer are computed in seconds
+PROGRESS = 10.0  # seconds between two lines in the log
+# whoever changes one of these files may change q(x)
+CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")
+
+Arithmetic = tuple[str, tuple[int, ...]]  # precision and early blocks of a model
 
 
 class Inputs(NamedTuple):
@@ -33,11 +50,15 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """Queries of one batch, and the objects they belong to: Python may give the id of a deleted object to another."""
+    """Queries of a batch or of all images, and the objects they belong to: ids of deleted objects come back."""
 
     images: weakref.ref[Images]
     backbone: weakref.ref[Backbone]
     query: Tensor
+
+    def belongs_to(self, images: Images, backbone: Backbone) -> bool:
+        """Whether they are queries of these images by this backbone."""
+        return self.images() is images and self.backbone() is backbone
 
 
 class QueryCache:
@@ -45,14 +66,14 @@ class QueryCache:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self._batches: OrderedDict[tuple[int, int, str, bytes], CachedBatch] = OrderedDict()
+        self._batches: OrderedDict[tuple[int, int, Arithmetic, bytes], CachedBatch] = OrderedDict()
 
     def query(self, model: Model, images: Images, positions: np.ndarray) -> Tensor:
         """q(x) of the images at ``positions``, int64 [B] -> [B, D] on the model's device; read only."""
         digest = hashlib.sha256(positions.tobytes()).digest()
-        key = (id(images), id(model.backbone), model.precision, digest)
+        key = (id(images), id(model.backbone), (model.precision, model.early_blocks), digest)
         batch = self._pop(key)
-        if not batch or batch.images() is not images or batch.backbone() is not model.backbone:
+        if not batch or not batch.belongs_to(images, model.backbone):
             query = model.query(prepare(images[positions], model.backbone))
             batch = CachedBatch(weakref.ref(images), weakref.ref(model.backbone), query)
         self._batches[key] = batch
@@ -68,6 +89,7 @@ class QueryCache:
 
 
 CACHE = QueryCache(CACHE_BYTES)
+_TABLES: dict[tuple[int, int, Arithmetic, int], CachedBatch] = {}  # of data sets that are stored on disk
 
 
 @torch.no_grad()
@@ -75,11 +97,116 @@ def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor 
     """q(x) of the images at ``positions`` without augmentation, int64 [N] -> [N, D]; None if the model needs none.
 
     Equal positions give equal bits.
+
+    Raises:
+        ConfigError: the queries are to be stored on disk and cannot be.
     """
     if not model.reuses_query or not len(positions):
         return None
+    source, of_source = _source(images, positions)
+    if _is_stored(model, source):
+        return _table(model, source)[torch.from_numpy(of_source)].to(model.device)
     batches = [positions[start : start + BATCH] for start in range(0, len(positions), BATCH)]
     return torch.cat([CACHE.query(model, images, batch) for batch in batches])
+
+
+def store_queries(model: Model, dataset: Dataset) -> bool:
+    """Compute what is not on disk yet of the queries of all images; whether this run takes its queries from there.
+
+    Raises:
+        ConfigError: they cannot be stored.
+    """
+    parts = [_source(images, np.empty(0, np.int64))[0] for images in (dataset.train_images, dataset.test_images)]
+    stored = [images for images in parts if model.reuses_query and _is_stored(model, images)]
+    for images in stored:
+        _table(model, images)
+    return bool(stored)
+
+
+def _source(images: Images, positions: np.ndarray) -> tuple[Images, np.ndarray]:
+    """The images of which these are a part, and the same positions there: what is stored serves every split."""
+    source = images
+    while isinstance(source, Subset):
+        positions = source.positions[positions]
+        source = source.source
+    return source, positions
+
+
+def _is_stored(model: Model, source: Images) -> bool:
+    return bool(model.stored_as) and len(source) >= WORTH_STORING
+
+
+def _table(model: Model, source: Images) -> Tensor:
+    """q(x) of all images, memory-mapped [N, D] on the CPU."""
+    key = (id(source), id(model.backbone), (model.precision, model.early_blocks), torch.get_num_threads())
+    table = _TABLES.get(key)
+    if not table or not table.belongs_to(source, model.backbone):
+        about = {"belongs-to": model.stored_as, "number": str(len(source))}
+        shape = (len(source), model.width)
+        features = stored_features(_identity(model, source), about, shape, lambda: _compute_all(model, source))
+        table = _TABLES[key] = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
+    return table.query
+
+
+def _identity(model: Model, source: Images) -> dict[str, str]:
+    """All that the bits of stored queries depend on."""
+    backbone = model.backbone
+    normalisation = [backbone.mean.flatten().tolist(), backbone.std.flatten().tolist()]
+    return {
+        "images": image_digest(source),
+        "backbone-sha256": backbone.sha256,
+        "image-size": str(backbone.image_size),
+        "normalisation": str(normalisation),
+        "precision": model.precision,
+        "early-blocks": str(model.early_blocks),
+        "batch": str(BATCH),
+        "processor": _processor(model.device),
+        "versions": " ".join(f"{name} {package_version(name)}" for name in ("torch", "timm", "pillow")),
+        "code": _code_digest(),
+    }
+
+
+def _processor(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    kind = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} {kind}, threads={torch.get_num_threads()}"
+
+
+@lru_cache(maxsize=1)
+def _code_digest() -> str:
+    files = (Path(__file__).parents[1] / name for name in CODE)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def image_digest(images: Images) -> str:
+    """SHA-256 of all pixels; of images that are read from files when used, of the files' paths, sizes and times."""
+    total = hashlib.sha256()
+    if isinstance(images, ImageFiles | np.memmap):
+        paths, side = (images.paths, images.side) if isinstance(images, ImageFiles) else ([str(images.filename)], 0)
+        stats = ((path, Path(path).stat()) for path in paths)
+        total.update(repr((side, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])).encode())
+        return total.hexdigest()
+    for start in range(0, len(images), BATCH):
+        batch = images[np.arange(start, min(start + BATCH, len(images)))]
+        total.update(f"{batch.shape}".encode() + batch.tobytes())
+    return total.hexdigest()
+
+
+@torch.no_grad()
+def _compute_all(model: Model, source: Images) -> Tensor:
+    """q(x) of all images in batches of BATCH, float32 [N, D] on the CPU; the log says how far it is."""
+    table = torch.empty(len(source), model.width)
+    log.info("features of %d images are computed once, for all runs on %s", len(source), model.stored_as)
+    logged = started = time.monotonic()
+    for start in range(0, len(source), BATCH):
+        positions = np.arange(start, min(start + BATCH, len(source)))
+        table[start : start + BATCH] = model.query(prepare(source[positions], model.backbone)).cpu()
+        if time.monotonic() > logged + PROGRESS:
+            logged = time.monotonic()
+            done = start + len(positions)
+            log.info("features of %d images: %d done after %.0f s", len(source), done, logged - started)
+    return table
 
 
 def load_inputs(

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from task.config.schema import Config
-from task.keys import ConfigError
+from task.config.schema import FROM_PATH, Config
+from task.keys import AUTO, ConfigError
 from task.message import Arrays
 from task.methods import load_class
 from task.models.device import resolve_device
@@ -125,6 +125,7 @@ class Model(nn.Module):
         self._rows: Tensor
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
         self.precision, self.projects = precision, projects
+        self.stored_as = ""  # names of data set and backbone, if the queries of the images are stored on disk
         self.to(backbone.mean.device)
         self.eval()  # in training mode prompts know the task, which is unknown for a test image
 
@@ -319,6 +320,8 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         config.prompt_projected,
         config.options.freezes_features,
     )
+    if config.feature_cache == AUTO and config.dataset in FROM_PATH:
+        model.stored_as = f"{config.dataset} {config.data_dir}, {config.backbone}"
     for classes in task_sizes:
         model.begin_task(classes)
     return model

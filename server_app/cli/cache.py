@@ -1,0 +1,39 @@
+"""fcil cache: the features that are kept on disk for all runs."""
+
+import argparse
+import time
+from collections.abc import Mapping
+
+from server_app.cli.common import OK
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Arguments of fcil cache."""
+    parser.description = (
+        "List the frozen features that are kept on disk, the longest unused first, or delete them: a run computes anew "
+        "what it needs. They lie in the folder that the environment variable FCIL_CACHE names, else in ~/.cache/fcil, "
+        "and take at most FCIL_CACHE_GB gigabytes (10 if it is not set)."
+    )
+    parser.add_argument("action", nargs="?", choices=("list", "clear"), default="list", help="default: list")
+    parser.set_defaults(command=_run_command)
+
+
+def _run_command(args: argparse.Namespace) -> int:
+    from task.models.feature_store import GB, clear_store, list_stored, size_limit, store_folder
+
+    files = clear_store() if args.action == "clear" else list_stored()
+    for file in files:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
+        print(f"{file.size / 1e6:>9.1f} MB  last used {used}  {_describe(file.about)}")
+    done, size = "deleted" if args.action == "clear" else "of at most", sum(file.size for file in files) / GB
+    limit = "" if args.action == "clear" else f" {size_limit() / GB:g} GB"
+    print(f"{len(files)} files, {size:.2g} GB {done}{limit} in {store_folder()}")
+    return OK
+
+
+def _describe(about: Mapping[str, str]) -> str:
+    """What features belong to; nothing is known of those of a damaged file."""
+    if "belongs-to" not in about:
+        return "damaged"
+    form = f"{about['image-size']} pixels, {about['precision']}, {about['processor']}"
+    return f"{about['number']} images of {about['belongs-to']} {about['backbone-sha256'][:12]}, {form}"

@@ -1,0 +1,133 @@
+"""A run's problem as plain files: images, labels, tasks, every client's images by round, and the frozen backbone."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+
+from server_app.clients.sampling import sample_clients
+from server_app.run_files.writers import write_json
+from task.config.schema import FROM_SCRATCH, Config
+from task.data.images import Dataset
+from task.data.load import default_augmentation
+from task.keys import ConfigError
+from task.models.feature_cache import BATCH
+from task.models.load import load_backbone
+from task.models.weights import BUNDLED, build_vit
+from task.scenario.client_data import ClientTaskData, client_task_data
+from task.scenario.scenario import Scenario, build_scenario
+from task.utils.versions import versions
+
+README = Path(__file__).with_name("problem_readme.md")
+
+
+def write_problem(config: Config, folder: Path) -> list[Path]:
+    """Write data.npz, indices.npz, backbone.safetensors, problem.json and README.md, which says what is in them.
+
+    ``num-clients`` must be known. Returns the paths of the files.
+
+    Raises:
+        ConfigError: keys, data or weights that cannot be used, or a folder that holds files already.
+        OSError: something cannot be written.
+    """
+    _require_writable(config, folder)
+    scenario = build_scenario(config)
+    rounds = list(_rounds(config, scenario))  # before anything is written: an error names the key
+    description = _describe(config, scenario)
+    folder.mkdir(parents=True, exist_ok=True)
+    description["backbone"] |= _write_backbone(config, folder / "backbone.safetensors")
+    _write_data(scenario.dataset, folder)
+    indices = {
+        f"task{task + 1}-round{round + 1}-{name}": data.positions
+        for task, round, by_name in rounds
+        for name, data in by_name.items()
+    }
+    np.savez(folder / "indices.npz", **indices)  # type: ignore[arg-type]  # numpy's stub takes any name for a flag
+    description["participants"] = [list(by_name) for _, _, by_name in rounds]
+    if scenario.streams:
+        description["client_classes"] = dict(zip(_client_names(config), scenario.streams, strict=True))
+    write_json(folder / "problem.json", description)
+    (folder / "README.md").write_text(README.read_text(encoding="utf-8"), encoding="utf-8")
+    return sorted(folder.iterdir())
+
+
+def _require_writable(config: Config, folder: Path) -> None:
+    if config.own_data:
+        raise ConfigError(f"dataset = {config.dataset!r} is not possible: the images stay on the nodes.")
+    if config.backbone in FROM_SCRATCH:
+        raise ConfigError(f"backbone = {config.backbone!r} is not possible: only a ViT of timm is written.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{str(folder)!r} is there already: name a folder that is new or empty.")
+
+
+def _client_names(config: Config) -> list[str]:
+    return [f"client-{client:04d}" for client in range(config.num_clients)]
+
+
+def _rounds(config: Config, scenario: Scenario) -> Iterator[tuple[int, int, dict[str, ClientTaskData]]]:
+    """Task, round within the task, both from 0, and the data of each client that is drawn, by its name."""
+    schedule, names = scenario.schedule, _client_names(config)
+    for server_round in range(1, schedule.total_rounds + 1):
+        task, round = schedule.locate(server_round)
+        drawn = sample_clients(names, config, server_round)
+        yield task, round, {n: client_task_data(config, names.index(n), task, round, n == drawn[0]) for n in drawn}
+
+
+def _describe(config: Config, scenario: Scenario) -> dict[str, Any]:
+    dataset, schedule = scenario.dataset, scenario.schedule
+    backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, "cpu")
+    return {
+        "schema": 1,
+        "config": config.flat(),
+        "seed": config.seed,
+        "class_names": list(dataset.class_names),
+        "class_order": schedule.seen_classes(schedule.num_tasks - 1),
+        "tasks": [list(classes) for classes in schedule.tasks],
+        "rounds_per_task": schedule.rounds_per_task,
+        "clients": _client_names(config),
+        "augmentation": default_augmentation(dataset, config.augmentation),
+        "backbone": {
+            "name": config.backbone,
+            "sha256": backbone.sha256,
+            "image_size": backbone.image_size,
+            "mean": backbone.mean.flatten().tolist(),
+            "std": backbone.std.flatten().tolist(),
+        },
+        "versions": versions(),
+    }
+
+
+def _write_backbone(config: Config, path: Path) -> dict[str, Any]:
+    """Write timm's state dict of the backbone at the run's image size; returns how timm builds the model for it."""
+    vit, _, _ = build_vit(config.backbone, config.backbone_weights)
+    side = config.image_size or vit.patch_embed.img_size[0]
+    if side != vit.patch_embed.img_size[0]:
+        vit.set_input_size(img_size=(side, side))
+    safetensors.torch.save_file(vit.state_dict(), path)
+    if config.backbone in BUNDLED:
+        architecture = json.loads(BUNDLED[config.backbone].read_text())["architecture"]
+        return {"class": "timm.models.VisionTransformer", "arguments": {**architecture, "img_size": side}}
+    return {"class": "", "arguments": {"img_size": side}}
+
+
+def _write_data(dataset: Dataset, folder: Path) -> None:
+    """Training images, then test images, as ``dataset=npz`` reads them; in memory is one batch at a time."""
+    parts = (dataset.train_images, dataset.test_images)
+    shape = dataset.train_images[np.zeros(1, np.int64)].shape[1:]
+    split = np.repeat(np.arange(2, dtype=np.uint8), [len(images) for images in parts])
+    with TemporaryDirectory(dir=folder) as scratch:
+        all_images = np.lib.format.open_memmap(Path(scratch) / "images.npy", "w+", np.uint8, (len(split), *shape))
+        written = 0
+        for images in parts:
+            for start in range(0, len(images), BATCH):
+                batch = images[np.arange(start, min(start + BATCH, len(images)))]
+                all_images[written : written + len(batch)] = batch
+                written += len(batch)
+        labels = np.concatenate([dataset.train_labels, dataset.test_labels])
+        names = np.array(dataset.class_names, np.str_)
+        np.savez(folder / "data.npz", images=all_images, labels=labels, split=split, class_names=names)
+        del all_images  # some systems delete no file that is mapped

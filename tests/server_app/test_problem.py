@@ -1,0 +1,165 @@
+"""`fcil problem`: NumPy alone reads the partition that the run uses, timm alone computes its features."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file
+
+from server_app.cli.main import main
+from server_app.problem import write_problem
+from task.config.parsing import parse
+from task.models.model import build_model
+from task.models.preprocessing import prepare
+from task.scenario.client_data import client_task_data
+from task.scenario.scenario import build_scenario
+from tests.helpers.runs import run
+
+CASES = [
+    {"dirichlet-beta": 0.3},
+    {"partition": "split-ratio", "split-ratio": 0.5, "rounds-per-task": 2},  # drawn anew in every round
+    {"method": "fedprok", "partition": "consensus"},  # clients have class sequences of their own
+    {"method": "joint", "clients-per-round": 2, "rounds-per-task": 2},
+    {"clients-per-round": 2, "rounds-per-task": 2, "validation-share": 0.25},
+]
+
+
+def written(values, folder):
+    """What is written of a problem, read with NumPy and json."""
+    config = parse(values)
+    paths = write_problem(config, folder)
+    assert {path.name for path in paths} == {
+        *("README.md", "backbone.safetensors", "data.npz", "indices.npz", "problem.json")
+    }
+    arrays = [dict(np.load(folder / name, allow_pickle=False)) for name in ("data.npz", "indices.npz")]
+    return config, json.loads((folder / "problem.json").read_text()), *arrays
+
+
+@pytest.mark.parametrize("keys", CASES, ids=lambda keys: "-".join(map(str, keys.values())))
+def test_the_partition_is_that_of_the_run(tiny, tmp_path, keys):
+    values = tiny | {"partition": "dirichlet"} | keys
+    config, problem, data, indices = written(values, tmp_path / "problem")
+    results = run(values)
+    assert problem["tasks"] == results["tasks"]
+    assert problem["class_order"] == results["class_order"]
+    assert problem["class_names"] == results["class_names"] == data["class_names"].tolist()
+    assert problem["participants"] == [entry["participants"] for entry in results["rounds"]]
+    dataset = build_scenario(config).dataset
+    train, test = data["split"] == 0, data["split"] == 1
+    assert (data["labels"][train] == dataset.train_labels).all()
+    assert (data["labels"][test] == dataset.test_labels).all()
+    assert (data["images"][train] == dataset.train_images[np.arange(train.sum())]).all()
+    assert (data["images"][test] == dataset.test_images[np.arange(test.sum())]).all()
+    expected = {}
+    for number, entry in enumerate(results["rounds"]):
+        task, round = divmod(number, config.rounds_per_task)
+        for place, name in enumerate(entry["participants"]):
+            client = int(name.removeprefix("client-"))
+            own = client_task_data(config, client, task, round, holds_pool=place == 0)
+            expected[f"task{task + 1}-round{round + 1}-{name}"] = own.positions
+            if problem.get("client_classes"):
+                assert problem["client_classes"][name][task] == own.classes
+    assert expected.keys() == indices.keys()
+    assert all((indices[name] == positions).all() for name, positions in expected.items())
+    assert ("client_classes" in problem) == (config.partition == "consensus")
+
+
+def test_the_counts_are_those_that_a_run_reports(tiny, tmp_path):
+    values = tiny | {"partition": "dirichlet", "dirichlet-beta": 0.3}
+    _, problem, data, indices = written(values, tmp_path / "problem")
+    for known in run(values)["clients"]:
+        held = [indices[f"task{task}-round1-{known['name']}"] for task in (1, 2)]
+        counts = np.bincount(data["labels"][np.concatenate(held)], minlength=len(problem["class_names"]))
+        assert counts.tolist() == known["class_counts"]
+
+
+def test_this_project_reads_it_back_as_the_same_problem(tiny, tmp_path):
+    values = tiny | {"method": "ncm", "partition": "dirichlet"}
+    config, *_ = written(values, tmp_path / "problem")
+    again = {"dataset": "npz", "data-dir": str(tmp_path / "problem" / "data.npz"), "run-name": "again"}
+    first, second = run(config.flat()), run(config.flat() | again)
+    assert first["accuracy_matrix"] == second["accuracy_matrix"]
+    assert first["clients"] == second["clients"]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"image-size": 0},
+        {"image-size": 16},
+        {"backbone": "vit_tiny_patch16_224", "backbone-weights": "random", "image-size": 48},
+    ],
+    ids=str,
+)
+def test_timm_alone_gives_the_same_bits(tiny, tmp_path, keys):
+    config, problem, data, _ = written(tiny | {"method": "ncm"} | keys, tmp_path / "problem")
+    given = problem["backbone"]
+    if given["class"]:
+        vit = timm.models.VisionTransformer(num_classes=0, **given["arguments"])
+    else:
+        vit = timm.create_model(given["name"], num_classes=0, **given["arguments"])
+    vit.load_state_dict(load_file(tmp_path / "problem" / "backbone.safetensors"))
+    vit.eval()
+    model = build_model(config, [])
+    x = prepare(data["images"][:20], model.backbone)
+    with torch.no_grad():
+        assert torch.equal(vit.forward_head(vit.forward_features(x), pre_logits=True), model.query(x))
+    assert x.shape[-1] == given["image_size"]
+    assert np.allclose(model.backbone.mean.flatten(), given["mean"])
+    assert np.allclose(model.backbone.std.flatten(), given["std"])
+
+
+def test_the_code_in_the_readme_works_and_prepares_images_as_a_run_does(tiny, tmp_path, monkeypatch, capsys):
+    words = [f"{name}={value}" for name, value in tiny.items()]
+    folder = tmp_path / "problem"
+    assert main(["problem", str(folder), "method=ncm", *words]) == 0
+    assert str(folder / "problem.json") in capsys.readouterr().out
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (folder / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(folder)
+    names = {}
+    exec(code, names)
+    assert "client-0000 trains on" in capsys.readouterr().out
+    backbone = build_model(parse(tiny | {"method": "ncm"}), []).backbone
+    rng = np.random.default_rng(0)
+    for side in (8, 16, 31):  # enlarged, as it is, made smaller
+        images = rng.integers(0, 256, (3, side, side, 1), np.uint8)
+        assert torch.equal(names["prepare"](images), prepare(images, backbone))
+
+
+def test_the_seed_and_all_keys_are_there(tiny, tmp_path):
+    config, problem, *_ = written(tiny | {"seed": 7}, tmp_path / "problem")
+    assert problem["seed"] == 7
+    assert parse(problem["config"]) == config
+    assert problem["augmentation"] == "none"
+    assert replace(config, seed=8) != config
+
+
+def test_what_cannot_be_written_is_refused_with_nothing_written(tiny, tmp_path, capsys):
+    words = [f"{name}={value}" for name, value in tiny.items()]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    refused = {
+        "name a folder that is new or empty": [str(tmp_path / "full")],
+        "only a ViT of timm": [
+            str(tmp_path / "new"),
+            "method=fedavg-ft",
+            "backbone=resnet18_cifar",
+            "backbone-weights=random",
+        ],
+        "num-tasks=50": [str(tmp_path / "new"), "num-tasks=50"],
+        "dirichlet-min-size=900": [str(tmp_path / "new"), "partition=dirichlet", "dirichlet-min-size=900"],
+    }
+    for reason, given in refused.items():
+        keys = {word.split("=")[0]: word for word in [*words, *given[1:]]}
+        assert main(["problem", given[0], *keys.values()]) == 2
+        assert reason in capsys.readouterr().err
+    own = ["dataset=own", "evaluate=clients", f"data-dir={tmp_path}", "num-clients=2"]
+    assert main(["problem", str(tmp_path / "new"), *own]) == 2
+    assert "stay on the nodes" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+    assert [path.name for path in Path(tmp_path / "full").iterdir()] == ["notes.txt"]
