@@ -82,7 +82,7 @@ class QueryCache:
             self._pop(next(iter(self._batches)))
         return batch.query
 
-    def _pop(self, key: tuple[int, int, str, bytes]) -> CachedBatch | None:
+    def _pop(self, key: tuple[int, int, Arithmetic, bytes]) -> CachedBatch | None:
         batch = self._batches.pop(key, None)
         self.size -= batch.query.nbytes if batch else 0
         return batch

@@ -29,15 +29,17 @@ class PrefixAttention(nn.Module):
         super().__init__()
         self.attention = attention
         self.prefix: Tensor | None = None
+        self.change: Tensor | None = None  # [3 D, D], of the weights that make queries, keys and values
         self.projects = self.first_only = False
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Tokens [B, N, D] -> [B, N, D], or [B, 1, D] of the first token only."""
         inner = self.attention
-        if self.prefix is None and not self.first_only:
+        if self.prefix is None and self.change is None and not self.first_only:
             return inner(x, attn_mask=attn_mask, is_causal=is_causal)
         B, N, _ = x.shape
-        qkv = inner.qkv(x).reshape(B, N, 3, inner.num_heads, inner.head_dim)
+        weight = inner.qkv.weight if self.change is None else inner.qkv.weight + self.change
+        qkv = F.linear(x, weight, inner.qkv.bias).reshape(B, N, 3, inner.num_heads, inner.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, heads, N, D / heads]
         q, k = inner.q_norm(q[:, :, :1] if self.first_only else q), inner.k_norm(k)
         if self.prefix is not None:
@@ -178,13 +180,15 @@ class ViT(Backbone):
             for block, vectors in zip(blocks, prompted.values(), strict=True):
                 if vectors.ndim == 4:
                     block.block.attn.prefix, block.block.attn.projects = vectors, projects
-                else:
+                elif vectors.ndim == 3:
                     block.tokens = vectors
+                else:
+                    block.block.attn.change = vectors
             yield
         finally:
             last.first_only = last.block.attn.first_only = False
             for block in blocks:
-                block.block.attn.prefix = block.tokens = None
+                block.block.attn.prefix = block.block.attn.change = block.tokens = None
 
 
 def digest(module: nn.Module) -> str:
