@@ -131,7 +131,7 @@ def _row(group: Group) -> list[str]:
     percent = [(100 * mean, 100 * sd) for mean, sd in map(group.mean_sd, COMPARED)]
     hundredths = [_number(*pair, digits=2) for pair in [*percent, group.megabytes]]
     tenths = [_number(*group.cost(column), digits=1) for column in COSTS]
-    minutes = _number(*group.core_minutes, digits=2)
+    minutes = _number(*group.core_minutes, digits=3)
     minutes += "" if group.has_core_time or minutes == "-" else WALL
     return [group.label, group.setting, seeds, *hundredths, *tenths, minutes]
 

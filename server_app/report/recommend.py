@@ -34,7 +34,8 @@ def noise(group: Group) -> tuple[float, str]:
     """Standard deviation of a group's accuracy, a fraction, and what it comes from in words."""
     mean, over_seeds = group.mean_sd(ACCURACY)
     images = sum(group.finished[0].results["samples_per_task"])
-    of_images = math.sqrt(mean * (1 - mean) / images) if images else math.nan
+    likely = (mean * images + 1) / (images + 2)  # Laplace's rule: all of a few images right does not mean no noise
+    of_images = math.sqrt(likely * (1 - likely) / images) if images else math.nan
     by_images = f"that of drawing the {images:,} images it is measured on"
     if math.isnan(over_seeds) or of_images > over_seeds:
         return (of_images, by_images) if images else (0.0, "nothing that was recorded")
