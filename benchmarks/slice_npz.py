@@ -44,6 +44,9 @@ def _main() -> None:
     with np.load(args.source) as file:
         arrays = cut({name: file[name] for name in file.files}, args.classes, args.train, args.test, args.seed)
     np.savez(args.target, allow_pickle=False, **arrays)
+    train, test = ((arrays["split"] == part).sum() for part in (0, 1))
+    names = len(arrays["class_names"])
+    print(f"{args.target}: {names} classes, {train} training and {test} test images, seed {args.seed}")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,10 @@ class ConfigError(ValueError):
     """A run key is unknown, mistyped or impossible; the message is meant for the person who typed it."""
 
 
+class IgnoredKeyError(ConfigError):
+    """A run key was changed that the run does not read."""
+
+
 class ModelError(RuntimeError):
     """A file holds no model that can be used here; the message is for people."""
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from server_app.bench.suite import PlannedRun, Suite
+from server_app.bench.selection import Choice, choose, write_selection
+from server_app.bench.suite import PlannedRun, Selection, Suite
 from server_app.errors import LaunchError, ReportError
 from server_app.report.compare import Group
+from server_app.report.recommend import recommend
 from server_app.report.runs import Run, flat, load_run
 from server_app.report.write import write_comparison
 from server_app.run_files.paths import lock_folder, mark_failed, read_results
@@ -42,6 +44,7 @@ class Bench:
         self._waiting: list[PlannedRun] = []
         self._failed: list[PlannedRun] = []
         self._seconds: dict[str, list[float]] = {}  # of finished runs, by variant
+        self.recommendation: dict[str, list[str]] = {}  # lines by heading, of the last report
 
     def run(self) -> list[PlannedRun]:
         """Run all runs that are not finished yet; returns those that failed.
@@ -145,7 +148,48 @@ class Bench:
                 continue  # its folder holds an earlier, unfinished run, which will be removed
             with contextlib.suppress(ReportError):  # no results.json yet
                 group.runs.append(load_run(run.directory))
-        write_comparison(list(groups.values()), self._suite.folder, self._suite.title)
+        for other in self._suite.others:
+            run = next(run for run in self._suite.runs if run.partition == other.partition)
+            group = groups.setdefault((run.partition, other.label), Group(run.setting, other.label, [], theirs=True))
+            group.runs.append(other.run(run.config.dataset))
+        self.recommendation = self._recommend(list(groups.values()))
+        sources = {other.label: f"{other.label}: {other.source}" for other in self._suite.others}
+        notes = {
+            **self.recommendation,
+            "Chosen on validation images": self._suite.notes,
+            "Results of other people": list(sources.values()),
+        }
+        shown = {head: lines for head, lines in notes.items() if lines}
+        write_comparison(list(groups.values()), self._suite.folder, self._suite.title, shown)
+
+    def _recommend(self, groups: list[Group]) -> dict[str, list[str]]:
+        by_setting: dict[str, list[Group]] = {}
+        for group in groups:
+            by_setting.setdefault(group.setting, []).append(group)
+        return {f"Recommendation: {setting}": recommend(members) for setting, members in by_setting.items()}
+
+
+class SelectionBench(Bench):
+    """Runs a suite's selection; its report is the log of what was chosen, in ``folder``."""
+
+    def __init__(
+        self, selection: Selection, folder: Path, jobs: int, through_flower: bool, say: Callable[[str], None]
+    ) -> None:
+        super().__init__(selection.suite, jobs, through_flower, say)
+        self._selection, self._folder = selection, folder
+
+    def choices(self) -> dict[str, Choice]:
+        """What was chosen so far, by variant."""
+        runs = {run.name: finished_run(run) for run in self._suite.runs if run not in self._waiting}
+        finished = {name: run for name, run in runs.items() if run is not None}
+        return choose(self._selection, finished, self._failed_names())
+
+    def _failed_names(self) -> list[str]:
+        return [run.name for run in self._failed]
+
+    def _report(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_selection(self._selection, self.choices(), self._failed_names(), self._folder)
 
 
 def finished_run(planned: PlannedRun) -> Run | None:

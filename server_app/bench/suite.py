@@ -1,7 +1,8 @@
 """A suite: variants x partitions x seeds in one YAML file, as docs/guides/suites.md shows it.
 
 All runs are checked before the first one is started. The keys of a variant, of a partition and of the command line
-win over common ones; no two of these may set the same key.
+win over common ones; no two of these may set the same key. A suite may choose keys on validation images first, and
+take in results of other people.
 """
 
 import difflib
@@ -14,15 +15,26 @@ from typing import Any
 
 import yaml
 
+from server_app.report.others import OtherResult, read_others
 from server_app.run_files.paths import resolve_output_dir
 from server_app.run_keys import complete_run_keys
-from task.config.parsing import parse
+from task.config.parsing import parse, reads_key
 from task.config.schema import OF_THE_SERVER, Config, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
 
-_ENTRIES = {"title": str, "output-dir": str, "seeds": list, "common": dict, "partitions": list, "variants": list}
-_OPTIONAL: dict[str, Any] = {"common": {}, "partitions": []}
+_ENTRIES = {
+    "title": str,
+    "output-dir": str,
+    "seeds": list,
+    "common": dict,
+    "partitions": list,
+    "variants": list,
+    "select": dict,
+    "others": list,
+}
+_OPTIONAL: dict[str, Any] = {"common": {}, "partitions": [], "select": {}, "others": []}
+_SELECT = ("keys", "seeds", "common")
 _WORDS = {str: "a text", list: "a list that is not empty", dict: "run keys with their values"}
 
 
@@ -58,11 +70,32 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Suite:
-    """All runs, seed by seed, so that an unfinished suite has runs of all methods; ``folder`` is absolute."""
+    """All runs, seed by seed, so that an unfinished suite has runs of all methods; ``folder`` is absolute.
+
+    ``others`` are results of other people, which its table and pictures show beside its own.
+    """
 
     title: str
     folder: Path
     runs: list[PlannedRun]
+    selection: "Selection | None" = None
+    others: list[OtherResult] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What is run on validation images before a suite, to choose run keys.
+
+    Attributes:
+        suite: its runs; ``partition`` of each is the label of its point.
+        points: by variant and label, the keys and values that may be chosen.
+        left_out: by variant for which nothing is chosen, the reason.
+    """
+
+    suite: Suite
+    points: dict[str, dict[str, dict[str, Scalar]]]
+    left_out: dict[str, str]
 
 
 def read_suite(path: Path, overrides: Mapping[str, Scalar]) -> Suite:
@@ -77,7 +110,7 @@ def read_suite(path: Path, overrides: Mapping[str, Scalar]) -> Suite:
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-        return _build_suite(_check_entries(content), overrides)
+        return _build_suite(_check_entries(content), overrides, path.absolute().parent)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except ConfigError as error:
@@ -111,13 +144,13 @@ def _check_entries(content: Any) -> dict[str, Any]:
     return entries
 
 
-def _build_suite(entries: Mapping[str, Any], overrides: Mapping[str, Scalar]) -> Suite:
+def _build_suite(entries: Mapping[str, Any], overrides: Mapping[str, Scalar], base: Path) -> Suite:
     folder = resolve_output_dir(str(overrides.get("output-dir", entries["output-dir"])))
-    command_line = {name: value for name, value in overrides.items() if name != "output-dir"}
     variants, partitions = (_keys_by_label(name, entries[name]) for name in ("variants", "partitions"))
-    seeds = [int(known_keys()["seed"].check(seed)) for seed in entries["seeds"]]
-    if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"seeds = {seeds!r} has one of them twice.")
+    seeds = _check_seeds("seeds", entries["seeds"])
+    used = _narrowed(variants, partitions, seeds)
+    command_line = {name: value for name, value in overrides.items() if name != "output-dir"}
+    command_line |= _guess_data_set(command_line, [entries["common"], *partitions.values(), *variants.values()])
     runs = []
     for seed, partition, variant in product(seeds, partitions or [""], variants):
         layers = {
@@ -126,9 +159,143 @@ def _build_suite(entries: Mapping[str, Any], overrides: Mapping[str, Scalar]) ->
             f"variant {variant!r}": variants[variant],
             "the command line": command_line,
         }
-        runs.append(_set_values(PlannedRun(variant, partition, seed), folder, layers))
+        if (variant, partition, seed) in used:
+            runs.append(_set_values(PlannedRun(variant, partition, seed), folder, layers))
     _refuse_duplicates(runs)
-    return Suite(entries["title"], folder, runs)
+    others = read_others([base / str(path) for path in entries["others"]], list(partitions))
+    _check_lengths(others, runs)
+    suite = Suite(entries["title"], folder, runs, others=others)
+    if not entries["select"]:
+        return suite
+    taken = {"common": entries["common"], "the command line": command_line}
+    taken |= {f"partition {label!r}": keys for label, keys in partitions.items()}
+    return replace(suite, selection=_build_selection(suite, _check_select(entries["select"], taken), taken, variants))
+
+
+def _check_lengths(others: Sequence[OtherResult], runs: Sequence[PlannedRun]) -> None:
+    for other in others:
+        lengths = {run.config.num_tasks for run in runs if run.partition == other.partition}
+        if (tasks := len(other.content["accuracy_matrix"])) not in lengths:
+            raise ConfigError(f"others: {other.path} has {tasks} tasks, the suite's runs {lengths or 'none'}.")
+
+
+def _check_seeds(name: str, seeds: Sequence[Any]) -> list[int]:
+    numbers = [int(known_keys()["seed"].check(seed)) for seed in seeds]
+    if len(set(numbers)) < len(numbers):
+        raise ConfigError(f"{name} = {numbers!r} has one of them twice.")
+    return numbers
+
+
+def _narrowed(
+    variants: Mapping[str, dict[str, Any]], partitions: Mapping[str, dict[str, Any]], seeds: Sequence[int]
+) -> set[tuple[str, str, int]]:
+    """Variant, partition and seed of every run; takes out what narrows them, which is no run key."""
+    of_variant = {label: _take_list(label, keys, "seeds", seeds) for label, keys in variants.items()}
+    of_partition = {label: _take_list(label, keys, "seeds", seeds) for label, keys in partitions.items()} or {"": seeds}
+    members = {label: _take_list(label, keys, "variants", list(variants)) for label, keys in partitions.items()}
+    return {
+        (variant, partition, seed)
+        for partition, allowed in of_partition.items()
+        for variant in members.get(partition, variants)
+        for seed in allowed
+        if seed in of_variant[variant]
+    }
+
+
+def _take_list(label: str, keys: dict[str, Any], name: str, all_values: Sequence[Any]) -> Sequence[Any]:
+    """Take the list ``name`` out of the keys of a variant or partition; all values where there is none."""
+    values = keys.pop(name, all_values)
+    strange = [value for value in values if value not in all_values] if isinstance(values, list) else [values]
+    if strange or not values:
+        raise ConfigError(f"{name} of {label!r} must be a list of some of {all_values!r}, not {values!r}.")
+    return values
+
+
+def _guess_data_set(command_line: Mapping[str, Scalar], layers: Sequence[Mapping[str, Any]]) -> dict[str, Scalar]:
+    """The kind of images in a data-dir on the command line, where nothing else names the data set."""
+    if "data-dir" not in command_line or any("dataset" in keys for keys in [command_line, *layers]):
+        return {}
+    return {"dataset": "npz" if str(command_line["data-dir"]).endswith(".npz") else "folder"}
+
+
+def _check_select(entry: Mapping[str, Any], taken: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry ``select`` with typed values; ``taken`` are the keys of the suite that have a value already."""
+    for name in entry:
+        if name not in _SELECT:
+            raise ConfigError(f"select: entry {name!r} does not exist. Allowed: {', '.join(_SELECT)}.")
+    kinds = {"keys": dict, "seeds": list, "common": dict}
+    entries = {"seeds": [0], "common": {}} | dict(entry)
+    for name, kind in kinds.items():
+        if not isinstance(entries.get(name), kind) or not entries[name]:
+            raise ConfigError(f"select: {name} = {entries.get(name)!r} is not possible: it must be {_WORDS[kind]}.")
+    grid = {name: _check_choices(name, choices) for name, choices in entries["keys"].items()}
+    for name, (layer, keys) in product(grid, [*taken.items(), ("select: common", entries["common"])]):
+        if name in keys:
+            raise ConfigError(f"{name} is chosen by select and set by {layer}.")
+    return {"keys": grid, "seeds": _check_seeds("select: seeds", entries["seeds"]), "common": entries["common"]}
+
+
+def _check_choices(name: str, choices: Any) -> list[Scalar]:
+    key = known_keys().get(name)
+    if key is None:
+        raise ConfigError(f"select: run key {name!r} does not exist.")
+    if not isinstance(choices, list) or len(choices) < 2:
+        raise ConfigError(f"select: {name} = {choices!r} must be a list of two values or more.")
+    values = [key.from_text(value) if isinstance(value, str) else key.check(value) for value in choices]
+    if len(set(values)) < len(values):
+        raise ConfigError(f"select: {name} = {values!r} has one of them twice.")
+    return values
+
+
+def _build_selection(
+    suite: Suite,
+    select: Mapping[str, Any],
+    taken: Mapping[str, Mapping[str, Any]],
+    variants: Mapping[str, Mapping[str, Any]],
+) -> Selection:
+    """Plan its runs. The command line wins over common keys, those of select over both, a variant's over all."""
+    folder = suite.folder / "_selection"  # no label begins like this
+    base = {**taken["common"], **taken["the command line"], **select["common"]}
+    points: dict[str, dict[str, dict[str, Scalar]]] = {}
+    left_out: dict[str, str] = {}
+    runs = []
+    for variant, keys in variants.items():
+        layers = {"common": base, f"variant {variant!r}": keys}
+        plain = _set_values(PlannedRun(variant, "", 0), folder, layers)
+        _check_split(plain, [run for run in suite.runs if run.variant == variant])
+        points[variant], left_out[variant] = _points(plain, keys, select["keys"])
+        for seed, (label, values) in product(select["seeds"], points[variant].items()):
+            runs.append(_set_values(PlannedRun(variant, label, seed), folder, layers | {"select: keys": values}))
+    runs.sort(key=lambda run: select["seeds"].index(run.seed))
+    _refuse_duplicates(runs)
+    if not runs:
+        raise ConfigError(f"select: no variant reads {' or '.join(select['keys'])}, or each sets it itself.")
+    left_out = {variant: reason for variant, reason in left_out.items() if reason}
+    return Selection(Suite(f"{suite.title}: selection", folder, runs), points, left_out)
+
+
+def _check_split(selecting: PlannedRun, final: Sequence[PlannedRun]) -> None:
+    """No test image may be seen in a selection, and no run of the suite may be measured on what selected it."""
+    if not selecting.config.validation_share:
+        raise ConfigError(
+            f"select: {selecting.variant} would be evaluated on test images: give common: {{validation-share: 0.2}}."
+        )
+    if measured := [run.name for run in final if run.config.validation_share]:
+        raise ConfigError(
+            f"select: {measured[0]} has a validation-share too: its result would be what was selected by."
+        )
+
+
+def _points(
+    plain: PlannedRun, keys: Mapping[str, Any], grid: Mapping[str, list[Scalar]]
+) -> tuple[dict[str, dict[str, Scalar]], str]:
+    """The points of the grid for one variant, by label, and the reason where there is none."""
+    own = [name for name in grid if name in keys]
+    read = [name for name in grid if name not in keys and reads_key(plain.values, name, grid[name])]
+    if not read:
+        return {}, f"sets {' and '.join(own)} itself" if own else f"reads no {' and no '.join(grid)}"
+    combinations = [dict(zip(read, values, strict=True)) for values in product(*(grid[name] for name in read))]
+    return {"+".join(f"{name}={value}" for name, value in point.items()): point for point in combinations}, ""
 
 
 def _keys_by_label(name: str, items: Sequence[Any]) -> dict[str, dict[str, Any]]:

@@ -3,17 +3,23 @@
 import argparse
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from server_app.cli.common import FAILED, OK, complain, positive
 from server_app.run_keys import read_words
 from server_app.simulation.processes import Interrupted
+from task.keys import ConfigError
+
+if TYPE_CHECKING:
+    from server_app.bench.suite import Suite
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of fcil bench."""
     parser.description = (
         "Run the variants, partitions and seeds of a suite, each without Flower in a process of its own, and write "
-        "table.md, report.html and pictures after each. Finished runs are skipped, so that a suite that was ended is "
+        "table.md, report.html and pictures after each. A suite with an entry select first chooses keys on validation "
+        "images. Finished runs are skipped, so that a suite that was ended is "
         "continued by the same command; others begin anew. Exit code 0 if all finished, 1 if one failed, 2 if "
         "something in the suite cannot be."
     )
@@ -21,17 +27,39 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="run keys for all runs, such as data-dir=...")
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--flower", action="store_true", help="every run through Flower's simulation")
+    parser.add_argument("--select-only", action="store_true", help="choose keys on validation images, and end there")
     parser.set_defaults(command=_run_command)
 
 
 def _run_command(args: argparse.Namespace) -> int:
-    from server_app.bench.runner import Bench
     from server_app.bench.suite import read_suite
 
     suite = read_suite(args.suite, read_words(args.words))
+    if args.select_only and not suite.selection:
+        raise ConfigError(f"{args.suite}: --select-only needs an entry select.")
     try:
-        failed = Bench(suite, args.jobs, args.flower, partial(print, flush=True)).run()
+        failed = _run_suite(suite, args)
     except Interrupted as stop:
         return complain("stopped; the same command continues the suite", 128 + stop.number)
+    return complain(f"failed: {', '.join(failed)}", FAILED) if failed else OK
+
+
+def _run_suite(suite: "Suite", args: argparse.Namespace) -> list[str]:
+    """Run the selection, if any, and the suite; returns the names of the runs that failed."""
+    from server_app.bench.runner import Bench, SelectionBench
+    from server_app.bench.selection import apply_choices
+
+    say, failed = partial(print, flush=True), list[str]()
+    if suite.selection:
+        selecting = SelectionBench(suite.selection, suite.folder, args.jobs, args.flower, say)
+        failed += [f"selection of {run.name}" for run in selecting.run()]
+        suite = apply_choices(suite, suite.selection, selecting.choices())
+        print(suite.folder / "selection.md", *suite.notes, sep="\n")
+    if args.select_only:
+        return failed
+    bench = Bench(suite, args.jobs, args.flower, say)
+    failed += [run.name for run in bench.run()]
     print(suite.folder / "table.md", suite.folder / "report.html", sep="\n")
-    return complain(f"failed: {', '.join(run.name for run in failed)}", FAILED) if failed else OK
+    for head, lines in bench.recommendation.items():
+        print("", head, *lines, sep="\n")
+    return failed

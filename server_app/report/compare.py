@@ -2,13 +2,14 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from server_app.report.runs import Run, is_number
 from task.config.schema import SAME_RESULT, keys_affecting, known_keys
+from task.methods import METHODS
 
 COMPARED = {
     "final_average_accuracy": "Final average accuracy, %",
@@ -21,10 +22,12 @@ COSTS = {  # column of the table: part and name in results.json, factor from the
     "kB down per client and round": ("communication", "bytes_down_per_client_round", 1e-3),
     "Seconds": ("seconds", "total", 1.0),
 }
+WALL = " (wall)"  # behind core-minutes that are minutes of the clock
 NOTE = (
     "Mean ± sample standard deviation over seeds. Only finished runs are included: one that stopped early has had "
     "fewer tasks to forget. Traffic is that of all clients in both directions over the whole run, 1 MB = 1,000,000 "
-    "bytes; seconds are those of the whole run."
+    "bytes; seconds are those of the whole run. Core-minutes are the time of all processor cores together, without "
+    f"drawing pictures;{WALL}: not recorded, minutes of the clock instead."
 )
 
 
@@ -35,11 +38,19 @@ class Group:
     Attributes:
         setting: the data set, and the partition where a suite has several; groups of one setting are compared.
         label: the method, with the keys in which groups differ.
+        theirs: whether these are results of somebody else's code.
     """
 
     setting: str
     label: str
     runs: list[Run]
+    theirs: bool = False
+
+    @property
+    def pooled(self) -> bool:
+        """Whether all images were in one place: what could be reached, but no way to learn from clients."""
+        rows = [METHODS.get(run.results["method"]) for run in self.runs]
+        return any(row is not None and row.pooled for row in rows)
 
     @property
     def finished(self) -> list[Run]:
@@ -59,6 +70,18 @@ class Group:
     def megabytes(self) -> tuple[float, float]:
         """Mean and standard deviation of the traffic of a run, in units of 10^6 bytes."""
         return mean_sd(run.megabytes for run in self.finished)
+
+    @property
+    def has_core_time(self) -> bool:
+        """Whether every finished run has recorded its processor time."""
+        return all(is_number(run.results["seconds"].get("cpu_total")) for run in self.finished)
+
+    @property
+    def core_minutes(self) -> tuple[float, float]:
+        """Mean and standard deviation of the processor time of a run, or of its time by the clock, in minutes."""
+        name = "cpu_total" if self.has_core_time else "total"
+        recorded = [run.results["seconds"].get(name) for run in self.finished]
+        return mean_sd(value / 60 for value in recorded if is_number(value))
 
     def cost(self, column: str) -> tuple[float, float]:
         """Mean and standard deviation of one of ``COSTS``; NaN if not recorded."""
@@ -97,7 +120,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
     """Header and rows, the first three columns text: method, setting, seeds, the metrics, traffic and time."""
-    head = ["Method", "Setting", "Seeds", *COMPARED.values(), "Traffic, MB", *COSTS]
+    head = ["Method", "Setting", "Seeds", *COMPARED.values(), "Traffic, MB", *COSTS, "Core-minutes"]
     return head, [_row(group) for group in groups]
 
 
@@ -108,7 +131,24 @@ def _row(group: Group) -> list[str]:
     percent = [(100 * mean, 100 * sd) for mean, sd in map(group.mean_sd, COMPARED)]
     hundredths = [_number(*pair, digits=2) for pair in [*percent, group.megabytes]]
     tenths = [_number(*group.cost(column), digits=1) for column in COSTS]
-    return [group.label, group.setting, seeds, *hundredths, *tenths]
+    minutes = _number(*group.core_minutes, digits=3)
+    minutes += "" if group.has_core_time or minutes == "-" else WALL
+    return [group.label, group.setting, seeds, *hundredths, *tenths, minutes]
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Indices of the points (cost, accuracy) that no other one beats: costs no more, is as accurate, and one is better.
+
+    By cost.
+
+    >>> pareto_front([(3, 0.9), (1, 0.5), (2, 0.4), (3, 0.8)])
+    [1, 0]
+    """
+    front: list[int] = []
+    for i in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
+        if not front or points[i][1] > points[front[-1]][1]:
+            front.append(i)
+    return front
 
 
 def _number(mean: float, sd: float, digits: int) -> str:
@@ -117,9 +157,16 @@ def _number(mean: float, sd: float, digits: int) -> str:
     return f"{mean:.{digits}f}" + ("" if math.isnan(sd) else f" ± {sd:.{digits}f}")
 
 
-def comparison_markdown(groups: Sequence[Group]) -> str:
-    """The table of ``comparison_table`` in Markdown, with its note."""
+def comparison_markdown(groups: Sequence[Group], notes: Mapping[str, Sequence[str]]) -> str:
+    """The table of ``comparison_table`` in Markdown, with its note and further ones, lines by their heading."""
     head, rows = comparison_table(groups)
-    escaped = [[re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(cell.split())) for cell in row] for row in rows]
+    escaped = [[escape(cell) for cell in row] for row in rows]
     lines = [head, ["---"] * 3 + ["---:"] * (len(head) - 3), *escaped]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{NOTE}\n"
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    further = ["\n".join([f"## {head}\n", *(f"- {escape(line)}" for line in lines)]) for head, lines in notes.items()]
+    return "\n\n".join([table, NOTE, *further]) + "\n"
+
+
+def escape(text: str) -> str:
+    """One line in which nothing is Markdown."""
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))

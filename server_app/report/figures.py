@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from server_app.report.compare import Group, mean_sd
 from server_app.report.runs import Run
@@ -163,7 +163,7 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
     """
     subtitle = "mean and standard deviation over seeds"
     subtitle += "" if all(group.finished for group in groups) else "; dotted: unfinished"
-    styles = _styles(groups)
+    styles = group_styles(groups)
     figure, panels = _panels(groups, styles, "Accuracy on all classes seen so far", subtitle)
     for setting, axes in panels.items():
         shown = [group for group in groups if group.setting == setting]
@@ -182,22 +182,6 @@ def _draw_curve(axes: Axes, group: Group, style: dict[str, Any], band: float) ->
     mean, sd = np.array([mean_sd(curves[:, t]) for t in done]).reshape(-1, 2).T
     axes.plot(done + 1, mean, **style if group.finished else style | {"linestyle": ":"})
     axes.fill_between(done + 1, mean - sd, mean + sd, color=style["color"], alpha=band, lw=0)
-
-
-def communication_figure(groups: Sequence[Group]) -> Figure:
-    """Final average accuracy in % against the traffic of the whole run in MB; finished runs only."""
-    subtitle = "all clients, both directions, whole run; mean and standard deviation over seeds"
-    styles = _styles(groups, linestyle="none", ms=7.5)
-    measured = [group for group in groups if not math.isnan(group.megabytes[0])]
-    figure, panels = _panels(measured, styles, "Final average accuracy against traffic", subtitle)
-    for group in measured:
-        (x, x_sd), (y, y_sd) = group.megabytes, group.mean_sd("final_average_accuracy")
-        spread = {"xerr": np.nan_to_num(x_sd), "yerr": 100 * np.nan_to_num(y_sd)}
-        panels[group.setting].errorbar(x, 100 * y, **spread, **styles[group.label], elinewidth=1.6)
-    for axes in panels.values():
-        _traffic_axes(axes)
-    figure.axes[0].set_ylabel("Final average accuracy, %")
-    return figure
 
 
 def matrices_figure(groups: Sequence[Group]) -> Figure:
@@ -221,7 +205,7 @@ def matrices_figure(groups: Sequence[Group]) -> Figure:
     return figure
 
 
-def _styles(groups: Sequence[Group], **common: Any) -> Styles:
+def group_styles(groups: Sequence[Group], **common: Any) -> Styles:
     """Colour, marker and line of each label: the same ones in every picture of the same groups."""
     styles = {}
     for i, label in enumerate(dict.fromkeys(group.label for group in groups)):
@@ -262,18 +246,6 @@ def _limits(fractions: np.ndarray) -> tuple[float, float]:
     if not percent.size:
         return 0.0, 100.0
     return max(0.0, 5 * math.floor((percent.min() - 1) / 5)), min(100.0, 5 * math.ceil((percent.max() + 1) / 5))
-
-
-def _traffic_axes(axes: Axes) -> None:
-    axes.set_xscale("log")
-    low, high = axes.get_xlim()
-    axes.set_xlim(low / 1.6, high * 1.6)
-    axes.margins(y=0.15)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.xaxis.set_major_formatter("{x:,.10g}")
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_xlabel("Traffic, MB (log scale)")
-    style_axes(axes)
 
 
 def style_axes(axes: Axes) -> None:

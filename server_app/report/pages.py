@@ -24,6 +24,7 @@ PICTURES = {
     "clients.png": "Training images of each client",
     "federated_bias.png": "How local models differ",
     "communication.png": "Accuracy against traffic",
+    "core_minutes.png": "Accuracy against computation",
 }
 
 
@@ -62,12 +63,15 @@ def single_page(run: Run, pictures: Mapping[str, bytes]) -> str:
     return _render("run", title=run.title, sections=sections, run=run, facts=facts)
 
 
-def comparison_page(groups: Sequence[Group], pictures: Mapping[str, bytes], title: str) -> str:
-    """The comparison of several runs; ``pictures`` are PNGs by file name."""
+def comparison_page(
+    groups: Sequence[Group], pictures: Mapping[str, bytes], title: str, notes: Mapping[str, Sequence[str]]
+) -> str:
+    """The comparison of several runs; ``pictures`` are PNGs by file name, ``notes`` lines of text by heading."""
     runs = [run for group in groups for run in group.runs]
     rows = [(r.folder, r.results["method"], r.results["dataset"], r.results.get("seed"), r.status) for r in runs]
     sections = [
         Section("Results", *comparison_table(groups), text=3, note=NOTE),
+        *(Section(head, rows=[[line] for line in lines], text=1) for head, lines in notes.items()),
         *_picture_sections(pictures),
         Section("Runs", ["Folder", "Method", "Data set", "Seed", "Status"], rows, text=5),
     ]

@@ -110,7 +110,7 @@ def load_run(folder: Path) -> Run:
         results = json.loads(path.read_text(encoding="utf-8"))
         if results["schema"] != SCHEMA:
             raise ValueError(f"its schema is {results['schema']!r}")
-        return _build_run(folder, results, settings)
+        return build_run(folder, results, settings)
     except FileNotFoundError as error:
         raise ReportError(f"{path} does not exist: no run has written anything there") from error
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -124,8 +124,12 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ReportError(f"{path} cannot be read: {error}") from error
 
 
-def _build_run(folder: Path, recorded: dict[str, Any], settings: dict[str, Any]) -> Run:
-    """The run in the content of results.json; parts that are absent or null are empty."""
+def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> Run:
+    """The run in the content of results.json; parts that are absent or null are empty.
+
+    Raises:
+        ValueError, TypeError, LookupError, AttributeError: a part is not what its name says.
+    """
     values = {name: value for name, value in recorded.items() if value is not None}
     empty: dict[str, Any] = {name: [] for name in LISTS} | {name: {} for name in OBJECTS}
     results = empty | values | {name: values[name] for name in REQUIRED}
@@ -134,7 +138,7 @@ def _build_run(folder: Path, recorded: dict[str, Any], settings: dict[str, Any])
     return Run(
         folder=folder,
         results=results,
-        settings=single | settings,
+        settings=single | dict(settings or {}),
         matrix=crop_to_finished(results["accuracy_matrix"], results["samples_per_task"] or None),
         seen=_floats(results["per_task_seen_accuracy"] or [None] * num_tasks, num_tasks),
         confusion=_floats(results["confusion"], classes, classes) if results["confusion"] else np.empty((0, 0)),

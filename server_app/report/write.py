@@ -33,22 +33,27 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
         return write_comparison(group_runs(runs), output, f"Comparison of {len(runs)} runs")
 
 
-def write_comparison(groups: Sequence[Group], folder: Path, title: str) -> list[Path]:
+def write_comparison(
+    groups: Sequence[Group], folder: Path, title: str, notes: Mapping[str, Sequence[str]] | None = None
+) -> list[Path]:
     """Write the table and pictures of groups of runs, in their order, and return their paths.
+
+    ``notes`` are lines of text by their heading.
 
     Raises:
         PicturesUnavailable: a package is missing; nothing is written.
     """
     with required_packages():
-        from server_app.report import figures, pages
+        from server_app.report import figures, pages, tradeoffs
     begun = [group for group in groups if group.runs]
     drawings = {"accuracy.png": figures.comparison_figure(begun)} if begun else {}
     if any(group.finished for group in begun):
         drawings["matrices.png"] = figures.matrices_figure(begun)
-    if any(group.megabytes[0] > 0 for group in begun):  # NaN where none was recorded
-        drawings["communication.png"] = figures.communication_figure(begun)
+    costs = {"communication.png": tradeoffs.communication_figure, "core_minutes.png": tradeoffs.core_minutes_figure}
+    drawings |= {name: figure for name, draw in costs.items() if (figure := draw(begun))}
     pictures = {name: figures.png(figure) for name, figure in drawings.items()}
-    page, table = pages.comparison_page(groups, pictures, title), comparison_markdown(groups)
+    page = pages.comparison_page(groups, pictures, title, notes or {})
+    table = comparison_markdown(groups, notes or {})
     return _write(folder, pictures | {"table.md": table.encode(), "report.html": page.encode()})
 
 

@@ -1,6 +1,8 @@
 """The pictures and pages of a run, drawn while it goes on and at its end."""
 
 import logging
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,10 +13,13 @@ log = logging.getLogger(__name__)
 
 
 class ReportDrawer:
-    """Draws the report of a run's folder, in a thread of its own while the run goes on."""
+    """Draws the report of a run's folder, in a thread of its own while the run goes on.
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    ``drawn`` gets the processor time of each drawing, in seconds.
+    """
+
+    def __init__(self, directory: Path, drawn: Callable[[float], None]) -> None:
+        self._directory, self._drawn = directory, drawn
         self._executor, self._drawing = ThreadPoolExecutor(1, "report"), Future[None]()
 
     def draw_in_background(self) -> None:
@@ -28,6 +33,7 @@ class ReportDrawer:
 
     def draw(self) -> None:
         """Draw what is on the disk; a failure is logged and ends nothing."""
+        started = time.thread_time()
         try:
             write_report([self._directory])
         except PicturesUnavailable as error:
@@ -35,3 +41,5 @@ class ReportDrawer:
         except Exception:
             # a picture that cannot be drawn must not turn a finished run into a failed one
             log.exception("no report; 'fcil report %s' draws it later", self._directory)
+        finally:
+            self._drawn(time.thread_time() - started)

@@ -110,6 +110,8 @@ class Run:
         if initial:
             self.model.load(initial)
         self.results = Results(directory, self.config, self.scenario)
+        if transport.one_process:
+            self.results.start_cpu_clock()
         self.results.privacy = account
         self._note_clients()
         if sharing := self.results.sharing:
@@ -117,7 +119,7 @@ class Run:
             log.info("%(overlap)d of the private places repeat a class of another client", sharing)
         self.finished_rounds = self._restore(checkpoint) if checkpoint else self._claim_directory(locks)
         self._tensorboard = TensorBoardWriter(config, directory, self.finished_rounds)
-        self._drawer = ReportDrawer(directory)
+        self._drawer = ReportDrawer(directory, self.results.leave_out_cpu)
         self.results.write()
 
     def run(self) -> None:

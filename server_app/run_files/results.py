@@ -68,6 +68,7 @@ class Results:
         self.rounds: list[RoundReport] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.started, self.status, self.error = time.perf_counter(), "running", ""
+        self.cpu_started: float | None = None  # set by start_cpu_clock
         self.absent: list[dict[str, str]] = []
         self.privacy: dict[str, Any] = {}
         self.environment: dict[str, Any] = {"versions": versions(), "machine": platform.machine()}
@@ -75,14 +76,31 @@ class Results:
     def export_state(self) -> dict[str, Any]:
         """All that was measured, for :meth:`restore`."""
         not_measured = {"directory", "config", "tasks", "class_names", "environment", "clients", "absent"}
-        not_measured |= {"status", "error", "started"}
+        not_measured |= {"status", "error", "started", "cpu_started"}
         return {name: value for name, value in vars(self).items() if name not in not_measured}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to an exported state; later lines of rounds.jsonl are removed."""
         vars(self).update(state)
         self.started = time.perf_counter() - self.seconds["total"]
+        if self.cpu_started is not None:
+            self.start_cpu_clock()
+        if self.cpu_started is None:
+            self.seconds.pop("cpu_total", None)  # of a part of the run only
         keep_lines(self.directory / "rounds.jsonl", len(self.rounds))
+
+    def start_cpu_clock(self) -> None:
+        """Record the processor time of this process, all threads, as ``cpu_total``, beside what was recorded before.
+
+        Nothing is recorded where an earlier part of the run has none: a sum of the rest would look too small.
+        """
+        known = "cpu_total" in self.seconds or not self.rounds
+        self.cpu_started = time.process_time() - self.seconds.get("cpu_total", 0.0) if known else None
+
+    def leave_out_cpu(self, seconds: float) -> None:
+        """Take processor time, in seconds, that is no part of the method's work out of ``cpu_total``."""
+        if self.cpu_started is not None:
+            self.cpu_started += seconds
 
     def extend(self, scenario: Scenario) -> None:
         """Make room for one more task, of new classes."""
@@ -132,6 +150,8 @@ class Results:
     def write(self) -> None:
         """Write results.json."""
         self.seconds["total"] = time.perf_counter() - self.started
+        if self.cpu_started is not None:
+            self.seconds["cpu_total"] = time.process_time() - self.cpu_started
         write_json(self.directory / "results.json", self.as_dict())
 
     def write_round(self) -> dict[str, Any]:

@@ -23,7 +23,9 @@ class Reply:
 
 
 class Transport(Protocol):
-    """Nodes, send and receive."""
+    """Nodes, send and receive; ``one_process`` says whether the nodes compute in the server's own process."""
+
+    one_process: bool
 
     def nodes(self) -> list[int]:
         """Handles of the connected nodes, in any order; a node keeps its handle while it stays connected."""

@@ -28,6 +28,8 @@ class GridTransport:
     lost its message, and Flower does not report that: the transport checks when each node was last started.
     """
 
+    one_process = False
+
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._unanswered: dict[str, _Envelope] = {}  # of earlier exchanges, by id of the message

@@ -18,6 +18,8 @@ class InProcessTransport:
     Packets are copied both ways and checked as on the wire, so that nothing is shared.
     """
 
+    one_process = True
+
     def __init__(
         self,
         values: Mapping[str, Scalar],

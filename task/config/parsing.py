@@ -1,13 +1,13 @@
 """Parse run keys into one checked Config: refuse unknown keys and wrong values, and fill in "auto"."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from task.config.checks import check_combination
 from task.config.schema import OF_THE_NODE, Config, defaults, keys_affecting, known_keys, missing_setting
-from task.keys import AUTO, ConfigError, Key, keys_of
+from task.keys import AUTO, ConfigError, IgnoredKeyError, Key, keys_of
 from task.message import Scalar
 from task.methods import METHODS, Method, register
 from task.prompt_kinds import PROMPTS
@@ -61,7 +61,7 @@ def parse(values: Mapping[str, Scalar]) -> Config:
     config = Config(**core, options=method.options(**options))  # type: ignore[arg-type]  # each was checked above
     step = "backbone-learning-rate"
     if not config.trains_backbone and config.backbone_learning_rate != _resolve(keys[step], AUTO, method, prompt):
-        raise ConfigError(f"{step} = {all_values[step]!r} would be ignored: this run's backbone is frozen.")
+        raise IgnoredKeyError(f"{step} = {all_values[step]!r} would be ignored: this run's backbone is frozen.")
     check_combination(config)
     return config
 
@@ -103,7 +103,7 @@ def _refuse_unread(values: Mapping[str, Scalar], method: Method, keys: Mapping[s
             owner = next((m.name for m in METHODS.values() if name in m.own_keys()), "")
             reader = missing_setting(keys[name], values, keys) if name in readable else f"method {owner!r}"
             if reader:
-                raise ConfigError(f"{name} = {value!r} would be ignored: only {reader} reads it.")
+                raise IgnoredKeyError(f"{name} = {value!r} would be ignored: only {reader} reads it.")
 
 
 def set_num_clients(config: Config, number: int) -> Config:
@@ -126,3 +126,15 @@ def ignored_keys(config: Config) -> list[str]:
         return []
     values, usual = config.flat(), parse({"method": config.method, "prompt": config.prompt}).flat()
     return [name for name in keys_affecting("local training") if values[name] != usual[name]]
+
+
+def reads_key(values: Mapping[str, Scalar], name: str, choices: Sequence[Scalar]) -> bool:
+    """Whether a run reads a key that may take two values or more; ``values`` are its other keys.
+
+    Raises:
+        ConfigError: the run is not possible with one of the values.
+    """
+    try:
+        return not any(name in ignored_keys(parse({**values, name: choice})) for choice in choices)
+    except IgnoredKeyError:
+        return False

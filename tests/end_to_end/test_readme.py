@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import timm
+import yaml
 from flwr.common.config import parse_config_args
 from PIL import Image
 
@@ -243,10 +244,20 @@ def test_the_methods_that_run_asynchronously_are_the_codes() -> None:
     assert set(named.split(", ")) == {row.name for row in METHODS.values() if row.asynchronous}
 
 
-def test_the_suite_of_the_guide_is_valid(tmp_path: Path) -> None:
-    (text,) = blocks("docs/guides/suites.md", "yaml")
-    (tmp_path / "suite.yaml").write_text(text)
+def test_the_suites_of_the_guide_are_valid(tmp_path: Path) -> None:
+    whole, narrowed, select, others = blocks("docs/guides/suites.md", "yaml")
+    (result,) = blocks("docs/guides/suites.md", "json")
+    (tmp_path / "suite.yaml").write_text(whole)
     assert len(read_suite(tmp_path / "suite.yaml", {}).runs) == 12
+    (tmp_path / "theirs" / "more").mkdir(parents=True)
+    for name in ("hgp-seed0.json", "more/x.json"):
+        (tmp_path / "theirs" / name).write_text(result)
+    entries = [yaml.safe_load(text) for text in (whole, narrowed, select, others)]
+    (tmp_path / "all.yaml").write_text(yaml.safe_dump({name: v for part in entries for name, v in part.items()}))
+    suite = read_suite(tmp_path / "all.yaml", {"num-tasks": 2})
+    assert suite.selection
+    # hgp has three seeds in uneven and one in very-uneven, fedavg-ft has one
+    assert (len(suite.runs), len(suite.selection.suite.runs), len(suite.others)) == (5, 6, 2)
 
 
 def test_run_keys_of_the_guides_exist() -> None:

@@ -254,8 +254,11 @@ def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
         "finished  head/seed1: final average accuracy 75.0%, 0 s; 0 left",
         f"{folder / 'table.md'}",
         f"{folder / 'report.html'}",
+        "",
+        "Recommendation: synthetic",
     ]
-    assert [re.sub(r"\d+ s\b", "0 s", line) for line in out] == expected
+    assert [re.sub(r"\d+ s\b", "0 s", line) for line in out[: len(expected)]] == expected
+    assert out[len(expected)].startswith("Most accurate: head, 75.0 ")  # means have 62.5: half of 50.0 + 75.0
     assert (first.directory / "results.json").read_text() == kept
     assert sorted(file.name for file in half.directory.iterdir()) == ["config.yaml", "results.json", "run.log"]
 
@@ -506,10 +509,11 @@ def test_table_against_numbers_worked_out_by_hand(write, tmp_path):
         "kB up per client and round": "2.0 ± 1.0",
         "kB down per client and round": "0.5 ± 0.0",
         "Seconds": "20.0 ± 10.0",
+        "Core-minutes": "0.333 ± 0.167 (wall)",
     }
     assert rows["head", "synthetic, iid"] == [
         "0 (and 1 unfinished)",
-        *("50.00", "50.00", "62.50", "25.00", "5.00", "1.0", "0.5", "60.0"),
+        *("50.00", "50.00", "62.50", "25.00", "5.00", "1.0", "0.5", "60.0", "1.000 (wall)"),
     ]
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<h1>Two &lt;methods&gt;</h1>" in page
@@ -529,4 +533,4 @@ def test_half_a_run_of_an_earlier_go_is_not_in_the_table(write, tmp_path):
 def test_a_suite_without_any_run_has_its_table_too(write, tmp_path):
     Bench(read_suite(write(), {}), 1, False, lambda line: None)._report()
     _, rows = table(tmp_path / "out")
-    assert rows["means", "synthetic"] == ["-"] * 9
+    assert rows["means", "synthetic"] == ["-"] * 10

@@ -18,7 +18,7 @@ from matplotlib.colors import to_hex
 
 import server_app.report
 from server_app.errors import PicturesUnavailable, ReportError
-from server_app.report import figures
+from server_app.report import figures, tradeoffs
 from server_app.report import heatmaps as maps
 from server_app.report.compare import group_runs
 from server_app.report.pages import single_page
@@ -28,7 +28,7 @@ from server_app.report.write import write_report
 MATRIX = [[0.80, None, None], [0.90, 0.70, None], [0.60, 0.75, 0.45]]
 SEEN = [0.80, 0.80, 0.5625]
 SINGLE = ["accuracy.png", "forgetting.png", "report.html"]
-COMPARISON = ["accuracy.png", "matrices.png", "communication.png", "table.md", "report.html"]
+COMPARISON = ["accuracy.png", "matrices.png", "communication.png", "core_minutes.png", "table.md", "report.html"]
 
 
 def results(done=3, **changes):
@@ -544,7 +544,7 @@ def test_seeds_are_averaged(seeds, tmp_path):
     row = page_of(output).row("hgp", "digits")
     assert row[:3] == ["hgp", "digits", "0, 1, 2"]
     assert row[3:7] == ["54.00 ± 6.00", "66.00 ± 7.33", "50.62 ± 5.62", "11.25 ± 1.25"]
-    assert row[7:] == ["5.50 ± 0.00", "1.5 ± 0.0", "-", "70.0 ± 10.0"]
+    assert row[7:] == ["5.50 ± 0.00", "1.5 ± 0.0", "-", "70.0 ± 10.0", "1.167 ± 0.167 (wall)"]
     table = (output / "table.md").read_text().splitlines()
     assert [cell.strip() for cell in table[2].strip("|").split("|")] == row
     assert len({line.count("|") for line in table[:3]}) == 1
@@ -557,7 +557,7 @@ def test_curve_and_point_of_the_comparison(seeds):
     assert (x, y) == ([1, 2, 3], pytest.approx([72, 72, 50.625]))
     band = axes.collections[0].get_paths()[0].vertices
     assert (band[:, 1].min(), band[:, 1].max()) == pytest.approx((50.625 - 5.625, 80))
-    (axes,) = figures.communication_figure(groups).axes
+    (axes,) = tradeoffs.communication_figure(groups).axes
     assert lines_of(axes)[0][:2] == (pytest.approx([5.5]), pytest.approx([54]))
     assert axes.get_xscale() == "log"
 
@@ -586,7 +586,7 @@ def test_unfinished_runs_are_shown_but_not_averaged(make_run, tmp_path):
     write_report(folders, tmp_path / "out")
     page = page_of(tmp_path / "out")
     assert page.row("hgp", "digits")[2:5] == ["0 (and 1 unfinished)", "60.00", "73.33"]
-    assert page.row("pip", "digits")[2:] == ["- (and 1 unfinished)", *["-"] * 8]
+    assert page.row("pip", "digits")[2:] == ["- (and 1 unfinished)", *["-"] * 9]
     assert page.row(str(folders[1]))[-1] == "failed, 2 of 3 tasks"
     figure = figures.comparison_figure(group_runs([load_run(folder) for folder in folders]))
     assert [line.get_linestyle() for line in figure.axes[0].lines] == ["-", ":"]
@@ -646,7 +646,7 @@ def test_a_method_keeps_its_colour_across_the_pictures(make_run):
     silent = {"communication": {}}
     groups = group_runs([load_run(make_run("a", **silent)), load_run(make_run("b", method="pip", **scaled(0.9)))])
     curve = figures.comparison_figure(groups).axes[0].lines[1]
-    point = figures.communication_figure(groups).axes[0].lines[0]
+    point = tradeoffs.communication_figure(groups).axes[0].lines[0]
     assert curve.get_color() == point.get_color()
 
 
@@ -662,17 +662,80 @@ def test_matrices_are_averaged_over_seeds_and_drawn_side_by_side(make_run, tmp_p
 
 def test_points_of_many_groups_can_be_told_apart(make_run):
     groups = group_runs([load_run(make_run(str(n), method=f"m{n:02}")) for n in range(30)])
-    for figure, parts in (
-        (figures.comparison_figure(groups), ("color", "linestyle", "marker")),
-        (figures.communication_figure(groups), ("color", "marker")),
-    ):
-        legend = figure.legends[0]
-        looks = {tuple(getattr(line, f"get_{part}")() for part in parts) for line in legend.get_lines()}
-        assert len(looks) == 30
-        figure.draw_without_rendering()
-        box = legend.get_window_extent()
-        assert figure.bbox.y0 <= box.y0
-        assert box.y1 <= figure.bbox.y1
+    figure = figures.comparison_figure(groups)
+    legend = figure.legends[0]
+    looks = {(line.get_color(), line.get_linestyle(), line.get_marker()) for line in legend.get_lines()}
+    assert len(looks) == 30
+    figure.draw_without_rendering()
+    box = legend.get_window_extent()
+    assert figure.bbox.y0 <= box.y0
+    assert box.y1 <= figure.bbox.y1
+
+
+def costly(make_run, name, accuracy, megabytes, minutes=None, **changes):
+    """A run of one accuracy in all tasks, with its traffic and its core-minutes."""
+    seconds = {"total": 600.0} | ({} if minutes is None else {"cpu_total": 60.0 * minutes})
+    traffic = {"bytes_up": 1e6 * megabytes, "bytes_down": 0}
+    matrix = [[accuracy if j <= i else None for j in range(3)] for i in range(3)]
+    seen = {"accuracy_matrix": matrix, "per_task_seen_accuracy": [accuracy] * 3}
+    return load_run(make_run(name, method=name, communication=traffic, seconds=seconds, **seen, **changes))
+
+
+def test_labels_of_many_points_can_be_read(make_run):
+    """Thirty methods, ten of them in one place: no label upon another or out of the picture, each near its point."""
+    rng = np.random.default_rng(0)
+    spots = [
+        (0.97 + 0.001 * n, 20 + n) if n < 10 else (rng.uniform(0.1, 0.9), 10 ** rng.uniform(0, 3)) for n in range(30)
+    ]
+    groups = group_runs([costly(make_run, f"method-{n:02}", *spot, 1.0) for n, spot in enumerate(spots)])
+    figure = tradeoffs.communication_figure(groups)
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = {text.get_text(): text.get_window_extent() for text in axes.texts if text.get_text().startswith("method")}
+    assert len(boxes) == 30
+    texts = list(boxes.values())
+    assert not [(a, b) for n, a in enumerate(texts) for b in texts[:n] if a.overlaps(b)]
+    inside = axes.get_window_extent()
+    assert all(
+        inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1 for box in texts
+    )
+    for group in groups:
+        point = axes.transData.transform((group.megabytes[0], 100 * group.mean_sd("final_average_accuracy")[0]))
+        box = boxes[group.label]
+        assert np.hypot(*(np.clip(point, box.p0, box.p1) - point)) < 200
+
+
+def test_pareto_front_by_hand(make_run):
+    spots = {
+        "cheap": (0.5, 1),
+        "dear": (0.9, 10),
+        "worse": (0.8, 20),
+        "twin": (0.4, 1),
+        "same": (0.9, 30),
+        "mid": (0.7, 5),
+    }
+    runs = [costly(make_run, name, *spot) for name, spot in spots.items()]
+    joint = costly(make_run, "joint", 0.99, 2)  # has all images in one place
+    figure = tradeoffs.communication_figure(group_runs([*runs, joint]))
+    (front,) = [line for line in figure.axes[0].lines if line.get_gid() == "front"]
+    assert front.get_xydata().tolist() == [[1, pytest.approx(50)], [5, pytest.approx(70)], [10, pytest.approx(90)]]
+    hollow = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"]
+    assert [line.get_xdata()[0] for line in hollow] == [2]
+
+
+def test_core_minutes_fall_back_to_the_clock_and_say_so(make_run, tmp_path):
+    runs = [costly(make_run, "measured", 0.5, 1, 2.5), costly(make_run, "clocked", 0.6, 1)]
+    figure = tradeoffs.core_minutes_figure(group_runs(runs))
+    assert [text.get_text() for text in figure.texts if "clock" in text.get_text()] == [
+        "minutes of the clock, where no processor time was recorded: clocked"
+    ]
+    assert sorted(x for line in figure.axes[0].lines if line.get_marker() != "None" for x in line.get_xdata()) == [
+        2.5,
+        10,
+    ]
+    write_report([run.folder for run in runs], tmp_path / "out")
+    assert page_of(tmp_path / "out").row("measured")[-1] == "2.500"
+    assert page_of(tmp_path / "out").row("clocked")[-1] == "10.000 (wall)"
 
 
 def test_without_traffic_there_is_no_picture_of_it(make_run, tmp_path):

@@ -1,0 +1,110 @@
+"""The recommendation of a comparison, against cases worked out by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server_app.report.compare import Group
+from server_app.report.recommend import noise, recommend
+from server_app.report.runs import build_run
+
+
+def group(label: str, accuracies: list[float], megabytes: float, minutes: float | None, **given: Any) -> Group:
+    """Runs of one task, one for each accuracy; ``minutes`` of all cores, None if only the clock was recorded."""
+    images, theirs, method = given.get("images", 400), given.get("theirs", False), given.get("method", "hgp")
+    runs = [
+        build_run(
+            Path("run"),
+            {
+                "status": "finished",
+                "method": method,
+                "dataset": "digits",
+                "num_tasks": 1,
+                "accuracy_matrix": [[accuracy]],
+                "samples_per_task": [images],
+                "communication": {"bytes_up": 1e6 * megabytes, "bytes_down": 0},
+                "seconds": {"total": 300.0, "cpu_total": None if minutes is None else 60 * minutes},
+            },
+        )
+        for accuracy in accuracies
+    ]
+    return Group("digits", label, runs, theirs=theirs)
+
+
+def test_the_only_accurate_one_is_recommended() -> None:
+    # sd of 0.88, 0.90, 0.92 is 2 points; of 400 images at 0.9 it is sqrt(0.09 / 400) = 1.5: the seeds' counts
+    lines = recommend([group("cheap", [0.80, 0.82], 1, 1), group("good", [0.88, 0.90, 0.92], 10, 10)])
+    assert lines == [
+        "Most accurate: good, 90.0 ± 2.0 % for 10 MB and 10 core-minutes.",
+        "Differences below 2.0 points mean nothing here: the standard deviation of good is 2.0 points, that over 3 "
+        "seeds.",
+        "Recommended: good: nothing else is as accurate.",
+    ]
+
+
+def test_the_cheapest_within_the_noise_is_recommended() -> None:
+    lines = recommend(
+        [
+            group("best", [0.88, 0.90, 0.92], 10, 10),
+            group("near", [0.885, 0.885], 1, 2),
+            group("far", [0.875, 0.875], 0.1, 0.1),
+        ]
+    )
+    assert lines[2:] == [
+        "As accurate within that: near, 88.5 ± 0.0 % for 1 MB and 2 core-minutes.",
+        "Recommended: near: the cheapest in traffic and in computation of these.",
+    ]
+
+
+def test_costs_that_disagree_leave_the_choice_to_the_reader() -> None:
+    lines = recommend([group("a", [0.88, 0.90, 0.92], 10, 1), group("b", [0.89, 0.89], 1, 10)])
+    assert lines[-1] == (
+        "Recommended: b where traffic is dear (1 MB), a where computation is (1 core-minutes); their accuracies cannot "
+        "be told apart."
+    )
+
+
+def test_the_best_may_be_the_cheapest_too() -> None:
+    lines = recommend([group("a", [0.9, 0.9], 1, 1), group("b", [0.899, 0.899], 2, 2)])
+    assert lines[-1] == "Recommended: a: the most accurate, and the cheapest in traffic and in computation of these."
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "images", "expected"),
+    [
+        ([0.9], 98, 0.0303),  # Laplace: (88.2 + 1) / 100 = 0.892; sqrt(0.892 * 0.108 / 98) = 0.03135
+        ([1.0], 98, 0.01005),  # (98 + 1) / 100 = 0.99; sqrt(0.99 * 0.01 / 98)
+        ([0.9, 0.9], 98, 0.0314),  # seeds agree, but on the same few images
+        ([0.8, 1.0], 98, 0.1414),  # sample deviation over seeds
+    ],
+)
+def test_noise(accuracies: list[float], images: int, expected: float) -> None:
+    assert noise(group("x", accuracies, 1, 1, images=images))[0] == pytest.approx(expected, rel=0.04)
+
+
+def test_one_seed_has_the_noise_of_its_images_and_says_so() -> None:
+    lines = recommend([group("a", [0.90], 10, 10, images=100), group("b", [0.88], 1, 1, images=100)])
+    assert "3.1 points, that of drawing the 100 images it is measured on" in lines[1]
+    assert lines[-2] == "Recommended: b: the cheapest in traffic and in computation of these."
+    assert lines[-1].startswith("One seed only: each method;")
+
+
+def test_less_than_a_point_is_no_difference() -> None:
+    lines = recommend([group("a", [0.9, 0.9], 10, 10, images=10**6), group("b", [0.891, 0.891], 1, 1, images=10**6)])
+    assert lines[1].endswith("and less than one point is no reason to choose.")
+    assert lines[-1].startswith("Recommended: b:")
+
+
+def test_who_is_not_ranked() -> None:
+    none = group("unfinished", [], 1, 1)
+    ranked = [group("a", [0.5, 0.5], 1, 1), group("b", [0.3, 0.3], 1, None)]
+    lines = recommend(
+        [group("joint", [0.99], 1, 1, method="joint"), group("x", [0.98], 1, 1, theirs=True), none, *ranked]
+    )
+    assert lines[0].startswith("Most accurate: a,")
+    assert lines[-2:] == [
+        "Not ranked, as no run has finished: unfinished.",
+        "No processor time was recorded, so that the clock's was taken: b.",
+    ]
+    assert recommend([ranked[0], none]) == ["No recommendation: it needs two methods with a finished run."]
