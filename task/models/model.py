@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,19 +21,24 @@ from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
 from task.utils.seeding import torch_rng
 
+P = TypeVar("P", bound=Prompt)
+
 
 class Head(nn.Module):
     """Linear classifier that grows with the tasks: weight [seen, D], bias [seen].
 
     With ``projection`` > 0 its inputs are D = ``projection`` random features max(0, x W), W ~ N(0, 1) drawn from the
     seed (RanPAC, McDonnell et al. 2023).
+
+    ``init`` is how new rows start: "normal", with deviation 0.02 and bias 0; or "linear", weight and bias uniform in
+    +-1/sqrt(D) as in torch's Linear, whose deviation is 0.021 at D = 768 and 0.055 at D = 112.
     """
 
     projection: Tensor | None
 
-    def __init__(self, dim: int, seed: int, projection: int = 0) -> None:
+    def __init__(self, dim: int, seed: int, projection: int = 0, init: str = "normal") -> None:
         super().__init__()
-        self.seed = seed
+        self.seed, self.init = seed, init
         drawn = torch.randn(dim, projection, generator=torch_rng(seed, "projection")) if projection else None
         self.register_buffer("projection", drawn, persistent=False)
         dim = projection or dim
@@ -41,10 +47,17 @@ class Head(nn.Module):
 
     def grow(self, classes: int) -> None:
         """Add rows; the initial value of a row depends on the seed and the number of rows before."""
+        weight, bias = self._start(classes)
+        self.weight = nn.Parameter(torch.cat([self.weight.data, weight.to(self.weight.device)]))
+        self.bias = nn.Parameter(torch.cat([self.bias.data, bias.to(self.bias.device)]))
+
+    def _start(self, classes: int) -> tuple[Tensor, Tensor]:
         seen, dim = self.weight.shape
-        fresh = 0.02 * torch.randn(classes, dim, generator=torch_rng(self.seed, "head", seen))
-        self.weight = nn.Parameter(torch.cat([self.weight.data, fresh.to(self.weight.device)]))
-        self.bias = nn.Parameter(torch.cat([self.bias.data, self.bias.new_zeros(classes)]))
+        rng = torch_rng(self.seed, "head", seen)
+        if self.init == "normal":
+            return 0.02 * torch.randn(classes, dim, generator=rng), torch.zeros(classes)
+        start = torch.empty(classes, dim + 1).uniform_(-(dim**-0.5), dim**-0.5, generator=rng)
+        return start[:, :-1], start[:, -1]
 
     def project(self, features: Tensor) -> Tensor:
         """Inputs of the linear layer: features [B, backbone's D] themselves, or their random projection [B, D]."""
@@ -66,6 +79,7 @@ class Model(nn.Module):
         projection: random features under the head; 0 = none.
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
+        head_init: how new rows of the head start.
     """
 
     def __init__(
@@ -77,11 +91,12 @@ class Model(nn.Module):
         projection: int = 0,
         trains_backbone: bool = False,
         projects: bool = False,
+        head_init: str = "normal",
     ) -> None:
         super().__init__()
         self._shared = [backbone]  # in a list, so that it is no sub-module: all models of the process share it
         self.trained_backbone = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
-        self.prompt, self.head = prompt, Head(backbone.dim, seed, projection)
+        self.prompt, self.head = prompt, Head(backbone.dim, seed, projection, head_init)
         self.task_sizes: list[int] = []
         self._rows: Tensor
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
@@ -215,6 +230,17 @@ def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
     return {name: value.cpu().numpy().copy() for name, value in tensors.items()}
 
 
+def prompt_of(model: Model, kind: type[P]) -> P:
+    """The model's prompt as ``kind``, the one that the table gives the method.
+
+    Raises:
+        TypeError: it is another one: the row of a method from outside names a prompt that its halves do not fit.
+    """
+    if not isinstance(model.prompt, kind):
+        raise TypeError(f"the prompt is {type(model.prompt).__name__}, the method needs {kind.__name__}")
+    return model.prompt
+
+
 def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | None = None) -> Model:
     """The model of a run after tasks of ``task_sizes`` classes have begun; equal on every machine for one seed.
 
@@ -239,6 +265,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         config.options.projection,
         config.trains_backbone,
         config.prompt_projected,
+        config.head_init,
     )
     for classes in task_sizes:
         model.begin_task(classes)
