@@ -1,14 +1,16 @@
 """HePCo, server half: heterogeneous prompt consolidation (Halbe et al., TMLR 2024, section 4)."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from threading import Event
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.base import RoundContext, Strategy, Update
 from strategies.hepco_generator import Generator, SampleSource, StackedModels, Teachers, minimise, train_generator
@@ -16,14 +18,15 @@ from task.config.schema import Config
 from task.keys import ConfigError
 from task.message import Arrays
 from task.method_options import HePCoOptions
-from task.models.model import Head, Model
+from task.models.model import Head, Model, prompt_of
 from task.prompts.decomposed import DecomposedPrompt, cosines
 from task.utils.cores import cores
 from task.utils.memory import available_memory
 from task.utils.seeding import torch_rng
 
 Sources = Sequence[SampleSource]
-Pairs = Iterable[tuple[Tensor, Tensor]]  # of each step: samples [B, D], and their head rows [B] or targets [B, V]
+Pairs = Iterable[tuple[Tensor, Tensor]]  # of each step: samples [B, D], and their head rows [B]
+Steps = Iterable[tuple[Tensor, Tensor, Tensor]]  # samples [B, D], their targets [B, V] and their importance [B]
 MARGIN = 1.2  # memory that a teacher takes, over that of its arrays, their copy and Gram matrices; measured: 1.0 to 1.1
 
 
@@ -62,26 +65,37 @@ class HePCo(Strategy):
         return metrics
 
     def _consolidate(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
-        counts = class_counts(updates, context.seen_classes)
+        own, counts = self.options, class_counts(updates, context.seen_classes)
         self.counts = counts.sum(dim=0) + F.pad(self.counts, (0, counts.shape[1] - len(self.counts)))
         arrays = [self.answers.pop(update.client) for update in updates]
         models = [{name: torch.from_numpy(a).to(model.device) for name, a in each.items()} for each in arrays]
-        clients = Teachers(StackedModels.stack(models), counts.to(model.device))
+        clients = Teachers(StackedModels.stack(models), counts.to(model.device), own.sample_weights == "round")
         del arrays, models  # as large as their copies
-        sources = [self._source(model, clients, self.options.batch_size, context, 0)]
-        if self.previous and self.options.replay_size:
-            sources.append(self._source(model, self.previous, self.options.replay_size, context, 1))
+        sources = [self._source(model, clients, context)]
+        if self.previous and own.replay_size:
+            previous = with_new_rows(self.previous, model.head) if own.replay_rows == "seen" else self.previous
+            sources.append(self._source(model, previous, context, replay=True))
         server = StackedModels.stack([model.shared_state()])
-        losses = run_in_threads([partial(train_generator, s, server, self.options) for s in sources], model.device)
+        losses = run_in_threads([partial(train_generator, s, server, own) for s in sources], model.device)
         metrics = dict(zip(("generator-loss", "replay-generator-loss"), losses, strict=False))
-        prompts, head = distil(model.prompt, model.head, sources, self.options)  # type: ignore[arg-type]  # the table gives HePCo this prompt
+        prompts, head = distil(prompt_of(model, DecomposedPrompt), model.head, sources, own)
         return metrics | {"prompt-distillation-loss": prompts, "head-distillation-loss": head}
 
-    def _source(self, model: Model, teachers: Teachers, size: int, context: RoundContext, place: int) -> SampleSource:
+    def _source(self, model: Model, teachers: Teachers, context: RoundContext, replay: bool = False) -> SampleSource:
+        own, place = self.options, int(replay)
         start = torch_rng(self.config.seed, "generator", context.server_round, place)
         rng = torch_rng(self.config.seed, "latent", context.server_round, place, device=model.device)
         generator = Generator(teachers.counts.shape[1], model.backbone.dim, self.options, start).to(model.device)
-        return SampleSource(teachers, generator, rng, size)
+        size, further = (own.replay_size, own.replay_steps * context.task) if replay else (own.batch_size, 0)
+        return SampleSource(teachers, generator, rng, size, further)
+
+
+def with_new_rows(previous: Teachers, head: Head) -> Teachers:
+    """The previous server as this task found it: its head with the start of the rows that ``head`` has beyond it."""
+    models, grown = previous.models, copy.deepcopy(head)
+    grown.weight, grown.bias = nn.Parameter(models.weight[0]), nn.Parameter(models.bias[0])
+    grown.grow(len(head.bias) - len(grown.bias))
+    return replace(previous, models=replace(models, weight=grown.weight.data[None], bias=grown.bias.data[None]))
 
 
 def class_counts(updates: Sequence[Update], order: Sequence[int]) -> Tensor:
@@ -127,31 +141,36 @@ def draw_batches(sources: Sources, steps: int) -> Pairs:
         yield torch.cat(samples), torch.cat(labels)
 
 
-def block_steps(sources: Sources, batches: Pairs, block: int) -> Pairs:
-    """Samples [B, D] of each batch and their targets in a block, sum_c w_c rho(z; c) over their own source [B, V]."""
-    targets, sizes = [source.teachers.targets(block) for source in sources], [source.size for source in sources]
+def block_steps(sources: Sources, batches: Pairs, block: int) -> Steps:
+    """Of each batch samples [B, D], targets in a block, which are their own source's [B, V], and importance [B]."""
+    teachers, sizes = [source.teachers for source in sources], [source.size for source in sources]
+    targets = [each.targets(block) for each in teachers]
     for z, labels in batches:
-        parts = zip(targets, z.split(sizes), labels.split(sizes), strict=True)
-        yield z, torch.cat([target(*part) for target, *part in parts])
+        rows = labels.split(sizes)
+        target = [f(x, y) for f, x, y in zip(targets, z.split(sizes), rows, strict=True)]
+        importance = [each.importance[y] for each, y in zip(teachers, rows, strict=True)]
+        yield z, torch.cat(target), torch.cat(importance)
 
 
-def distil_block(prompt: DecomposedPrompt, block: int, steps: Pairs, options: HePCoOptions, stop: Event) -> float:
-    """Keys and prompts of a block, in place, on samples [B, D] and targets [B, V]; returns the last batch's loss."""
+def distil_block(prompt: DecomposedPrompt, block: int, steps: Steps, options: HePCoOptions, stop: Event) -> float:
+    """Keys and prompts of a block, in place, on steps of :func:`block_steps`; returns the last batch's loss."""
     keys = prompt.keys.detach()[block].clone().requires_grad_()
     pool = prompt.pool.detach()[block].flatten(1).clone().requires_grad_()
-    losses = (prompt_loss(keys, pool, z, target) for z, target in steps)
+    losses = (prompt_loss(keys, pool, *step) for step in steps)
     loss = minimise([keys, pool], losses, options.distillation_learning_rate, stop)
     prompt.keys.data[block], prompt.pool.data[block] = keys.detach(), pool.detach().view_as(prompt.pool[block])
     return loss
 
 
-def prompt_loss(keys: Tensor, pool: Tensor, z: Tensor, target: Tensor) -> Tensor:
-    """Eq. 6 in a block but for a constant: |rho(z; server) - sum_c w_c rho(z; c)|^2, summed over samples z [B, D].
+def prompt_loss(keys: Tensor, pool: Tensor, z: Tensor, target: Tensor, importance: Tensor) -> Tensor:
+    """Eq. 6 in a block but for a constant: a |rho(z; server) - sum_c w_c rho(z; c)|^2, summed over samples z [B, D].
 
-    As the weights of a sample sum to 1, one target sum_c w_c rho(z; c) [B, V] gives the same gradients as all terms of
-    sum_c w_c |rho(z; server) - rho(z; c)|^2. Keys [N, D] and pool [N, V] are the server's.
+    As the weights w of a sample sum to 1, one target sum_c w_c rho(z; c) [B, V] gives the same gradients as all terms
+    of a sum_c w_c |rho(z; server) - rho(z; c)|^2; a is the sample's importance [B]. Keys [N, D] and pool [N, V] are
+    the server's.
     """
-    return F.mse_loss(cosines(z, keys) @ pool, target, reduction="sum")
+    root = importance.sqrt()[:, None]
+    return F.mse_loss((root * cosines(z, keys)) @ pool, root * target, reduction="sum")
 
 
 def distil_head(head: Head, batches: Pairs, options: HePCoOptions, stop: Event) -> float:
@@ -169,7 +188,8 @@ def require_memory(arrays: Mapping[str, Tensor], clients: int, device: torch.dev
         free = min(free, torch.cuda.mem_get_info(device)[0])
     if clients * each > free:
         needed, left = (f"{size / 2**30:.3g} GiB" for size in (clients * each, free))
+        most = f"at most {free // each} fit; lower clients-per-round" if free >= each else "not even one fits"
         raise ConfigError(
             f"hepco keeps the prompts of all clients of a round in memory: {clients} clients need {needed}, {left} are "
-            f"free, so that at most {free // each} fit; lower clients-per-round."
+            f"free, so that {most}{'.' if free >= each else '; lower prompt-pool or prompt-length, or free memory.'}"
         )

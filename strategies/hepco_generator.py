@@ -69,11 +69,18 @@ class Teachers:
 
     models: StackedModels
     counts: Tensor
+    of_round: bool = False  # divide the weights by the images of all classes, not of each
 
     @cached_property
     def shares(self) -> Tensor:
         """How much each counts for a head row: w_{c,y} = n_{c,y} / sum_c n_{c,y} [C, S], 0 in rows without images."""
         return self.counts / self.counts.sum(dim=0).clamp(min=1)
+
+    @cached_property
+    def importance(self) -> Tensor:
+        """Sum of the weights of all teachers by head row, [S]: 1, or the share n_y / n of the images of the round."""
+        images = self.counts.sum(dim=0)
+        return images / images.sum() if self.of_round else torch.ones_like(images)
 
     def targets(self, block: int) -> Callable[[Tensor, Tensor], Tensor]:
         """Function of samples [B, D] and head rows y [B] that gives sum_c w_{c,y} rho(z; c) in a block, [B, V].
@@ -124,14 +131,16 @@ def generator_loss(
 ) -> Tensor:
     """Eq. 2 to 5: w_{c,y} (CE(phi(z; c), y) - lambda_KL KL(server || c) - lambda_MSE |rho(z; server) - rho(z; c)|^2).
 
-    Summed over samples z [B, D] of head rows y [B] and teachers c, over whose head rows the softmax goes. By default
-    the query of rho is not differentiated, as in the public code: the last term trains nothing, and ``gap`` may be
-    None, which leaves it out. With its gradient the generator seeks disagreement, not the right classes (measured).
+    Summed over samples z [B, D] of head rows y [B] and teachers c, over whose head rows the softmax goes; the key
+    hepco-divergence may turn the divergence round. By default the query of rho is not differentiated, as in the public
+    code: the last term trains nothing, and ``gap`` may be None, which leaves it out. With its gradient the generator
+    seeks disagreement, not the right classes (measured).
     """
-    rows, shares = teachers.models.bias.shape[1], teachers.shares[:, labels]  # shares [C, B]
+    rows, shares = teachers.models.bias.shape[1], (teachers.shares * teachers.importance)[:, labels]  # shares [C, B]
     q, p = teachers.models.log_softmax(z, rows), server.log_softmax(z, rows)
     cross_entropy = -q.gather(2, labels.expand(len(q), -1)[:, :, None])[:, :, 0]  # [C, B]
-    divergence = (p.exp() * (p - q)).sum(dim=2)  # [C, B]
+    first, second = (p, q) if options.divergence == "server-client" else (q, p)
+    divergence = (first.exp() * (first - second)).sum(dim=2)  # [C, B]
     total = (shares * (cross_entropy - options.lambda_kl * divergence)).sum()
     if gap:
         total = total - options.lambda_mse * (shares * gap(z if options.query_gradient else z.detach())).sum()
@@ -146,6 +155,7 @@ class SampleSource:
     generator: Generator
     rng: torch.Generator  # the source's own, so that it does not matter which source is drawn from first
     size: int  # samples in a batch of the distillation
+    further_steps: int = 0  # of the generator's training, beyond the run key's
 
     def draw(self, number: int) -> tuple[Tensor, Tensor]:
         """Samples [number, D], with the generator's gradient, and head rows [number], drawn by the images of each."""
@@ -167,7 +177,7 @@ def minimise(parameters: Iterable[Tensor], losses: Iterable[Tensor], learning_ra
 
 def train_generator(source: SampleSource, server: StackedModels, options: HePCoOptions, stop: Event) -> float:
     """Train the source's generator on eq. 2 to 5 (step 2); returns the last batch's loss per sample."""
-    gap, last = PromptGap(server, source.teachers.models), options.generator_steps - 1
+    gap, last = PromptGap(server, source.teachers.models), options.generator_steps + source.further_steps - 1
     gaps = (gap if options.query_gradient or step == last else None for step in range(last + 1))
     losses = (generator_loss(*source.draw(options.batch_size), server, source.teachers, each, options) for each in gaps)
     loss = minimise(source.generator.parameters(), losses, options.generator_learning_rate, stop)

@@ -94,11 +94,29 @@ class HePCoOptions(Options):
     """Keys of HePCo (Halbe et al. 2024, section 4)."""
 
     lambda_kl: float = key(1.0, "weight of the divergence that the generator seeks", minimum=0)
+    divergence: str = key(
+        "server-client",
+        "that divergence: KL(server || client) of eq. 3, or the public code's KL(client || server)",
+        choices=("server-client", "client-server"),
+    )
     lambda_mse: float = key(
         0.1, "weight of the difference of prompts that the generator seeks", minimum=0, only=("query-gradient", True)
     )
     query_gradient: bool = key(False, "let lambda-mse reach the generator (eq. 4); the public code detaches the query")
     generator_steps: int = key(100, "steps of each generator per round", minimum=1)
+    replay_steps: int = key(
+        0, "further steps of the generator of earlier classes for each earlier task; the public code has 50", minimum=0
+    )
+    replay_rows: str = key(
+        "old",
+        "classes over which that generator compares the servers: earlier ones, or seen, new rows untrained in one",
+        choices=("old", "seen"),
+    )
+    sample_weights: str = key(
+        "class",
+        "what n_cy of a client is divided by: images of the class, or of the round as in the public code",
+        choices=("class", "round"),
+    )
     generator_learning_rate: float = key(1e-4, "Adam step size of the generators", above=0)
     embedding: int = key(64, "generator: length of the label embedding", minimum=1, maximum=10_000)
     noise: int = key(64, "generator: length of the noise", minimum=1, maximum=10_000)

@@ -16,6 +16,7 @@ from task.prompt_kinds import PROMPTS
 
 ANY_PROMPT: tuple[str, ...] = ("shared", *(name for name in PROMPTS if name != "shared"))
 NONE_OR_ANY = tuple(PROMPTS)  # none is the first
+LORA_OR_ANY = ("lora", *(name for name in PROMPTS if name != "lora"))
 CROSS_ENTROPY = "client_app.objectives.base:Objective"
 WEIGHTED_MEAN = "strategies.base:Strategy"
 NO_STATISTICS = "task.prototypes.statistics:ClientStatistics"
@@ -41,7 +42,7 @@ Method("fedprok", ("none", "shared"), "client_app.objectives.fedprok:FedProKObje
        "strategies.fedprok:FedProK", options.FedProKOptions, {"learning-rate": 0.01}, backbone="either",
        asynchronous=True, last_statistics=True),
 # our own
-Method("fedrda", ("shared", "none"), CROSS_ENTROPY, SCATTER, "strategies.afcl:AFCL", options.FedRDAOptions, ONE_ROUND,
+Method("fedrda", LORA_OR_ANY, CROSS_ENTROPY, SCATTER, "strategies.afcl:AFCL", options.FedRDAOptions, ONE_ROUND,
        asynchronous=True, adapts=True),
 # what they are compared with
 Method("fedavg", ANY_PROMPT, CROSS_ENTROPY, NO_STATISTICS, "strategies.fedavg:FedAvg", options.FedAvgOptions,

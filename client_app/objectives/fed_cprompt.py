@@ -6,7 +6,8 @@ from torch import Tensor
 from client_app.objectives.base import LocalData, Objective
 from task.method_options import FedCPromptOptions
 from task.models.feature_cache import Inputs
-from task.models.model import Model
+from task.models.model import Model, prompt_of
+from task.prompts.coda import CodaPrompt
 
 
 class FedCPrompt(Objective):
@@ -34,7 +35,7 @@ class FedCPrompt(Objective):
 
 def task_prompts(model: Model) -> list[Tensor]:
     """Components of every task so far, [J, M, 2, L_p, D] each: J prompted blocks, M components."""
-    return list(model.prompt.prompts)  # type: ignore[arg-type]  # the table gives Fed-CPrompt a CODA prompt
+    return [*prompt_of(model, CodaPrompt).prompts]
 
 
 def contrast(local: Tensor, received: Tensor, older: list[Tensor], options: FedCPromptOptions) -> Tensor:

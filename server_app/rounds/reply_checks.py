@@ -106,7 +106,7 @@ def _check_numbers(
         raise InvalidReply(f"{name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} was expected")
     if not np.isfinite(array).all():
         raise InvalidReply(f"{name} holds NaN or infinite values")
-    if np.abs(array).max(initial=0) > largest:
+    if float(np.abs(array).max(initial=0)) > largest:
         raise InvalidReply(f"{name} holds values above {largest:g}")
 
 

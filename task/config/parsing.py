@@ -57,7 +57,10 @@ def parse(values: Mapping[str, Scalar]) -> Config:
     prompt = str(method.prompts[0] if all_values["prompt"] == AUTO else all_values["prompt"])
     _refuse_unread(all_values | {"prompt": prompt}, method, keys)
     core = {n.replace("-", "_"): _resolve(k, all_values[n], method, prompt) for n, k in keys_of(Config).items()}
-    options = {n.removeprefix(f"{method.name}-").replace("-", "_"): all_values[n] for n in method.own_keys()}
+    prefix, own_keys = f"{method.name}-", method.own_keys().items()
+    options = {
+        n.removeprefix(prefix).replace("-", "_"): _resolve(k, all_values[n], method, prompt) for n, k in own_keys
+    }
     config = Config(**core, options=method.options(**options))  # type: ignore[arg-type]  # each was checked above
     step = "backbone-learning-rate"
     if not config.trains_backbone and config.backbone_learning_rate != _resolve(keys[step], AUTO, method, prompt):

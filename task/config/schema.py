@@ -112,6 +112,13 @@ class Config:
     backbone_weights: str = key(AUTO, "auto: bundled, or timm's pre-trained; a file; or random", affects="files")
     image_size: int = key(0, "side of the input in pixels; 0 = the backbone's own", minimum=0)
 
+    head_init: str = key(
+        "normal",
+        "start of the head's new rows: normal of deviation 0.02, or uniform as torch's Linear",
+        choices=("normal", "linear"),
+        affects="local training",
+    )
+
     rounds_per_task: int = key(AUTO, "R: rounds of each task", minimum=1, auto=5)
     local_epochs: int = key(
         5, "E: epochs of a local training; ncm and afcl read no key of it", minimum=1, affects="local training"

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -21,19 +21,24 @@ from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
 from task.utils.seeding import torch_rng
 
+P = TypeVar("P", bound=Prompt)
+
 
 class Head(nn.Module):
     """Linear classifier that grows with the tasks: weight [seen, D], bias [seen].
 
     With ``projection`` > 0 its inputs are D = ``projection`` random features max(0, x W), W ~ N(0, 1) drawn from the
     seed (RanPAC, McDonnell et al. 2023). With ``trained`` false no gradient reaches it: the server computes it.
+
+    ``init`` is how new rows start: "normal", with deviation 0.02 and bias 0; or "linear", weight and bias uniform in
+    +-1/sqrt(D) as in torch's Linear, whose deviation is 0.021 at D = 768 and 0.055 at D = 112.
     """
 
     projection: Tensor | None
 
-    def __init__(self, dim: int, seed: int, projection: int = 0, trained: bool = True) -> None:
+    def __init__(self, dim: int, seed: int, projection: int = 0, init: str = "normal", trained: bool = True) -> None:
         super().__init__()
-        self.seed, self.trained = seed, trained
+        self.seed, self.init, self.trained = seed, init, trained
         drawn = torch.randn(dim, projection, generator=torch_rng(seed, "projection")) if projection else None
         self.register_buffer("projection", drawn, persistent=False)
         dim = projection or dim
@@ -42,10 +47,17 @@ class Head(nn.Module):
 
     def grow(self, classes: int) -> None:
         """Add rows; the initial value of a row depends on the seed and the number of rows before."""
+        weight, bias = self._start(classes)
+        self._extend("weight", weight)
+        self._extend("bias", bias)
+
+    def _start(self, classes: int) -> tuple[Tensor, Tensor]:
         seen, dim = self.weight.shape
-        fresh = 0.02 * torch.randn(classes, dim, generator=torch_rng(self.seed, "head", seen))
-        self._extend("weight", fresh)
-        self._extend("bias", torch.zeros(classes))
+        rng = torch_rng(self.seed, "head", seen)
+        if self.init == "normal":
+            return 0.02 * torch.randn(classes, dim, generator=rng), torch.zeros(classes)
+        start = torch.empty(classes, dim + 1).uniform_(-(dim**-0.5), dim**-0.5, generator=rng)
+        return start[:, :-1], start[:, -1]
 
     def _extend(self, name: str, rows: Tensor) -> None:
         old = getattr(self, name).data
@@ -95,7 +107,7 @@ class Model(nn.Module):
         precision: fp32 or bf16, of the backbone's arithmetic.
         head: classifier of features [B, width].
         early_blocks: blocks, counted from 0, whose class token is a part of the features too.
-        adapts: clients train the prompt in the first task only, under a linear head of their own (``local_head``).
+        local_head: of clients that train the prompt in the first task only; their classifier of features [B, D].
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
         freezes_features: from the second task on only the head learns and is sent back (FedProK section 5.1).
@@ -109,7 +121,7 @@ class Model(nn.Module):
         precision: str,
         head: Head | None = None,
         early_blocks: Sequence[int] = (),
-        adapts: bool = False,
+        local_head: Head | None = None,
         trains_backbone: bool = False,
         projects: bool = False,
         freezes_features: bool = False,
@@ -119,7 +131,7 @@ class Model(nn.Module):
         self._shared = [backbone]  # in a list, so that it is no sub-module: all models of the process share it
         self.trained_backbone = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
         self.prompt, self.head = prompt, head or Head(backbone.dim, seed)
-        self.local_head = Head(backbone.dim, seed) if adapts else None
+        self.local_head = local_head
         self.early_blocks = tuple(early_blocks)
         self.task_sizes: list[int] = []
         self._rows: Tensor
@@ -291,6 +303,17 @@ def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
     return {name: value.cpu().numpy().copy() for name, value in tensors.items()}
 
 
+def prompt_of(model: Model, kind: type[P]) -> P:
+    """The model's prompt as ``kind``, the one that the table gives the method.
+
+    Raises:
+        TypeError: it is another one: the row of a method from outside names a prompt that its halves do not fit.
+    """
+    if not isinstance(model.prompt, kind):
+        raise TypeError(f"the prompt is {type(model.prompt).__name__}, the method needs {kind.__name__}")
+    return model.prompt
+
+
 def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | None = None) -> Model:
     """The model of a run after tasks of ``task_sizes`` classes have begun; equal on every machine for one seed.
 
@@ -315,7 +338,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         config.precision,
         _build_head(config, backbone.dim * (1 + len(early_blocks))),
         early_blocks,
-        config.adaptation_rounds > 0,
+        Head(backbone.dim, config.seed, init=config.head_init) if config.adaptation_rounds else None,
         config.trains_backbone,
         config.prompt_projected,
         config.options.freezes_features,
@@ -331,7 +354,7 @@ def _build_head(config: Config, dim: int) -> Head:
     options, adapts = config.options, config.method_row.adapts
     if options.class_rank:
         return QuadraticHead(dim, config.seed, options.projection, options.class_rank)
-    return Head(dim, config.seed, options.projection, trained=not adapts)
+    return Head(dim, config.seed, options.projection, config.head_init, trained=not adapts)
 
 
 def _early_blocks(config: Config, backbone: Backbone) -> list[int]:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from task.config.schema import Config
 
-# Block, counted from 0 -> prefix [B or 1, 2, L_p, D] (keys, then values), or prompt tokens [B or 1, L_p, D], or a change
-# [3 D, D] of the weights that make queries, keys and values
+# Block, counted from 0 -> prefix [B or 1, 2, L_p, D] (keys, then values), or prompt tokens [B or 1, L_p, D], or a
+# change [3 D, D] of the weights that make queries, keys and values
 PromptVectors = Mapping[int, Tensor]
 
 

@@ -16,7 +16,17 @@ import strategies.hepco
 from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
 from strategies.base import RoundContext, Update
-from strategies.hepco import HePCo, class_counts, distil, distil_block, prompt_loss, require_memory, run_in_threads
+from strategies.hepco import (
+    HePCo,
+    block_steps,
+    class_counts,
+    distil,
+    distil_block,
+    prompt_loss,
+    require_memory,
+    run_in_threads,
+    with_new_rows,
+)
 from strategies.hepco_generator import (
     Generator,
     PromptGap,
@@ -151,12 +161,12 @@ def test_quadratic_form_is_exact_in_float32_where_models_are_close():
     assert np.allclose(found, [numpy_gap(*wide, z) for z in Z], rtol=1e-2)
 
 
-def numpy_generator_loss(teachers, shares, labels, rows, kl, mse):
+def numpy_generator_loss(teachers, shares, labels, rows, kl, mse, turned=False):
     total = 0.0
     for z, y in zip(Z, labels, strict=True):
         for teacher, share in zip(teachers, shares, strict=True):
             p, q = numpy_log_softmax(SERVER, z, rows), numpy_log_softmax(teacher, z, rows)
-            divergence = (np.exp(p) * (p - q)).sum()
+            divergence = (np.exp(q) * (q - p)).sum() if turned else (np.exp(p) * (p - q)).sum()
             total += share[y] * (-q[y] - kl * divergence - mse * numpy_gap(SERVER, teacher, z))
     return total
 
@@ -167,6 +177,17 @@ def test_generator_loss_of_clients(kl, mse):
     own, labels = options(lambda_kl=kl, lambda_mse=mse), torch.from_numpy(LABELS)
     found = generator_loss(torch.from_numpy(Z), labels, server, clients, PromptGap(server, clients.models), own)
     assert float(found) == pytest.approx(numpy_generator_loss(CLIENTS, SHARES, LABELS, S, kl, mse), rel=1e-10)
+
+
+def test_generator_loss_with_the_public_codes_divergence_and_weights():
+    """KL(client || server), and n_cy over the 23 images of the round in place of those of the class."""
+    server, labels = latent(SERVER), torch.from_numpy(LABELS)
+    clients = Teachers(latent(*CLIENTS), torch.from_numpy(COUNTS), of_round=True)
+    own = options(divergence="client-server")
+    found = generator_loss(torch.from_numpy(Z), labels, server, clients, PromptGap(server, clients.models), own)
+    assert COUNTS.sum() == 23
+    expected = numpy_generator_loss(CLIENTS, COUNTS / 23, LABELS, S, 1.0, 0.1, turned=True)
+    assert float(found) == pytest.approx(expected, rel=1e-10)
 
 
 def test_the_gap_trains_the_generator_only_where_asked():
@@ -231,7 +252,7 @@ def test_one_target_gives_the_gradient_of_the_sum_over_teachers():
         for seed in (0, 1):
             prompt = DecomposedPrompt(range(J), N, L, D, seed).double()
             keys, pool = prompt.keys.detach()[j].requires_grad_(), prompt.pool.detach()[j].requires_grad_()
-            ours = prompt_loss(keys, pool.flatten(1), z, target)
+            ours = prompt_loss(keys, pool.flatten(1), z, target, torch.ones(B))
             cosine = torch.nn.functional.cosine_similarity(z[:, None], keys, dim=-1)
             server = (cosine[:, :, None, None, None] * pool).sum(1)
             direct = torch.zeros((), dtype=torch.float64)
@@ -250,7 +271,7 @@ def test_the_loss_told_is_the_last_batchs_of_the_block():
         prompt, target = DecomposedPrompt(range(J), N, L, D, 0), np.random.default_rng(3).normal(size=(B, 2 * L * D))
         model = {f"prompt.{n}": p.detach().double().numpy() for n, p in prompt.named_parameters()}
         expected = np.square([numpy_rho(model, z, j).ravel() for z in Z] - target).sum()
-        steps = [(torch.from_numpy(Z).float(), torch.from_numpy(target).float())]
+        steps = [(torch.from_numpy(Z).float(), torch.from_numpy(target).float(), torch.ones(B))]
         assert distil_block(prompt, j, steps, options(), Event()) == pytest.approx(expected)
 
 
@@ -262,7 +283,8 @@ def test_how_arrays_lie_in_memory_does_not_matter(name):
         own = getattr(prompt, name)
         own.data = own.data.transpose(1, 2).contiguous().transpose(1, 2) if lie_otherwise else own.data
         rng = torch.Generator().manual_seed(0)
-        steps = [(torch.randn(B, D, generator=rng), torch.randn(B, 2 * L * D, generator=rng)) for _ in range(3)]
+        shapes = ((B, D), (B, 2 * L * D))
+        steps = [(*(torch.randn(shape, generator=rng) for shape in shapes), torch.ones(B)) for _ in range(3)]
         for j in range(J):
             distil_block(prompt, j, steps, options(distillation_learning_rate=0.01), Event())
         found.append([p.detach().clone() for p in prompt.parameters()])
@@ -272,6 +294,25 @@ def test_how_arrays_lie_in_memory_does_not_matter(name):
 def source(models, counts, size=8):
     generator = Generator(len(counts[0]), D, options(), torch.Generator().manual_seed(0))
     return SampleSource(teachers(models, counts), generator, torch.Generator().manual_seed(1), size)
+
+
+def test_the_previous_server_over_all_seen_rows_has_new_rows_as_they_started():
+    """Rows 3 to 5 came since; the server has trained them, its teacher has them as they started."""
+    previous, labels, head = single(7, 3), np.array([0, 2, 1, 1, 0, 2, 2]), Head(D, 0)
+    head.grow(3)
+    head.grow(S - 3)
+    grown = {n: a.astype(np.float64) for n, a in previous.items()}
+    for name, rows in (("head.weight", head.weight), ("head.bias", head.bias)):
+        grown[name] = np.concatenate([grown[name], rows.detach().double().numpy()[3:]])
+    trained = head.weight.data.add_(1).clone()
+    found = with_new_rows(teachers([previous], [[2, 1, 5]]), head)
+    assert torch.equal(head.weight, trained)
+    assert found.counts.tolist() == [[2, 1, 5]]
+    server = {n: a.astype(np.float32) for n, a in SERVER.items()}
+    gap = PromptGap(latent(server), found.models)
+    loss = generator_loss(torch.from_numpy(Z).float(), torch.from_numpy(labels), latent(server), found, gap, options())
+    assert float(loss) == pytest.approx(numpy_generator_loss([grown], np.ones((1, 3)), labels, S, 1.0, 0.1), rel=1e-4)
+    assert float(loss) != pytest.approx(numpy_generator_loss([grown], np.ones((1, 3)), labels, 3, 1.0, 0.1), rel=1e-2)
 
 
 def single(seed, rows=S):
@@ -375,6 +416,28 @@ def numpy_slope(loss, value):
         step[place] = 1e-5
         slope[place] = (loss(value + step) - loss(value - step)) / 2e-5
     return slope
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_one_target_with_the_weights_of_the_round_gives_the_gradient_of_the_sum_over_teachers(replay):
+    """Weights n_cy / n: a sample of a class with few images counts less. Those of a previous server count fully."""
+    models, counts, weights, labels = CLIENTS, torch.from_numpy(COUNTS), COUNTS / 23, LABELS
+    if replay:
+        models, counts, weights, labels = [arrays(7, 3)], torch.ones(1, 3), np.ones((1, 3)), LABELS - 3
+    teach = Teachers(latent(*models), counts.double(), of_round=not replay)
+    new = SampleSource(teach, Generator(S, D, options(), torch.Generator()), torch.Generator(), B)
+    (step,) = block_steps([new], [(torch.from_numpy(Z), torch.from_numpy(labels))], 1)
+    keys, pool = SERVER["prompt.keys"][1], SERVER["prompt.pool"][1].reshape(N, -1)
+
+    def loss(k, q):
+        server = {"prompt.keys": k[None], "prompt.pool": q.reshape(1, N, 2, L, D)}
+        gaps = [[((numpy_rho(server, z, 0) - numpy_rho(m, z, 1)) ** 2).sum() for z in Z] for m in models]
+        return (weights[:, labels] * gaps).sum()
+
+    given = [torch.tensor(a, requires_grad=True) for a in (keys, pool)]
+    found = torch.autograd.grad(prompt_loss(*given, *step), given)
+    assert np.allclose(found[0], numpy_slope(lambda k: loss(k, pool), keys), rtol=1e-5, atol=1e-5)
+    assert np.allclose(found[1], numpy_slope(lambda q: loss(keys, q), pool), rtol=1e-5, atol=1e-5)
 
 
 def test_first_prompt_step_by_hand():
@@ -567,6 +630,38 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
     assert torch.equal(strategy.previous.models.weight[0], model.head.weight)
 
 
+def test_sources_as_the_public_code_has_them(monkeypatch):
+    """In task 2 the old generator takes 50 steps more and sees all four rows; weights are shares of the round."""
+    seen = []
+    monkeypatch.setattr(strategies.hepco, "train_generator", lambda source, *rest: seen.append(source) or 0.0)
+    own = {"replay-steps": 50, "replay-rows": "seen", "sample-weights": "round"}
+    strategy, model = hepco(**own), Server(1)
+    refined(strategy, model, updates(1, {7: 3, 2: 1}, {7: 1}), 2)
+    assert [(source.further_steps, source.teachers.importance.tolist()) for source in seen] == [
+        (0, pytest.approx([0.8, 0.2]))
+    ]
+    left = {n: a.clone() for n, a in model.shared_state().items()}
+    model.head.grow(2)
+    start = model.head.weight.detach()[2:].clone()
+    refined(strategy, model, updates(2, {5: 2}, {5: 2, 0: 1}), 3)
+    clients, past = sorted(seen[1:], key=lambda source: -source.size)
+    assert (clients.further_steps, past.further_steps) == (0, 50)
+    assert clients.teachers.importance.tolist() == pytest.approx([0, 0, 0.8, 0.2])
+    assert past.teachers.importance.tolist() == [1, 1]
+    assert torch.equal(past.teachers.models.weight[0], torch.cat([left["head.weight"], start]))
+    assert strategy.previous.models.weight.shape == (1, 2, D)
+
+
+def test_further_steps_train_the_generator():
+    def after(steps, further):
+        where = replace(source([single(1)], COUNTS[:1]), further_steps=further)
+        train_generator(where, latent(single(0)), options(generator_steps=steps), Event())
+        return torch.cat([p.detach().flatten() for p in where.generator.parameters()])
+
+    assert torch.equal(after(2, 3), after(5, 0))
+    assert not torch.equal(after(2, 3), after(2, 0))
+
+
 def test_no_replay_where_its_ratio_is_zero():
     strategy = hepco(**{"replay-ratio": 0.0})
     refined(strategy, Server(1), updates(1, {7: 3, 2: 1}), 2)
@@ -599,6 +694,9 @@ def test_more_teachers_than_fit_in_memory_are_an_error_that_says_how_many_fit(mo
     require_memory(travelling, 7, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"8 clients need .* so that at most 7 fit; lower clients-per-round\.$"):
         require_memory(travelling, 8, torch.device("cpu"))
+    memory(monkeypatch, each - 1)
+    with pytest.raises(ConfigError, match=r"so that not even one fits; lower prompt-pool or prompt-length, or free"):
+        require_memory(travelling, 2, torch.device("cpu"))
     memory(monkeypatch, 5 * 2**30)
     with pytest.raises(ConfigError, match=r"10000000 clients need 34 GiB, 5 GiB are free, so that at most 1471685 fit"):
         require_memory(travelling, 10**7, torch.device("cpu"))
