@@ -95,7 +95,9 @@ class Run:
 
 def malformed(folder: Path, error: Exception) -> ReportError:
     """What ``error`` means for people: results.json in the folder is not what its name says."""
-    return ReportError(f"{folder / 'results.json'} is no results.json of schema {SCHEMA} ({type(error).__name__}: {error})")
+    return ReportError(
+        f"{folder / 'results.json'} is no results.json of schema {SCHEMA} ({type(error).__name__}: {error})"
+    )
 
 
 def load_run(folder: Path) -> Run:

@@ -29,5 +29,5 @@ def peak_memory() -> float:
     except ImportError:  # Windows, where psutil knows it
         import psutil
 
-        return float(psutil.Process().memory_info().peak_wset)
+        return float(psutil.Process().memory_info().peak_wset)  # type: ignore[attr-defined]  # on Windows only
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)

@@ -111,7 +111,7 @@ def test_every_dependency_is_looked_at() -> None:
 
 
 def test_peak_memory_is_at_least_what_is_held_also_without_resource(monkeypatch: pytest.MonkeyPatch) -> None:
-    """psutil reads what the process holds now; ``peak_wset`` is its name for the peak on Windows."""
+    """What the process holds now is read by psutil; ``peak_wset`` is its name for the peak on Windows."""
     held = psutil.Process().memory_info().rss
     assert held / 2 < peak_memory() < 100 * held
     monkeypatch.setitem(sys.modules, "resource", None)
