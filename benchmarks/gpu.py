@@ -64,11 +64,13 @@ from task.utils.seeding import numpy_rng, torch_rng
 Keys = dict[str, Scalar]
 ROOT = Path(__file__).parents[1]
 SYSTEMS = ("hgp", "pip", "hepco", "fedprok", "fppl")  # the one whose run takes longest last
-ACCURACY_TOLERANCE = 2.0  # points, in any cell of the accuracy matrix
-ARRAY_TOLERANCE = 0.02  # |CPU - GPU| / |CPU| of any array of the model
+ACCURACY_TOLERANCE = 1.0  # points, in any cell of the accuracy matrix
+ARRAY_TOLERANCE = 0.005  # |CPU - GPU| / |CPU| of any array of the model
 SMALL: Keys = {"num-tasks": 2, "rounds-per-task": 2, "local-epochs": 1, "num-clients": 3, "partition": "iid"}
 TINY: Keys = {"dataset": "synthetic", "image-size": 16, "rounds-per-task": 1}
 TINY_HEPCO: Keys = {"hepco-generator-steps": 2, "hepco-prompt-steps": 2, "hepco-head-steps": 2, "prompt-pool": 10}
+# a student that equals its teacher has a gradient of rounding alone, which Adam would make as large as any other
+BY_METHOD: dict[str, Keys] = {"fedlwf": {"optimizer": "sgd"}}
 TINY_PAPER: Keys = SMALL | TINY | {"clients-per-round": 2, "batch-size": 16}
 BATCHES, STEPS = [16, 64, 256], 12
 BACKBONES = {  # name and side; those of "random" weights are only timed
@@ -98,7 +100,7 @@ class Setting:
         """Run keys of a small run of a method on this device."""
         tiny = TINY | (TINY_HEPCO if method == "hepco" else {}) if self.quick else {}
         rounds: Keys = {"rounds-per-task": 1} if METHODS[method].defaults.get("rounds-per-task") == 1 else {}
-        return SMALL | {"method": method, "device": self.device} | tiny | rounds
+        return SMALL | {"method": method, "device": self.device} | tiny | rounds | BY_METHOD.get(method, {})
 
 
 @dataclass(frozen=True)

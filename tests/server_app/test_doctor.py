@@ -27,13 +27,13 @@ from tests.helpers.bare_python import ABSENT, BLOCK
 TINY = ["dataset=synthetic", "image-size=16", "num-tasks=2", "num-clients=2", "batch-size=8", "device=cpu"]
 
 
-def found(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, list[str]]:
+def run_doctor(capsys: pytest.CaptureFixture, *words: str) -> tuple[int, list[str]]:
     code = cli.main(["doctor", *TINY, *words])
     return code, capsys.readouterr().out.splitlines()
 
 
 def test_a_machine_that_can(capsys: pytest.CaptureFixture) -> None:
-    code, lines = found(capsys)
+    code, lines = run_doctor(capsys)
     assert code == 0
     assert not [line for line in lines if line.startswith("problem")]
     text = "\n".join(lines)
