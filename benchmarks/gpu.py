@@ -7,8 +7,9 @@ python -m benchmarks.gpu --quick                                          every 
 
 The work is cut into pieces, the one of most worth first; ``--list`` names them with the minutes that each may take.
 Each piece leaves one JSON file in the output folder, and a later call goes on with those that are missing. After
-``--minutes`` no piece is started, and a paper's run stops between two clients; the next call resumes it. At the end all
-that is there is printed as a section of the ledger. The two files have 55 MB together.
+``--minutes`` no piece is started, and a paper's run stops between two clients; the next call resumes it. All minutes
+are estimates: FPPL's run, the longest, comes last and may not fit. At the end all that is there is printed as a section
+of the ledger, with the names of what was not run. Peak memory has the process's caches in it. The two files have 55 MB.
 
 correct-METHOD  the same small run in fp32 on the CPU and on the GPU. Random numbers that a server draws on its device
                 differ from device to device, so here they are drawn on the CPU in both runs. What remains is rounding.
@@ -54,7 +55,6 @@ from task.data.load import load_dataset
 from task.keys import ConfigError
 from task.message import Kind, Packet, Scalar
 from task.methods import METHODS
-from task.models.feature_cache import BATCH
 from task.models.metadata import MODEL
 from task.models.model import build_model
 from task.models.preprocessing import prepare
@@ -73,6 +73,7 @@ TINY_HEPCO: Keys = {"hepco-generator-steps": 2, "hepco-prompt-steps": 2, "hepco-
 BY_METHOD: dict[str, Keys] = {"fedlwf": {"optimizer": "sgd"}}
 TINY_PAPER: Keys = SMALL | TINY | {"clients-per-round": 2, "batch-size": 16}
 BATCHES, STEPS = [16, 64, 256], 12
+IMAGES = 256  # whose features in bf16 are compared with those in fp32
 BACKBONES = {  # name and side; those of "random" weights are only timed
     "deit-ti-160": ("deit_tiny_patch16_224", 160),
     "deit-ti-224": ("deit_tiny_patch16_224", 224),
@@ -229,7 +230,7 @@ def precisions(method: str, setting: Setting) -> dict[str, Any]:
         config = parse(keys)
         model = build_model(config, [2])
         images = load_dataset(config.dataset, "", model.backbone.image_size, 0.0, 0).test_images
-        query = model.query(prepare(images[np.arange(min(BATCH, len(images)))], model.backbone))
+        query = model.query(prepare(images[np.arange(min(IMAGES, len(images)))], model.backbone))
         features.append(query.cpu().numpy())
     return answer | {"features": relative_distance(*features)}
 

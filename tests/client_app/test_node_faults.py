@@ -61,7 +61,10 @@ class Failing(InProcessTransport):
         if kind != "train" or not packets:
             return replies
         failed = self._failed[int(next(iter(packets.values())).config["server-round"]) - 1]  # type: ignore[arg-type]
-        return [Reply(r.node, None, "failed", 0, 0) if f"client-{r.node:04d}" in failed else r for r in replies]
+        # a message to a node that is gone was sent and counts
+        return [
+            Reply(r.node, None, "failed", r.bytes_down, 0) if f"client-{r.node:04d}" in failed else r for r in replies
+        ]
 
 
 def without_reasons(folder: Path) -> dict[str, Any]:
@@ -184,7 +187,10 @@ def test_nodes_with_images_of_their_own(deployment: Deployment, patterns: list[n
     trained, folder = deployment.count_in_log("supernode-0", "Receiving: train message"), tmp_path / "runs" / "nodes"
     run = deployment.submit(values | {"run-name": "nodes"})
     deployment.await_training(0, trained)
+    [server] = deployment.workers("superexec", "flwr-serverapp")
+    os.kill(server, signal.SIGSTOP)  # no round may end before the third node is there
     deployment.restart_node(2, own_settings(there, "west"))
+    os.kill(server, signal.SIGCONT)
     until(lambda: rounds_in(folder) == 1, deployment.report())
     store(there / "north", 4, patterns[4])
     until(lambda: rounds_in(folder) == 3, deployment.report())

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import gpu
 from task.methods import METHODS
+from task.models.load import build_backbone
 
 
 def test_pieces_are_kept_and_only_missing_ones_are_measured(
@@ -68,6 +69,22 @@ def test_what_differs_is_not_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     answer = gpu.same_on_both("head-only", gpu.Setting("cpu", True, None, None, tmp_path))
     assert not answer["met"]
     assert answer["relative"] > gpu.ARRAY_TOLERANCE
+
+
+def test_fp32_means_fp32_in_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    build_backbone("vit_glyphs", "random", 16, "cpu")
+    assert not torch.backends.cudnn.allow_tf32
+
+
+def test_a_tiny_piece_of_each_kind_fills_its_table(tmp_path: Path) -> None:
+    names = ["correct-ncm", "speed-vit-b-224", "bf16-pip", "paper-hgp"]
+    arguments = [word for name in names for word in ("--piece", name)]
+    assert gpu._main(["--quick", "--output", str(tmp_path), *arguments]) == 0
+    section = (tmp_path / "section.md").read_text()
+    assert section.endswith("All pieces were run.\n")
+    for row in ("| ncm | 100.0 | 100.0 | 0.00 |", "| vit-b-224 | bf16 | crop-flip | 2 |", "| pip | ", "| hgp | "):
+        assert row in section
 
 
 def test_relative_distance_by_hand() -> None:
