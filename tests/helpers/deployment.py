@@ -96,11 +96,21 @@ class Programs:
 
     def flower(self, *words: str) -> str:
         """One of people's commands; what it prints."""
-        done = subprocess.run(
-            ["flwr", *words], cwd=ROOT, env=self._variables("people"), capture_output=True, text=True, timeout=PATIENCE
-        )
+        done = self.try_flower(*words)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def try_flower(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """The same where a failure is no error."""
+        return subprocess.run(
+            ["flwr", *words],
+            cwd=ROOT,
+            env=self._variables("people"),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
 
     def _variables(self, name: str) -> dict[str, str]:
         mark, _, value = self._mark.partition("=")
@@ -190,9 +200,10 @@ class Network(Programs):
         statuses: list[str] = []
 
         def ended() -> bool:
-            listed = json.loads(self.flower("list", "fcil", "--run-id", run_id, "--format", "json"))
-            statuses.append(str(listed["runs"][0]["status"]))
-            return statuses[-1].startswith("finished")
+            done = self.try_flower("list", "fcil", "--run-id", run_id, "--format", "json")
+            with contextlib.suppress(ValueError, LookupError):  # on a busy machine the command fails now and then
+                statuses.append(str(json.loads(done.stdout)["runs"][0]["status"]))
+            return bool(statuses) and statuses[-1].startswith("finished")
 
         until(ended, self.report(), pause=8)  # each costs a program its start
         return statuses[-1]

@@ -540,7 +540,8 @@ def test_results_that_are_none_are_named_once_and_stop_no_other_run(write, quick
     assert cli.main(["bench", str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     [warning] = [line for line in lines if "results.json" in line]
-    assert warning.startswith("WARNING") and f"{first}/results.json is no" in warning
+    assert warning.startswith("WARNING")
+    assert f"{first}/results.json is no" in warning
     assert [line.split(":")[0] for line in lines if line.startswith(("FAILED", "finished"))] == [
         f"FAILED    {first}",
         f"finished  {second}",
