@@ -36,7 +36,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Reference": [{"Run keys": KEYS}, {"Code": code}]},
         {"Project": [{"Ledger": "ledger.md"}, {"Contributing": "contributing.md"}, {"Changelog": "changelog.md"}]},
     ]
-    next(own["Guides"] for own in config.nav if "Guides" in own).insert(5, {"Docker and TLS": "guides/docker.md"})
+    next(entry["Guides"] for entry in config.nav if "Guides" in entry).insert(5, {"Docker and TLS": "guides/docker.md"})
     return config
 
 
@@ -49,7 +49,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
     """Put in the keys of a method where they are asked for, and turn the links."""
-    markdown = re.sub(r"<!-- keys of ([\w-]+) -->", lambda found: own_keys_table(found[1]), markdown)
+    markdown = re.sub(r"<!-- keys of ([\w-]+) -->", lambda match: own_keys_table(match[1]), markdown)
     return site_links(markdown, page.file.src_uri)
 
 
@@ -76,12 +76,12 @@ def made_pages() -> Iterator[tuple[str, str]]:
 def packages() -> dict[str, list[str]]:
     """Every package of the code by its name, with the full names of its own modules."""
     folders = [f for name in PACKAGES for f in (ROOT / name, *sorted((ROOT / name).rglob("*"))) if f.is_dir()]
-    found = {}
+    modules = {}
     for folder in folders:
         if (folder / "__init__.py").exists():
             name = ".".join(folder.relative_to(ROOT).parts)
-            found[name] = [f"{name}.{file.stem}" for file in sorted(folder.glob("[!_]*.py"))]
-    return found
+            modules[name] = [f"{name}.{file.stem}" for file in sorted(folder.glob("[!_]*.py"))]
+    return modules
 
 
 def site_links(markdown: str, page: str) -> str:
@@ -91,7 +91,7 @@ def site_links(markdown: str, page: str) -> str:
         markdown: its text.
         page: its path below docs/.
     """
-    source = {path: own for own, path in MIRRORED.items()}.get(page, f"docs/{page}")
+    source = {made: written for written, made in MIRRORED.items()}.get(page, f"docs/{page}")
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
     return "".join(part if part.startswith("```") else _LINK.sub(lambda m: _turned(m[1], source, page), part)
                    for part in parts)  # fmt: skip
@@ -109,7 +109,7 @@ def keys_page() -> str:
     from task.keys import keys_of
     from task.methods import METHODS
 
-    known, core = known_keys(), keys_of(Config)
+    keys, core = known_keys(), keys_of(Config)
     text = [
         "# Run keys",
         "",
@@ -119,7 +119,7 @@ def keys_page() -> str:
         "",
         "## Every run",
         "",
-        *_table(known[name] for name in core),
+        *_table(keys[name] for name in core),
     ]  # fmt: skip
     for row in METHODS.values():
         if row.own_keys():

@@ -31,7 +31,7 @@ class CCVR(Strategy):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.reports: dict[str, Arrays] = {}  # the current task's, by client
-        self.prototypes: Gaussians | None = None
+        self.prototypes: Gaussians | None = None  # on the CPU, so that a checkpoint can be read on any machine
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Collect statistics; when the task ends, merge them and calibrate the head."""
@@ -40,14 +40,14 @@ class CCVR(Strategy):
             return {}
         if self.reports:
             merged = merge_by_class(list(self.reports.values()))
-            reported = prepare_gaussians([merged], self.options.packing).to(model.device)
+            reported = prepare_gaussians([merged], self.options.packing)
             self.prototypes, self.reports = replace_class_gaussians(self.prototypes, reported), {}
         if self.prototypes is None:
             return {}
         rng = torch_rng(self.config.seed, "calibrate", context.server_round, device=model.device)
-        rows = context.head_rows(self.prototypes.class_ids.unique())
-        settings = RebalanceSettings.from_options(self.options)
-        return {"calibration-loss": rebalance(model.head, self.prototypes, rows, settings, rng)}
+        prototypes, settings = self.prototypes.to(model.device), RebalanceSettings.from_options(self.options)
+        rows = context.head_rows(prototypes.class_ids.unique())
+        return {"calibration-loss": rebalance(model.head, prototypes, rows, settings, rng)}
 
 
 def merge_by_class(reports: Sequence[Arrays]) -> Arrays:

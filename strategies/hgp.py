@@ -21,7 +21,8 @@ from task.utils.seeding import torch_rng
 class HGP(Strategy):
     """FedAvg (eq. 3), then the head is retrained on features drawn from the class mixtures (eq. 6 and 7).
 
-    ``prototypes`` are the Gaussians of each seen class, from the last round in which any client reported it.
+    ``prototypes`` are the Gaussians of each seen class, from the last round in which any client reported it. They stay
+    on the CPU, so that a checkpoint can be read on any machine.
     """
 
     options: HGPOptions
@@ -34,7 +35,7 @@ class HGP(Strategy):
         """Store the round's Gaussians and rebalance the head on samples of them."""
         reports = [u.statistics for u in updates if u.statistics]
         if reports:
-            reported = prepare_gaussians(reports, self.options.packing).to(model.device)
+            reported = prepare_gaussians(reports, self.options.packing)
             self.prototypes = replace_class_gaussians(self.prototypes, reported)
         if self.prototypes is None:
             return {}
@@ -45,8 +46,8 @@ class HGP(Strategy):
             "old": context.old_classes,
             "off": [],
         }[self.options.rebalance]
-        class_ids = torch.tensor(classes, dtype=torch.int64, device=model.device)
-        chosen = self.prototypes.pick(torch.isin(self.prototypes.class_ids, class_ids))
+        class_ids = torch.tensor(classes, dtype=torch.int64)
+        chosen = self.prototypes.pick(torch.isin(self.prototypes.class_ids, class_ids)).to(model.device)
         if not len(chosen):
             return {}
         rng = torch_rng(self.config.seed, "rebalance", context.server_round, device=model.device)

@@ -1,6 +1,5 @@
 """Runs a suite: skips finished runs, starts a process for each of the others, and keeps the table up to date."""
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -20,7 +19,7 @@ from server_app.report.compare import Group
 from server_app.report.recommend import recommend
 from server_app.report.runs import Run, flat, load_run
 from server_app.report.write import write_comparison
-from server_app.run_files.paths import lock_folder, mark_failed, read_results
+from server_app.run_files.paths import lock_folder, mark_failed
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, find_marked, interruptible, last_lines, start_process
 from server_app.simulation.superlink import POLL
@@ -43,6 +42,7 @@ class Bench:
         self._started_at: dict[str, float] = {}  # by name of the run, in seconds of the monotonic clock
         self._waiting: list[PlannedRun] = []
         self._failed: list[PlannedRun] = []
+        self._unreadable: set[str] = set()  # names of runs whose results.json is no such file
         self._seconds: dict[str, list[float]] = {}  # of finished runs, by variant
         self.recommendation: dict[str, list[str]] = {}  # lines by heading, of the last report
 
@@ -91,6 +91,7 @@ class Bench:
         for run in self._suite.runs:
             finished = finished_run(run)
             if finished is None:
+                self._load(run)  # to say if it cannot be read
                 self._waiting.append(run)
                 continue
             self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
@@ -118,11 +119,11 @@ class Bench:
         return [sys.executable, "-m", "server_app.cli", "run", *self._options, *settings]
 
     def _record_end(self, run: PlannedRun, code: int) -> None:
-        results = read_results(run.directory)
-        if code == 0 and results.get("status") == "finished":
+        ended = self._load(run)
+        if code == 0 and ended and ended.finished:
             seconds = time.monotonic() - self._started_at[run.name]
             self._seconds.setdefault(run.variant, []).append(seconds)
-            outcome = f"final average accuracy {results['metrics']['final_average_accuracy']:.1%}, {_minutes(seconds)}"
+            outcome = f"final average accuracy {ended.metrics['final_average_accuracy']:.1%}, {_minutes(seconds)}"
             self._say(f"finished  {run.name}: {outcome}; {self._remaining()}")
         else:
             log = run.directory / "run.log"
@@ -146,8 +147,8 @@ class Bench:
             group = groups.setdefault((run.partition, run.variant), Group(run.setting, run.variant, []))
             if run in self._waiting:
                 continue  # its folder holds an earlier, unfinished run, which will be removed
-            with contextlib.suppress(ReportError):  # no results.json yet
-                group.runs.append(load_run(run.directory))
+            if loaded := self._load(run):
+                group.runs.append(loaded)
         for other in self._suite.others:
             run = next(run for run in self._suite.runs if run.partition == other.partition)
             group = groups.setdefault((run.partition, other.label), Group(run.setting, other.label, [], theirs=True))
@@ -161,6 +162,16 @@ class Bench:
         }
         shown = {head: lines for head, lines in notes.items() if lines}
         write_comparison(list(groups.values()), self._suite.folder, self._suite.title, shown)
+
+    def _load(self, planned: PlannedRun) -> Run | None:
+        """What the folder of a planned run holds; None if nothing yet, or nothing readable, which is said once."""
+        try:
+            return load_run(planned.directory)
+        except ReportError as error:
+            if (planned.directory / "results.json").exists() and planned.name not in self._unreadable:
+                self._unreadable.add(planned.name)
+                self._say(f"WARNING   {error}")
+            return None
 
     def _recommend(self, groups: list[Group]) -> dict[str, list[str]]:
         by_setting: dict[str, list[Group]] = {}

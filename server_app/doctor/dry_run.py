@@ -1,8 +1,6 @@
 """A short trial of a run: device, weights, data, one forward pass, one local step, and how many workers fit."""
 
-import resource
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,7 +29,7 @@ from task.models.preprocessing import prepare
 from task.scenario.client_data import client_task_data, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import first_task_plan
-from task.utils.memory import available_memory
+from task.utils.memory import available_memory, peak_memory
 from task.utils.seeding import torch_rng
 
 IMAGE_SIZE = 224  # of decoded images where the backbone could not be loaded
@@ -179,8 +177,7 @@ def _measure_seconds(action: Callable[[], object], model: Model) -> float:
 
 def _suggest_workers(config: Config) -> Finding:
     """As many workers as have cores and memory; a worker needs the peak memory of this process."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    peak = peak_memory()
     workers = available_memory() / peak
     text = f"a client takes about {peak / GB:.1f} GB of memory"
     device = resolve_device(config.device)

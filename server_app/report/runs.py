@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,10 +93,11 @@ class Run:
         return sum(sizes) / 1e6 if all(map(is_number, sizes)) else math.nan
 
 
-def malformed(folders: Sequence[Path], error: Exception) -> ReportError:
-    """What ``error`` means for people: results.json in one of the folders is not what its name says."""
-    paths = " or ".join(str(folder / "results.json") for folder in folders)
-    return ReportError(f"{paths} is no results.json of schema {SCHEMA} ({type(error).__name__}: {error})")
+def malformed(folder: Path, error: Exception) -> ReportError:
+    """What ``error`` means for people: results.json in the folder is not what its name says."""
+    return ReportError(
+        f"{folder / 'results.json'} is no results.json of schema {SCHEMA} ({type(error).__name__}: {error})"
+    )
 
 
 def load_run(folder: Path) -> Run:
@@ -114,7 +115,7 @@ def load_run(folder: Path) -> Run:
     except FileNotFoundError as error:
         raise ReportError(f"{path} does not exist: no run has written anything there") from error
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
-        raise malformed([folder], error) from error
+        raise malformed(folder, error) from error
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -133,6 +134,9 @@ def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, 
     values = {name: value for name, value in recorded.items() if value is not None}
     empty: dict[str, Any] = {name: [] for name in LISTS} | {name: {} for name in OBJECTS}
     results = empty | values | {name: values[name] for name in REQUIRED}
+    for name, kind in (*((name, dict) for name in OBJECTS), ("method", str), ("dataset", str)):
+        if not isinstance(results[name], kind):
+            raise TypeError(f"{name!r} is {results[name]!r}")
     single = {name.replace("_", "-"): v for name, v in results.items() if isinstance(v, str | int | float)}
     num_tasks, classes, bias = results["num_tasks"], len(results["class_names"]), results["federated_bias"]
     return Run(

@@ -1,6 +1,7 @@
 """Writes reports: pictures and page of one run, or of several, of which those equal but for the seed are averaged."""
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -9,28 +10,46 @@ from server_app.report.compare import Group, comparison_markdown, group_runs
 from server_app.report.runs import Run, load_run, malformed
 from task.utils.atomic import write_atomically
 
+log = logging.getLogger(__name__)
+
 
 def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[Path]:
     """Write the tables and pictures of one run, or the comparison of several, and return their paths.
 
-    A folder named twice counts once. ``output`` is made if needed; a single run's own folder is the default.
+    A folder named twice counts once. ``output`` is made if needed; a single run's own folder is the default. A
+    comparison leaves out a run that cannot be read: the log names it, and the title says how many runs are shown.
 
     Raises:
-        ReportError: no folder given, a run's files missing or broken, or no folder to write the comparison to.
+        ReportError: no folder given, no run's files can be read, or no folder to write the comparison to.
         PicturesUnavailable: a package is missing; nothing is written.
     """
-    runs = [load_run(Path(folder)) for folder in {Path(f).resolve(): f for f in run_dirs}.values()]
-    if not runs:
+    folders = {Path(folder).resolve(): Path(folder) for folder in run_dirs}
+    if not folders:
         raise ReportError("no run directory was given")
-    if len(runs) == 1:
-        with _readable([runs[0].folder]):
-            return _write(output or runs[0].folder, _draw_run(runs[0]))
+    if len(folders) == 1:
+        run = load_run(*folders.values())
+        with _readable(run.folder):
+            return _write(output or run.folder, _draw_run(run))
     if output is None:
-        raise ReportError(f"{len(runs)} runs are compared in a folder of their own: name one with --output DIR")
-    if output.resolve() in [run.folder.resolve() for run in runs]:
+        raise ReportError(f"{len(folders)} runs are compared in a folder of their own: name one with --output DIR")
+    if output.resolve() in folders:
         raise ReportError(f"{output} is a run's own folder: the comparison would overwrite that run's report")
-    with _readable([run.folder for run in runs]):
-        return write_comparison(group_runs(runs), output, f"Comparison of {len(runs)} runs")
+    runs = _load_readable(list(folders.values()))
+    number = f"{len(runs)} runs" if len(runs) == len(folders) else f"{len(runs)} of {len(folders)} runs"
+    return write_comparison(group_runs(runs), output, f"Comparison of {number}")
+
+
+def _load_readable(folders: Sequence[Path]) -> list[Run]:
+    """All runs but those that cannot be read, which are logged; the last one's error if that leaves none."""
+    runs = list[Run]()
+    for folder in folders:
+        try:
+            runs.append(load_run(folder))
+        except ReportError as error:
+            if folder is folders[-1] and not runs:
+                raise
+            log.warning("left out: %s", error)
+    return runs
 
 
 def write_comparison(
@@ -67,14 +86,14 @@ def _draw_run(run: Run) -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def _readable(folders: Sequence[Path]) -> Iterator[None]:
+def _readable(folder: Path) -> Iterator[None]:
     """Turn what a malformed results.json leads to while its report is drawn into one error."""
     try:
         yield
     except ReportError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise malformed(folders, error) from error
+        raise malformed(folder, error) from error
 
 
 @contextlib.contextmanager

@@ -35,7 +35,8 @@ PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASY
 # Groups of what a key may affect, see task.keys.Affects.
 OF_THE_NODE = ("files", "device")  # a node's own settings win over the run's
 OF_THE_SERVER = ("folder", "output")  # clients are not told
-SAME_RESULT = ("device", "speed", "waiting", *OF_THE_SERVER)  # what a run measures stays the same but for rounding
+# what a run measures stays the same but for rounding, and on a GPU for what a server draws there
+SAME_RESULT = ("device", "speed", "waiting", *OF_THE_SERVER)
 
 # Backbones without pre-trained weights, and the smallest image side with which batch normalisation can train on a batch
 # of one image: the last feature map, whose side is an eighth of it rounded up, must have more than one position.

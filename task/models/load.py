@@ -2,6 +2,8 @@
 
 from functools import lru_cache
 
+import torch
+
 from task.config.schema import FROM_SCRATCH
 from task.models.resnet import load_resnet18
 from task.models.vit import Backbone, load_vit
@@ -13,6 +15,7 @@ def build_backbone(name: str, weights: str, image_size: int, device: str) -> Bac
     Raises:
         ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
     """
+    torch.backends.cudnn.allow_tf32 = False  # precision = fp32 would else mean 10 bits in a GPU's convolutions
     backbone = load_resnet18(weights, image_size) if name in FROM_SCRATCH else load_vit(name, weights, image_size)
     return backbone.to(device)
 

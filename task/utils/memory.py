@@ -1,7 +1,8 @@
-"""The memory that is free on this machine."""
+"""The memory that is free on this machine, and that this process has taken."""
 
 import contextlib
 import os
+import sys
 from pathlib import Path
 
 _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -19,3 +20,14 @@ def available_memory() -> float:
         with contextlib.suppress(OSError, ValueError):  # no such file; "max" is no number
             available = min(available, float(Path(path).read_text()))
     return available
+
+
+def peak_memory() -> float:
+    """Bytes that this process has held at most."""
+    try:
+        import resource
+    except ImportError:  # Windows, where psutil knows it
+        import psutil
+
+        return float(psutil.Process().memory_info().peak_wset)  # type: ignore[attr-defined]  # on Windows only
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (1 if sys.platform == "darwin" else 1024)

@@ -31,7 +31,7 @@ GONE = "Node Unavailable"  # begins what Flower says for a node without heartbea
 LONGER = {"rounds-per-task": 2, "local-epochs": 60}  # some seconds of training, to strike in
 
 
-def place(number: int, nodes: int = NODES) -> str:
+def node_settings(number: int, nodes: int = NODES) -> str:
     return f"partition-id={number} num-partitions={nodes}"
 
 
@@ -40,7 +40,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     with Deployment(tmp_path_factory.mktemp("deployment"), NODES) as running:
         for i in range(NODES):
             running.register(i)
-            running.start_node(i, place(i))
+            running.start_node(i, node_settings(i))
         yield running
 
 
@@ -61,7 +61,10 @@ class Failing(InProcessTransport):
         if kind != "train" or not packets:
             return replies
         failed = self._failed[int(next(iter(packets.values())).config["server-round"]) - 1]  # type: ignore[arg-type]
-        return [Reply(r.node, None, "failed", 0, 0) if f"client-{r.node:04d}" in failed else r for r in replies]
+        # a message to a node that is gone was sent and counts
+        return [
+            Reply(r.node, None, "failed", r.bytes_down, 0) if f"client-{r.node:04d}" in failed else r for r in replies
+        ]
 
 
 def without_reasons(folder: Path) -> dict[str, Any]:
@@ -89,10 +92,10 @@ def test_killed_clients_and_nodes_are_named_and_come_back(deployment: Deployment
     [server] = deployment.workers("superexec", "flwr-serverapp")
     os.kill(server, signal.SIGSTOP)
     deployment.end("supernode-2")
-    deployment.restart_node(2, place(2))
+    deployment.restart_node(2, node_settings(2))
     os.kill(server, signal.SIGCONT)
     until(lambda: rounds_in(folder) == 2, deployment.report())
-    deployment.restart_node(1, place(1))
+    deployment.restart_node(1, node_settings(1))
     assert deployment.status(run) == "finished:completed", deployment.report()
 
     first, second, _, last = (line["failures"] for line in results_of(folder)["rounds"])
@@ -120,14 +123,14 @@ def test_a_run_that_ended_is_resumed_and_survives_its_superlink(deployment: Depl
     for process in stopped:
         send(process, signal.SIGCONT)
 
-    trained = deployment.said("supernode-0", "Receiving: train message")
+    trained = deployment.count_in_log("supernode-0", "Receiving: train message")
     run = deployment.submit({"resume": str(folder)})
     deployment.await_training(0, trained)
     [server] = deployment.workers("superexec", "flwr-serverapp")
     os.kill(server, signal.SIGKILL)
     assert results_of(folder)["status"] == "running"
 
-    trained = deployment.said("supernode-0", "Receiving: train message")
+    trained = deployment.count_in_log("supernode-0", "Receiving: train message")
     run = deployment.submit({"resume": str(folder)})
     deployment.await_training(0, trained)
     deployment.kill("superlink")
@@ -142,11 +145,11 @@ def test_nodes_without_keys_and_a_superlink_that_takes_the_run_with_it(tmp_path:
     folder = tmp_path / "run"
     with Network(tmp_path) as network:
         for i in range(2):
-            network.start_node(i, place(i, 2))
+            network.start_node(i, node_settings(i, 2))
         run = network.submit(values)
         network.await_training(1, before=0)
         network.kill("supernode-1")
-        network.start_node(1, place(1, 2))
+        network.start_node(1, node_settings(1, 2))
         until(lambda: rounds_in(folder) == 2, network.report())
         network.await_training(0, before=2)
         network.processes["superlink"].kill()
@@ -156,7 +159,7 @@ def test_nodes_without_keys_and_a_superlink_that_takes_the_run_with_it(tmp_path:
         assert network.status(run) == "finished:failed"
         run = network.submit({"resume": str(folder)})
         assert network.status(run) == "finished:completed", network.report()
-        assert network.said("supernode-1", "SuperNode ID") == 2
+        assert network.count_in_log("supernode-1", "SuperNode ID") == 2
     assert failed_in(folder) == [["client-0001"], [], [], []]
     assert results_of(folder)["absent"] == []
     assert_as_in_one_process(folder, values)
@@ -181,10 +184,13 @@ def test_nodes_with_images_of_their_own(deployment: Deployment, patterns: list[n
         deployment.end(f"supernode-{i}")
     for i in range(2):
         deployment.restart_node(i, own_settings(there, list(BEGIN)[i]))
-    trained, folder = deployment.said("supernode-0", "Receiving: train message"), tmp_path / "runs" / "nodes"
+    trained, folder = deployment.count_in_log("supernode-0", "Receiving: train message"), tmp_path / "runs" / "nodes"
     run = deployment.submit(values | {"run-name": "nodes"})
     deployment.await_training(0, trained)
+    [server] = deployment.workers("superexec", "flwr-serverapp")
+    os.kill(server, signal.SIGSTOP)  # no round may end before the third node is there
     deployment.restart_node(2, own_settings(there, "west"))
+    os.kill(server, signal.SIGCONT)
     until(lambda: rounds_in(folder) == 1, deployment.report())
     store(there / "north", 4, patterns[4])
     until(lambda: rounds_in(folder) == 3, deployment.report())

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.flower, pytest.mark.slow]
 NODES = 3
 
 
-def place(number: int) -> str:
+def node_settings(number: int) -> str:
     return f"partition-id={number} num-partitions={NODES}"
 
 
@@ -28,7 +28,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     with Deployment(tmp_path_factory.mktemp("deployment"), NODES + 1) as running:
         for i in range(NODES):
             running.register(i)
-            running.start_node(i, place(i))
+            running.start_node(i, node_settings(i))
         yield running
 
 
@@ -38,8 +38,8 @@ def settings(folder: Path, name: str) -> dict[str, Scalar]:
 
 def test_nodes_end_with_the_numbers_of_a_run_in_one_process(deployment, tmp_path):
     words = run_config(settings(tmp_path, "nodes"))
-    said = deployment.flower("run", ".", "fcil", "--stream", "--run-config", words)
-    assert (tmp_path / "nodes" / "results.json").exists(), said
+    count_in_log = deployment.flower("run", ".", "fcil", "--stream", "--run-config", words)
+    assert (tmp_path / "nodes" / "results.json").exists(), count_in_log
     values = settings(tmp_path, "here")
     run_experiment(parse(values), InProcessTransport(values, NODES))
     assert comparable(tmp_path / "nodes") == comparable(tmp_path / "here")
@@ -51,10 +51,10 @@ def end_of(deployment: Deployment, process: "Process[bytes]") -> str:
 
 
 def test_a_node_that_nobody_registered_is_refused(deployment):
-    assert "Failed to activate SuperNode" in end_of(deployment, deployment.start_node(NODES, place(NODES)))
+    assert "Failed to activate SuperNode" in end_of(deployment, deployment.start_node(NODES, node_settings(NODES)))
 
 
 def test_a_server_of_another_authority_is_refused(deployment, tmp_path):
     make_keys.main([str(tmp_path), "--nodes", "0"])
-    stranger = deployment.start_node(NODES, place(NODES), tmp_path / "ca.crt")
+    stranger = deployment.start_node(NODES, node_settings(NODES), tmp_path / "ca.crt")
     assert "CERTIFICATE_VERIFY_FAILED" in end_of(deployment, stranger)

@@ -37,12 +37,12 @@ def nodes(tmp_path: Path, patterns: list[np.ndarray], monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def own(nodes: Path, tmp_path: Path) -> Values:
+def keys(nodes: Path, tmp_path: Path) -> Values:
     return OWN | {"output-dir": str(tmp_path / "runs"), "data-dir": str(nodes), "num-clients": 3}
 
 
-def test_nodes_with_images_of_their_own_learn_together(own: Values, nodes: Path) -> None:
-    results = run(own | {"local-epochs": 3})
+def test_nodes_with_images_of_their_own_learn_together(keys: Values, nodes: Path) -> None:
+    results = run(keys | {"local-epochs": 3})
     assert results["status"] == "finished"
     assert results["class_names"] == ["ant", "bee", "cow", "doe"]
     assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
@@ -52,15 +52,15 @@ def test_nodes_with_images_of_their_own_learn_together(own: Values, nodes: Path)
     assert (trained + held_out).tolist() == [40, 40, 60, 40]
     assert results["samples_per_task"] == [sum(held_out[:2]), sum(held_out[2:])]
     assert results["metrics"]["last_accuracy"] > 0.8
-    predictor = load_predictor(Path(own["output-dir"]) / "run")
+    predictor = load_predictor(Path(keys["output-dir"]) / "run")
     files = sorted((nodes / "west" / "doe").iterdir())
     assert predictor.predict(files).names.count("doe") > 15
 
 
-def test_a_rehearsal_from_the_command_line_has_a_client_for_each_folder(own: Values, nodes: Path) -> None:
-    words = [f"{k}={v}" for k, v in own.items() if k != "num-clients"]
+def test_a_rehearsal_from_the_command_line_has_a_client_for_each_folder(keys: Values, nodes: Path) -> None:
+    words = [f"{k}={v}" for k, v in keys.items() if k != "num-clients"]
     assert main(["run", "--in-process", *words]) == 0
-    results = json.loads((Path(own["output-dir"]) / "run" / "results.json").read_text())
+    results = json.loads((Path(keys["output-dir"]) / "run" / "results.json").read_text())
     assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
 
 
@@ -72,17 +72,17 @@ def test_a_rehearsal_from_the_command_line_has_a_client_for_each_folder(own: Val
         (lambda nodes: [f.write_bytes(b"") for f in (nodes / "west" / "doe").iterdir()], "unreadable-share"),
     ],
 )
-def test_a_mismatch_stops_the_run_at_once(spoil: Callable[[Path], object], message: str, own: Values) -> None:
-    spoil(Path(own["data-dir"]))
+def test_a_mismatch_stops_the_run_at_once(spoil: Callable[[Path], object], message: str, keys: Values) -> None:
+    spoil(Path(keys["data-dir"]))
     with pytest.raises(RunError, match=message):
-        run(own)
-    assert not (Path(own["output-dir"]) / "run").exists()
+        run(keys)
+    assert not (Path(keys["output-dir"]) / "run").exists()
 
 
 @pytest.mark.parametrize("lost", [2, 10])
-def test_files_that_vanish_are_left_out_up_to_the_share(lost: int, own: Values, nodes: Path) -> None:
+def test_files_that_vanish_are_left_out_up_to_the_share(lost: int, keys: Values, nodes: Path) -> None:
     gone = sorted((nodes / "south" / "ant").iterdir())[:lost]
-    results = run(own, Changing(parse(own).flat(), {1: lambda: [path.unlink() for path in gone]}))
+    results = run(keys, Changing(parse(keys).flat(), {1: lambda: [path.unlink() for path in gone]}))
     reasons = [f["reason"] for r in results["rounds"] for f in r["failures"] if f["name"] == "south"]
     assert results["status"] == "finished"
     assert bool(reasons) == (lost == 10)  # 2 of 60 are below unreadable-share = 0.05
@@ -91,7 +91,7 @@ def test_files_that_vanish_are_left_out_up_to_the_share(lost: int, own: Values, 
 
 
 def test_files_that_go_on_vanishing_are_a_failure_that_names_none(
-    own: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keys: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tries = []
 
@@ -99,7 +99,7 @@ def test_files_that_go_on_vanishing_are_a_failure_that_names_none(
         tries.append(request.node)
         raise UnreadableImage("'/data/ant/0.png' cannot be read")
 
-    values = parse(own).flat()
+    values = parse(keys).flat()
     monkeypatch.setitem(_HANDLERS, "train", vanish)
     answer = handle("train", Packet(), Node(values, {"partition-id": 0}))
     assert "vanish while it works" in str(answer.config["error"])
@@ -111,7 +111,7 @@ def test_files_that_go_on_vanishing_are_a_failure_that_names_none(
     assert len(tries) == 3
 
 
-def test_a_node_that_has_lost_its_disk_is_a_failure_and_not_idle(own: Values, nodes: Path) -> None:
+def test_a_node_that_has_lost_its_disk_is_a_failure_and_not_idle(keys: Values, nodes: Path) -> None:
     for part in ("train", "test"):
         shutil.copytree(nodes / "south", nodes.parent / "split" / part)
     shutil.rmtree(nodes / "south")
@@ -121,34 +121,34 @@ def test_a_node_that_has_lost_its_disk_is_a_failure_and_not_idle(own: Values, no
         shutil.rmtree(nodes / "south")
         (nodes / "south").mkdir()
 
-    results = run(own | {"rounds-per-task": 2}, Changing(parse(own).flat(), {2: unmount}))
+    results = run(keys | {"rounds-per-task": 2}, Changing(parse(keys).flat(), {2: unmount}))
     reasons = [[f["reason"] for f in r["failures"] if f["name"] == "south"] for r in results["rounds"]]
     assert [len(found) > 0 for found in reasons] == [False, True, True, True]
     assert "of 120 image files" in reasons[1][0]
     assert not any("south" in r["idle"] for r in results["rounds"])
 
 
-def test_a_node_that_uses_nothing_of_what_it_has_is_a_failure(own: Values) -> None:
+def test_a_node_that_uses_nothing_of_what_it_has_is_a_failure(keys: Values) -> None:
     def forget(node: int, kind: Kind, answer: Packet) -> Packet:
         return Packet(metrics={"num-examples": 0}) if (node, kind) == (1, "train") else answer
 
-    results = run(own, tamper=forget)
+    results = run(keys, tamper=forget)
     held = sum(results["clients"][1]["class_counts"][:2])
     (failure,) = results["rounds"][0]["failures"]
     assert failure["reason"].startswith(f"it has {held} images of the task and used none")
 
 
-def test_a_node_that_missed_hello_is_asked_again_once_it_is_free(own: Values) -> None:
+def test_a_node_that_missed_hello_is_asked_again_once_it_is_free(keys: Values) -> None:
     deaf, busy = {2}, {2}
-    transport = Changing(parse(own).flat(), {1: deaf.clear, 2: busy.clear})
+    transport = Changing(parse(keys).flat(), {1: deaf.clear, 2: busy.clear})
     transport.busy, transport.broken = lambda: busy, lambda node, kind: node in deaf
-    results = run(own | {"rounds-per-task": 3}, transport)
+    results = run(keys | {"rounds-per-task": 3}, transport)
     assert results["absent"] == [{"name": "node 2", "reason": "no answer within 3600 s"}]
     took_part = [len(r["participants"]) for r in results["rounds"]]
     assert took_part == [2, 2, 3, 3, 3, 3]  # free from the second round on, and greeted before the third
 
 
-def test_a_node_that_breaks_down_at_hello_is_asked_three_times(own: Values) -> None:
+def test_a_node_that_breaks_down_at_hello_is_asked_three_times(keys: Values) -> None:
     asked = []
 
     class Broken(Changing):
@@ -158,27 +158,27 @@ def test_a_node_that_breaks_down_at_hello_is_asked_three_times(own: Values) -> N
             crash = Reply(2, None, f"crash {len(asked)}", 0, 0)
             return [crash if kind == "hello" and r.node == 2 else r for r in replies]
 
-    results = run(own | {"rounds-per-task": 3}, Broken(parse(own).flat()))
+    results = run(keys | {"rounds-per-task": 3}, Broken(parse(keys).flat()))
     assert asked.count(2) == 3
     assert [entry["name"] for entry in results["absent"]] == ["node 2"]
 
 
-def test_a_node_that_comes_back_on_other_weights_is_refused(own: Values, nodes: Path) -> None:
-    values = parse(own).flat()
+def test_a_node_that_comes_back_on_other_weights_is_refused(keys: Values, nodes: Path) -> None:
+    values = parse(keys).flat()
     transport = Changing(values)
     transport.before[2] = lambda: transport._nodes.update(
         {2: Node(values, {"backbone-weights": "random", "partition-id": 2})}
     )
-    results = run(own | {"backbone-weights": "auto"}, transport)
+    results = run(keys | {"backbone-weights": "auto"}, transport)
     reasons = [[f["reason"] for f in r["failures"] if f["name"] == "west"] for r in results["rounds"]]
     assert reasons[0] == []
     assert "other backbone weights than the server" in reasons[1][0]
 
 
-def test_a_node_without_any_image_stops_the_run(own: Values, nodes: Path) -> None:
+def test_a_node_without_any_image_stops_the_run(keys: Values, nodes: Path) -> None:
     (nodes / "zulu").mkdir()
     with pytest.raises(RunError, match="zulu: no image found"):
-        run(own | {"num-clients": 4})
+        run(keys | {"num-clients": 4})
 
 
 def spell(folder: Path, name: str, spelling: str) -> None:
@@ -187,7 +187,7 @@ def spell(folder: Path, name: str, spelling: str) -> None:
 
 
 def test_spellings_that_differ_in_case_or_punctuation_are_one_class(
-    own: Values, nodes: Path, caplog: pytest.LogCaptureFixture
+    keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There are 60 images of cows and 40 of each other class; one node each has doe and Doe., ant and a-nt."""
     for node, name, spelling in [
@@ -198,7 +198,7 @@ def test_spellings_that_differ_in_case_or_punctuation_are_one_class(
         ("south", "ant", "a-nt"),
     ]:
         spell(nodes / node, name, spelling)
-    results = run(own | {"local-epochs": 3})
+    results = run(keys | {"local-epochs": 3})
     assert results["class_names"] == ["Cow", "Doe.", "a-nt", "bee"]
     trained = np.array([c["class_counts"] for c in results["clients"]])
     assert (trained.sum(axis=0) + np.sum(results["confusion"], axis=1)).tolist() == [60, 40, 40, 40]
@@ -210,58 +210,58 @@ def test_spellings_that_differ_in_case_or_punctuation_are_one_class(
         "class 'cow ' of south is taken for 'Cow'",
         "class 'doe' of north is taken for 'Doe.'",
     ]
-    predictor = load_predictor(Path(own["output-dir"]) / "run")
+    predictor = load_predictor(Path(keys["output-dir"]) / "run")
     assert sorted(predictor.class_names) == results["class_names"]
     assert predictor.predict(sorted((nodes / "north" / "doe").iterdir())).names.count("Doe.") > 15
 
 
-def test_a_class_has_the_name_that_most_nodes_use(own: Values, nodes: Path) -> None:
+def test_a_class_has_the_name_that_most_nodes_use(keys: Values, nodes: Path) -> None:
     for node, spelling in {"north": "cat", "south": "Cat", "west": "cat "}.items():
         spell(nodes / node, "cow", spelling)
     shutil.copytree(nodes / "north" / "cat", nodes / "zulu" / "cat")
-    results = run(own | {"num-clients": 4})
+    results = run(keys | {"num-clients": 4})
     assert results["class_names"] == ["ant", "bee", "cat", "doe"]
     assert all(client["class_counts"][2] > 0 for client in results["clients"])
     assert list(results["per_class_accuracy"]) == results["class_names"]
 
 
 def test_the_server_says_who_holds_what_and_what_nobody_can_be_tested_on(
-    own: Values, nodes: Path, caplog: pytest.LogCaptureFixture
+    keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for file in sorted((nodes / "south" / "ant").iterdir())[1:]:
         file.unlink()
     for file in sorted((nodes / "north" / "ant").iterdir())[1:]:
         file.unlink()
     with caplog.at_level("INFO"):
-        run(own)
+        run(keys)
     assert "no node has held out an image of ant" in caplog.text
     assert "north" in caplog.text
     assert "held out  classes  unreadable" in caplog.text
 
 
-def test_files_that_come_during_a_task_wait_for_the_next_hello(own: Values, patterns: list[np.ndarray]) -> None:
+def test_files_that_come_during_a_task_wait_for_the_next_hello(keys: Values, patterns: list[np.ndarray]) -> None:
     """The server refuses more examples than a node has spoken of."""
-    values = own | {"num-tasks": 1, "rounds-per-task": 2}
-    late = Path(own["data-dir"]) / "north" / "ant"
+    values = keys | {"num-tasks": 1, "rounds-per-task": 2}
+    late = Path(keys["data-dir"]) / "north" / "ant"
     results = run(values, Changing(parse(values).flat(), {2: lambda: paint(late, 30, first=100)}))
     assert [r["failures"] for r in results["rounds"]] == [[], []]
     assert results["clients"][0]["class_counts"][0] == 18
     assert run(values | {"run-name": "next"})["clients"][0]["class_counts"][0] > 18
 
 
-def test_a_node_joins_late(own: Values) -> None:
-    transport = Changing(parse(own).flat(), {1: lambda: transport.hidden.clear()})
+def test_a_node_joins_late(keys: Values) -> None:
+    transport = Changing(parse(keys).flat(), {1: lambda: transport.hidden.clear()})
     transport.hidden = {2}
-    results = run(own | {"num-clients": 2}, transport)
+    results = run(keys | {"num-clients": 2}, transport)
     assert [r["participants"] for r in results["rounds"]] == [["north", "south"], ["north", "south", "west"]]
     assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
 
 
-def test_a_late_node_with_another_spelling_joins(own: Values, nodes: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_node_with_another_spelling_joins(keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture) -> None:
     spell(nodes / "west", "doe", "Doe")
-    transport = Changing(parse(own).flat(), {1: lambda: transport.hidden.clear()})
+    transport = Changing(parse(keys).flat(), {1: lambda: transport.hidden.clear()})
     transport.hidden = {2}
-    results = run(own | {"num-clients": 2}, transport)
+    results = run(keys | {"num-clients": 2}, transport)
     assert results["class_names"] == ["ant", "bee", "cow", "doe"]
     assert results["rounds"][1]["participants"] == ["north", "south", "west"]
     assert results["rounds"][1]["failures"] == []
@@ -271,13 +271,13 @@ def test_a_late_node_with_another_spelling_joins(own: Values, nodes: Path, caplo
 
 
 @pytest.mark.parametrize("dataset", ["own", "synthetic"])
-def test_a_node_that_comes_back_under_another_handle_takes_its_old_place(dataset: str, own: Values) -> None:
+def test_a_node_that_comes_back_under_another_handle_takes_its_old_place(dataset: str, keys: Values) -> None:
     """As a SuperNode does that is restarted without a key of its own."""
 
     def restart() -> None:
         transport.hidden, transport.aliases = {1}, {7: 1}
 
-    values = own | {"rounds-per-task": 2}
+    values = keys | {"rounds-per-task": 2}
     if dataset == "synthetic":
         values |= {"dataset": "synthetic", "data-dir": "", "partition": "iid"}
     transport = Changing(parse(values).flat(), {1: restart})
@@ -287,14 +287,14 @@ def test_a_node_that_comes_back_under_another_handle_takes_its_old_place(dataset
     assert [[f["name"] for f in r["failures"]] for r in results["rounds"]] == [[names[1]], [], [], []]
 
 
-def test_a_node_that_comes_back_under_another_name_is_one_client_still(own: Values, nodes: Path) -> None:
+def test_a_node_that_comes_back_under_another_name_is_one_client_still(keys: Values, nodes: Path) -> None:
     """The same key, so the same handle, as when somebody corrects its name; here its folder's."""
 
     def leave() -> None:
         transport.hidden = {2}
         (nodes / "west").rename(nodes / "xeno")
 
-    values = own | {"rounds-per-task": 2}
+    values = keys | {"rounds-per-task": 2}
     transport = Changing(parse(values).flat(), {1: leave, 2: lambda: transport.hidden.clear()})
     results = run(values, transport)
     assert results["rounds"][0]["failures"] == [{"name": "west", "reason": "gone"}]
@@ -315,7 +315,7 @@ def test_a_node_that_comes_back_under_another_name_is_one_client_still(own: Valu
         (lambda p: p.config.update({"unreadable": [1]}), "unreadable files is [1]"),
     ],
 )
-def test_a_late_node_that_does_not_fit_is_named(spoil: Callable[[Packet], object], reason: str, own: Values) -> None:
+def test_a_late_node_that_does_not_fit_is_named(spoil: Callable[[Packet], object], reason: str, keys: Values) -> None:
     class Odd(Changing):
         def _ask(self, kind: Kind, node: int, packet: Packet) -> Reply:
             reply = super()._ask(kind, node, packet)
@@ -323,37 +323,37 @@ def test_a_late_node_that_does_not_fit_is_named(spoil: Callable[[Packet], object
                 spoil(reply.packet)
             return reply
 
-    transport = Odd(parse(own).flat(), {1: lambda: transport.hidden.clear()})
+    transport = Odd(parse(keys).flat(), {1: lambda: transport.hidden.clear()})
     transport.hidden = {2}
-    results = run(own | {"num-clients": 2}, transport)
+    results = run(keys | {"num-clients": 2}, transport)
     assert results["status"] == "finished"
     assert [reason in a["reason"] for a in results["absent"]] == [True]
 
 
-def test_an_npz_may_name_classes_that_it_does_not_hold(own: Values, nodes: Path) -> None:
+def test_an_npz_may_name_classes_that_it_does_not_hold(keys: Values, nodes: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
     np.savez(nodes / "west.npz", images=images, labels=np.repeat([0, 2], 6), class_names=["ant", "bee", "cow"])
-    config = parse(own)
+    config = parse(keys)
     settings = [{}, {}, {"name": "west", "data-dir": str(nodes / "west.npz")}]
-    results = run(own, InProcessTransport(config.flat(), 3, settings))
+    results = run(keys, InProcessTransport(config.flat(), 3, settings))
     assert results["status"] == "finished"
     assert results["clients"][2]["class_counts"][1] == 0
 
 
-def test_a_second_node_of_one_name_has_to_wait(own: Values) -> None:
-    transport = Changing(parse(own).flat(), {1: lambda: transport.aliases.update({7: 1})})
-    results = run(own, transport)
+def test_a_second_node_of_one_name_has_to_wait(keys: Values) -> None:
+    transport = Changing(parse(keys).flat(), {1: lambda: transport.aliases.update({7: 1})})
+    results = run(keys, transport)
     assert results["rounds"][1]["participants"] == ["north", "south", "west"]
     assert results["absent"] == [{"name": "south", "reason": "a node of this name takes part already"}]
 
 
-def appearing(own: Values) -> Values:
-    return own | {"class-order": "appearing", "num-tasks": 3, "rounds-per-task": 2}
+def appearing(keys: Values) -> Values:
+    return keys | {"class-order": "appearing", "num-tasks": 3, "rounds-per-task": 2}
 
 
-def test_classes_that_appear_become_tasks(own: Values, nodes: Path, patterns: list[np.ndarray]) -> None:
+def test_classes_that_appear_become_tasks(keys: Values, nodes: Path, patterns: list[np.ndarray]) -> None:
     """Two appear while the first task is learned and none later, so there are two tasks of three that could be."""
-    values = appearing(own) | {"local-epochs": 3}
+    values = appearing(keys) | {"local-epochs": 3}
     new = [lambda: store(nodes / "north", 4, patterns[4]), lambda: store(nodes / "west", 5, patterns[5])]
     results = run(values, Changing(parse(values).flat(), {2: lambda: [find() for find in new]}))
     assert results["tasks"] == [[0, 1, 2, 3], [4, 5]]
@@ -365,7 +365,7 @@ def test_classes_that_appear_become_tasks(own: Values, nodes: Path, patterns: li
 
 
 def test_the_run_waits_for_classes_to_appear(
-    own: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+    keys: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
 
@@ -375,23 +375,23 @@ def test_the_run_waits_for_classes_to_appear(
             store(nodes / "west", 5, patterns[5])
 
     monkeypatch.setattr(server_app.rounds.setup.time, "sleep", sleep)
-    results = run(appearing(own) | {"class-wait": 3600.0, "num-tasks": 2})
+    results = run(appearing(keys) | {"class-wait": 3600.0, "num-tasks": 2})
     assert results["tasks"] == [[0, 1, 2, 3], [4]]
     assert slept == [server_app.rounds.setup.POLL] * 2
 
 
 def test_an_open_ended_run_is_resumed_with_the_classes_it_had(
-    own: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+    keys: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut() -> None:
         raise PowerCutError
 
-    values = appearing(own)
+    values = appearing(keys)
     arrives = {2: lambda: store(nodes / "north", 4, patterns[4])}
     with pytest.raises(PowerCutError):
         run(values | {"run-name": "cut"}, Changing(parse(values).flat(), {**arrives, 4: cut}))
     store(nodes / "north", 5, patterns[5])  # while nobody looks: it comes in its turn, after the task that was cut
-    resumed = run({"resume": str(Path(own["output-dir"]) / "cut")})
+    resumed = run({"resume": str(Path(keys["output-dir"]) / "cut")})
     for name in ("elk", "fox"):
         shutil.rmtree(nodes / "north" / name)
     arrives |= {4: lambda: store(nodes / "north", 5, patterns[5])}

@@ -60,16 +60,16 @@ REMEMBERING = [name for name, row in METHODS.items() if load_class(row.strategy)
 @pytest.mark.parametrize("method", ["fedavg", *REMEMBERING])
 def test_a_resumed_run_ends_as_if_nothing_had_happened(method: str, tiny: Values) -> None:
     """Cut in the last round, so that all of a method's memory is needed."""
-    whole, cut = two_runs(tiny, method=method)
-    run(whole)
-    folder = interrupt(cut, cut_in_round=4)
+    uninterrupted, interrupted = two_runs(tiny, method=method)
+    run(uninterrupted)
+    folder = interrupt(interrupted, cut_in_round=4)
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == 3
     run({"resume": str(folder)})
     assert all_of(folder) == all_of(folder.with_name("whole"))
 
 
 RESNET: Values = {"method": "fedavg", "prompt": "none", "backbone": "resnet18_cifar", "backbone-weights": "random"}
-WORLDS: dict[str, tuple[int, Values]] = {
+SCENARIOS: dict[str, tuple[int, Values]] = {
     # of how many rounds the last one is cut, and run keys
     "own class sequences": (4, {"method": "fedavg", "partition": "consensus"}),
     "images drawn anew in each round": (4, {"partition": "split-ratio", "split-ratio": 0.5}),
@@ -81,15 +81,15 @@ WORLDS: dict[str, tuple[int, Values]] = {
 SLOW = {"running statistics": pytest.mark.slow}
 
 
-@pytest.mark.parametrize("scenario", [pytest.param(scenario, marks=SLOW.get(scenario, ())) for scenario in WORLDS])
+@pytest.mark.parametrize("scenario", [pytest.param(scenario, marks=SLOW.get(scenario, ())) for scenario in SCENARIOS])
 def test_a_resumed_run_ends_the_same_whatever_clients_learn(
     scenario: str, tiny: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server_app.clients.hello.SETTLED", 0.0)  # no more nodes will come
-    rounds, own = WORLDS[scenario]
-    whole, cut = two_runs(tiny, **own)
-    run(whole)
-    folder = interrupt(cut, cut_in_round=rounds)
+    rounds, changes = SCENARIOS[scenario]
+    uninterrupted, interrupted = two_runs(tiny, **changes)
+    run(uninterrupted)
+    folder = interrupt(interrupted, cut_in_round=rounds)
     assert len((folder / "rounds.jsonl").read_text().splitlines()) == rounds - 1
     run({"resume": str(folder)})
     assert all_of(folder) == all_of(folder.with_name("whole"))
@@ -97,9 +97,9 @@ def test_a_resumed_run_ends_the_same_whatever_clients_learn(
 
 @pytest.mark.parametrize("cut_in_round", [2, 3])
 def test_it_may_be_cut_anywhere_and_twice(cut_in_round: int, tiny: Values) -> None:
-    whole, cut = two_runs(tiny, prompt="dualprompt", method="fedavg")
-    run(whole)
-    folder = interrupt(cut, cut_in_round)
+    uninterrupted, interrupted = two_runs(tiny, prompt="dualprompt", method="fedavg")
+    run(uninterrupted)
+    folder = interrupt(interrupted, cut_in_round)
     interrupt({"resume": str(folder)}, cut_in_round=4)
     run({"resume": str(folder)})
     assert all_of(folder) == all_of(folder.with_name("whole"))
@@ -109,9 +109,9 @@ def test_it_may_be_cut_anywhere_and_twice(cut_in_round: int, tiny: Values) -> No
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     damage: str, tiny: Values, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, cut = two_runs(tiny)
-    run(whole)
-    folder = interrupt(cut, cut_in_round=4)
+    uninterrupted, interrupted = two_runs(tiny)
+    run(uninterrupted)
+    folder = interrupt(interrupted, cut_in_round=4)
     kept = sorted((folder / "checkpoint").iterdir())
     assert [p.name for p in kept] == ["000002.ckpt", "000003.ckpt"]
     raw = kept[1].read_bytes()
@@ -176,10 +176,10 @@ def test_waiting_for_nodes_ends_though_one_comes_and_goes(monkeypatch: pytest.Mo
 
 
 def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, cut = two_runs(tiny)
-    run(whole)
-    folder = Path(cut["output-dir"]) / "cut"
-    words = [f"{name}={value}" for name, value in cut.items()]
+    uninterrupted, interrupted = two_runs(tiny)
+    run(uninterrupted)
+    folder = Path(interrupted["output-dir"]) / "cut"
+    words = [f"{name}={value}" for name, value in interrupted.items()]
     command = [sys.executable, "-m", "server_app.cli", "run", "--in-process", *words]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -220,9 +220,9 @@ def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_returns(
 
 
 def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
-    whole, cut = two_runs(tiny)
-    run(whole)
-    folder = interrupt(cut, cut_in_round=3)
+    uninterrupted, interrupted = two_runs(tiny)
+    run(uninterrupted)
+    folder = interrupt(interrupted, cut_in_round=3)
     for values, words in [
         ({"resume": str(tmp_path / "nowhere")}, "nowhere.*no folder of a run"),
         ({"resume": str(folder.with_name("whole"))}, "finished run"),
@@ -240,8 +240,8 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
 
 
 def test_other_backbone_weights_are_refused(tiny: Values) -> None:
-    _, cut = two_runs(tiny)
-    folder = interrupt(cut, 3)
+    _, interrupted = two_runs(tiny)
+    folder = interrupt(interrupted, 3)
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(re.sub(r"backbone-sha256: \w+", "backbone-sha256: " + "0" * 64, text))
     with pytest.raises(ConfigError, match="began with other backbone weights"):
@@ -251,8 +251,8 @@ def test_other_backbone_weights_are_refused(tiny: Values) -> None:
 def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
     tiny: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, cut = two_runs(tiny)
-    run(whole)
+    uninterrupted, interrupted = two_runs(tiny)
+    run(uninterrupted)
     original, calls = os.fsync, []
 
     def full(number: int) -> None:
@@ -263,9 +263,9 @@ def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        run(cut)
+        run(interrupted)
     monkeypatch.undo()
-    folder = Path(cut["output-dir"]) / "cut"
+    folder = Path(interrupted["output-dir"]) / "cut"
     assert not list(folder.rglob("*.part"))
     json.loads((folder / "results.json").read_text())
     safetensors.numpy.load_file(folder / "model.safetensors")
@@ -319,9 +319,9 @@ def test_a_torn_line_is_replaced_and_a_full_disk_tears_none(tmp_path: Path, monk
 def test_lost_lines_of_rounds_do_not_keep_a_run_from_going_on(
     damage: str, tiny: Values, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole, cut = two_runs(tiny)
-    run(whole)
-    folder = interrupt(cut, cut_in_round=4)
+    uninterrupted, interrupted = two_runs(tiny)
+    run(uninterrupted)
+    folder = interrupt(interrupted, cut_in_round=4)
     path = folder / "rounds.jsonl"
     path.write_bytes(path.read_bytes()[:-9]) if damage == "torn" else path.unlink()
     run({"resume": str(folder)})
@@ -334,8 +334,8 @@ def test_lost_lines_of_rounds_do_not_keep_a_run_from_going_on(
 def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -> None:
     name = "tests.strategies.outside_method:ROW"
     try:
-        _, cut = two_runs(tiny, method=name, **{"pulled-pull": 7.5})
-        folder = interrupt(cut, cut_in_round=2)
+        _, interrupted = two_runs(tiny, method=name, **{"pulled-pull": 7.5})
+        folder = interrupt(interrupted, cut_in_round=2)
         METHODS.pop(name)  # as a fresh process would begin
         assert parse(load_resumed_keys({"resume": str(folder)})).options.pull == 7.5
     finally:
@@ -343,8 +343,8 @@ def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -
 
 
 def test_another_version_of_the_code_is_named(tiny: Values, caplog: pytest.LogCaptureFixture) -> None:
-    _, cut = two_runs(tiny)
-    folder = interrupt(cut, cut_in_round=3)
+    _, interrupted = two_runs(tiny)
+    folder = interrupt(interrupted, cut_in_round=3)
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("code-sha256: ", "code-sha256: 0"))
     with caplog.at_level(logging.WARNING):

@@ -72,7 +72,7 @@ class Programs:
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def said(self, name: str, words: str) -> int:
+    def count_in_log(self, name: str, words: str) -> int:
         """How often a program's log has these words."""
         return self.log(name).read_text(errors="replace").count(words)
 
@@ -96,11 +96,21 @@ class Programs:
 
     def flower(self, *words: str) -> str:
         """One of people's commands; what it prints."""
-        done = subprocess.run(
-            ["flwr", *words], cwd=ROOT, env=self._variables("people"), capture_output=True, text=True, timeout=PATIENCE
-        )
+        done = self.try_flower(*words)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def try_flower(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """The same where a failure is no error."""
+        return subprocess.run(
+            ["flwr", *words],
+            cwd=ROOT,
+            env=self._variables("people"),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
 
     def _variables(self, name: str) -> dict[str, str]:
         mark, _, value = self._mark.partition("=")
@@ -144,8 +154,8 @@ class Network(Programs):
 
     def start_superlink(self) -> None:
         """Start it, or start it again on its database."""
-        place = ["--host=127.0.0.1", f"--port={self.port}", f"--database={self.folder}/state.db"]
-        self.start("superlink", "flower-superlink", *place, f"--isolation={self.isolation}", *self._security())
+        flags = ["--host=127.0.0.1", f"--port={self.port}", f"--database={self.folder}/state.db"]
+        self.start("superlink", "flower-superlink", *flags, f"--isolation={self.isolation}", *self._security())
         until(self._answers, last_lines(self.log("superlink")))
 
     def _answers(self) -> bool:
@@ -161,8 +171,8 @@ class Network(Programs):
     def start_node(self, number: int, settings: str) -> "Process[bytes]":
         """Start a node with this node config, on the port that it had before if any; its process."""
         port = self._ports.setdefault(number, free_port())
-        place = [f"--port={port}", f"--node-config={settings}"]
-        return self.start(f"supernode-{number}", "flower-supernode", *place, *self._fleet(number))
+        flags = [f"--port={port}", f"--node-config={settings}"]
+        return self.start(f"supernode-{number}", "flower-supernode", *flags, *self._fleet(number))
 
     def _fleet(self, number: int) -> list[str]:
         """Flags by which a node reaches the SuperLink."""
@@ -171,12 +181,12 @@ class Network(Programs):
     def restart_node(self, number: int, settings: str) -> None:
         """Until it connects, as a service manager would: Flower refuses a key whose last holder may still be there."""
         name = f"supernode-{number}"
-        before = self.said(name, "SuperNode ID")
+        before = self.count_in_log(name, "SuperNode ID")
 
         def connected() -> bool:
             if self.processes[name].poll() is not None:
                 self.start_node(number, settings)
-            return self.said(name, "SuperNode ID") > before
+            return self.count_in_log(name, "SuperNode ID") > before
 
         until(connected, self.report(), pause=0.5)
 
@@ -187,15 +197,16 @@ class Network(Programs):
 
     def status(self, run_id: str) -> str:
         """Flower's word on a run, once it has ended."""
-        found: list[str] = []
+        statuses: list[str] = []
 
         def ended() -> bool:
-            listed = json.loads(self.flower("list", "fcil", "--run-id", run_id, "--format", "json"))
-            found.append(str(listed["runs"][0]["status"]))
-            return found[-1].startswith("finished")
+            done = self.try_flower("list", "fcil", "--run-id", run_id, "--format", "json")
+            with contextlib.suppress(ValueError, LookupError):  # on a busy machine the command fails now and then
+                statuses.append(str(json.loads(done.stdout)["runs"][0]["status"]))
+            return bool(statuses) and statuses[-1].startswith("finished")
 
         until(ended, self.report(), pause=8)  # each costs a program its start
-        return found[-1]
+        return statuses[-1]
 
     def report(self) -> str:
         """The ends of all logs."""
@@ -203,17 +214,17 @@ class Network(Programs):
 
     def await_training(self, number: int, before: int) -> int:
         """Wait until a node has got more train messages than ``before`` and is at work on it; the process that is."""
-        name, earlier, found = f"supernode-{number}", set[int](), list[int]()
+        name, earlier, training = f"supernode-{number}", set[int](), list[int]()
 
         def at_work() -> bool:
             clients = set(self.workers(f"{self.trains}-{number}", "flwr-clientapp"))
-            if self.said(name, "Receiving: train message") <= before:
+            if self.count_in_log(name, "Receiving: train message") <= before:
                 earlier.update(clients)  # some take their time to end
-            found[:] = [pid for pid in clients - earlier if _trains(pid)]
-            return bool(found)
+            training[:] = [pid for pid in clients - earlier if _trains(pid)]
+            return bool(training)
 
         until(at_work, self.report(), pause=0.05)
-        return found[0]
+        return training[0]
 
 
 class Deployment(Network):

@@ -71,8 +71,8 @@ def comparable(folder: Path) -> dict[str, Any]:
 def train_message(config: Config, task: int = 0) -> Packet:
     """The server's message of the first round of a task."""
     model = build_model(config, build_scenario(config).task_sizes(task))
-    place = {"task": task + 1, "round": 1, "server-round": task + 1, "ends-task": True, "pool": "client-0000"}
-    return Packet(arrays=model.export(), config=place | {"backbone-sha256": model.backbone.sha256})
+    position = {"task": task + 1, "round": 1, "server-round": task + 1, "ends-task": True, "pool": "client-0000"}
+    return Packet(arrays=model.export(), config=position | {"backbone-sha256": model.backbone.sha256})
 
 
 class FaultyTransport(InProcessTransport):

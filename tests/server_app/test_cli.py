@@ -176,10 +176,10 @@ def test_in_process_runs_need_no_flower(tmp_path):
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
 
 
-def test_the_command_starts_where_there_is_no_fcntl(tmp_path):
+def test_commands_start_where_there_is_no_fcntl(tmp_path):
     """As on Windows, which has no SIGHUP either."""
     script = "import signal, sys; sys.modules |= dict(fcntl=None, resource=None); del signal.SIGHUP\n"
-    script += "from server_app.cli.main import main; main(['run', '--help'])"
+    script += "import server_app.doctor.dry_run; from server_app.cli.main import main; main(['run', '--help'])"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "KEY=VALUE" in done.stdout

@@ -105,13 +105,13 @@ def ground_of(values: dict[str, Any], folder: Path) -> Ground:
 
 @pytest.fixture(scope="module")
 def grounds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ground]:
-    known: dict[str, Ground] = {}
+    made: dict[str, Ground] = {}
 
     def find(name: str) -> Ground:
-        if name not in known:
-            known.clear()  # a trained backbone's are large
-            known[name] = ground_of(EVERY[name], tmp_path_factory.mktemp(name))
-        return known[name]
+        if name not in made:
+            made.clear()  # a trained backbone's are large
+            made[name] = ground_of(EVERY[name], tmp_path_factory.mktemp(name))
+        return made[name]
 
     return find
 

@@ -775,6 +775,22 @@ def test_several_runs_need_a_folder_of_their_own(make_run):
     assert not (folders[1] / "report.html").exists()
 
 
+@pytest.mark.parametrize("text", ["{", '{"schema": 2}', json.dumps(results(seconds=7, seed=2))])
+def test_one_bad_run_stops_no_comparison_and_is_named_once(make_run, tmp_path, caplog, text):
+    folders = [make_run("a"), make_run("bad"), make_run("b", seed=1)]
+    (folders[1] / "results.json").write_text(text)
+    write_report(folders, tmp_path / "both")
+    assert [record.getMessage().count(str(folders[1])) for record in caplog.records] == [1]
+    assert "<h1>Comparison of 2 of 3 runs</h1>" in (tmp_path / "both" / "report.html").read_text()
+    assert "| hgp | digits | 0, 1 |" in (tmp_path / "both" / "table.md").read_text()
+
+
+def test_a_comparison_of_nothing_readable_is_an_error(tmp_path):
+    with pytest.raises(ReportError, match=f"{re.escape(str(tmp_path / 'b'))}.* does not exist"):
+        write_report([tmp_path / "a", tmp_path / "b"], tmp_path / "both")
+    assert not (tmp_path / "both").exists()
+
+
 def test_missing_results(tmp_path):
     with pytest.raises(ReportError, match=re.escape(f"{tmp_path / 'results.json'} does not exist")):
         write_report([tmp_path])
@@ -801,6 +817,10 @@ def test_a_file_that_is_no_results_json_is_named(tmp_path, text):
         ({"confusion": [[1, 2], [3, 4]]}, "reshape"),
         ({"clients": [{"name": "alice"}]}, "'class_counts'"),
         ({"federated_bias": {"prototype_distance": [1]}}, "reshape"),
+        ({"communication": [[1]]}, "'communication'"),
+        ({"environment": "x"}, "'environment'"),
+        ({"method": ["hgp"]}, "'method'"),
+        ({"dataset": 7}, "'dataset'"),
     ],
 )
 def test_results_of_another_form_name_the_path_and_the_reason(make_run, changes, reason):
@@ -825,7 +845,7 @@ def test_losses_that_are_not_numbers_are_shown(make_run):
     assert page_of(folder).row("1", "2") == ["1", "2", "-"]
 
 
-@pytest.mark.parametrize("changes", [{"rounds": [None]}, {"communication": [[1]]}, {"environment": "x"}])
+@pytest.mark.parametrize("changes", [{"rounds": [None]}, {"rounds": 3}])
 def test_what_cannot_be_drawn_is_the_same_error(make_run, changes):
     folder = make_run(**changes)
     with pytest.raises(ReportError, match=f"{re.escape(str(folder / 'results.json'))} is no results.json of schema 1"):

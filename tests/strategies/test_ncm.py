@@ -32,9 +32,10 @@ def clients_of(task, seed=0, clients=4):
     """Raw float32 features per client: class id -> [n, D]; not every client holds every class."""
     rng = np.random.default_rng([seed, task])
     centres = {c: rng.normal(3, 1, D) for c in SCHEDULE.tasks[task]}
-    held = [{c: int(rng.integers(0, 6)) + (m == 0) for c in centres} for m in range(clients)]
+    class_counts = [{c: int(rng.integers(0, 6)) + (m == 0) for c in centres} for m in range(clients)]
     return [
-        {c: (centres[c] + rng.normal(size=(n, D))).astype(np.float32) for c, n in mine.items() if n} for mine in held
+        {c: (centres[c] + rng.normal(size=(n, D))).astype(np.float32) for c, n in by_class.items() if n}
+        for by_class in class_counts
     ]
 
 
@@ -43,16 +44,16 @@ def answers(clients):
     return [
         Update(
             f"client {m}",
-            sum(map(len, mine.values())),
+            sum(map(len, by_class.values())),
             {},
             {
-                "class_ids": np.array(list(mine), np.int64),
-                "counts": np.array([len(x) for x in mine.values()], np.int64),
-                "means": np.stack([x.mean(axis=0, dtype=np.float64) for x in mine.values()]).astype(np.float32),
+                "class_ids": np.array(list(by_class), np.int64),
+                "counts": np.array([len(x) for x in by_class.values()], np.int64),
+                "means": np.stack([x.mean(axis=0, dtype=np.float64) for x in by_class.values()]).astype(np.float32),
             },
         )
-        for m, mine in enumerate(clients)
-        if mine
+        for m, by_class in enumerate(clients)
+        if by_class
     ]
 
 
@@ -69,8 +70,11 @@ def head_after(updates_by_round):
 
 def nearest_mean(queries, clients):
     """The class whose mean over the pooled raw samples is nearest, in float64."""
-    classes = sorted({c for mine in clients for c in mine})
-    means = [np.concatenate([mine[c] for mine in clients if c in mine]).mean(axis=0, dtype=np.float64) for c in classes]
+    classes = sorted({c for by_class in clients for c in by_class})
+    means = [
+        np.concatenate([by_class[c] for by_class in clients if c in by_class]).mean(axis=0, dtype=np.float64)
+        for c in classes
+    ]
     return np.array(classes)[np.square(queries[:, None] - np.stack(means)).sum(axis=2).argmin(axis=1)]
 
 
@@ -107,7 +111,7 @@ def test_rows_by_hand():
 
 def test_the_order_of_clients_does_not_matter():
     updates = answers(clients_of(0))
-    heads = [head_after([list(some)]) for some in itertools.permutations(updates)]
+    heads = [head_after([list(permuted)]) for permuted in itertools.permutations(updates)]
     assert len(heads) == 24
     for head in heads[1:]:
         assert torch.allclose(head.weight, heads[0].weight, rtol=1e-6, atol=0)
@@ -139,6 +143,6 @@ def test_a_later_task_leaves_earlier_rows_alone():
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_class_that_nobody_reported_is_never_predicted(sign):
     """Brute force knows the means of class 2 alone; its row must win wherever the query lies, even opposite to it."""
-    clients = [{c: x for c, x in mine.items() if c == 2} for mine in clients_of(0)]
-    head = head_after([answers([mine for mine in clients if mine])])
+    clients = [{c: x for c, x in by_class.items() if c == 2} for by_class in clients_of(0)]
+    head = head_after([answers([by_class for by_class in clients if by_class])])
     assert set(predict(head, sign * queries())) == {2}

@@ -88,10 +88,10 @@ def test_clients_hold_classes_of_their_task_only(name, problem):
     labels, num_clients, tasks, seed = problem
     assume(possible(name, num_clients, tasks))
     result = partition(name, labels, num_clients, tasks, seed, **PARAMETERS[name])
-    own = [tasks] * num_clients
+    streams = [tasks] * num_clients
     if name == "consensus":
-        own = consensus_tasks(tasks, num_clients, seed, **PARAMETERS[name])
-    for client, client_tasks in zip(result, own, strict=True):
+        streams = consensus_tasks(tasks, num_clients, seed, **PARAMETERS[name])
+    for client, client_tasks in zip(result, streams, strict=True):
         for array, classes in zip(client, client_tasks, strict=True):
             assert set(labels[array].tolist()) <= set(classes)
 
@@ -218,18 +218,18 @@ def test_dirichlet_shuffles_the_samples_of_a_class():
 def test_tiny_beta_gives_each_class_to_one_client():
     labels = balanced(30, 50)
     result = partition("dirichlet", labels, 5, [list(range(30))], 0, dirichlet_beta=1e-9)
-    held = counts(labels, result, 30)[:, 0]
-    assert ((held == 50).sum(axis=0) == 1).all()
-    assert (held.sum(axis=1) > 0).sum() >= 3, "not always the same client"
+    per_class = counts(labels, result, 30)[:, 0]
+    assert ((per_class == 50).sum(axis=0) == 1).all()
+    assert (per_class.sum(axis=1) > 0).sum() >= 3, "not always the same client"
 
 
 @pytest.mark.parametrize(("beta", "largest"), [(1e-320, 12), (1e308, 2)])
 def test_extreme_beta_is_computed(beta, largest):
     labels = balanced(4, 12)
     result = partition("dirichlet", labels, 6, [[0, 1, 2, 3]], 0, dirichlet_beta=beta)
-    held = counts(labels, result, 4)[:, 0]
-    assert held.max() in (largest, largest + 1), "rounding a cut may add one sample to an even share of two"
-    assert held.sum() == 48
+    per_class = counts(labels, result, 4)[:, 0]
+    assert per_class.max() in (largest, largest + 1), "rounding a cut may add one sample to an even share of two"
+    assert per_class.sum() == 48
 
 
 @settings(max_examples=60, deadline=None)
@@ -262,10 +262,10 @@ def test_quantity_is_exact_and_covers(num_classes, num_clients, seed, data):
     alpha = data.draw(st.integers(math.ceil(num_classes / num_clients), num_classes))
     labels = balanced(num_classes, 20)
     result = partition("quantity", labels, num_clients, [list(range(num_classes))], seed, classes_per_client=alpha)
-    held = counts(labels, result, num_classes)[:, 0]
-    assert ((held > 0).sum(axis=1) == alpha).all(), "each client exactly alpha classes"
-    assert (held.sum(axis=0) == 20).all(), "each class wholly dealt out"
-    for column in held.T:
+    per_class = counts(labels, result, num_classes)[:, 0]
+    assert ((per_class > 0).sum(axis=1) == alpha).all(), "each client exactly alpha classes"
+    assert (per_class.sum(axis=0) == 20).all(), "each class wholly dealt out"
+    for column in per_class.T:
         assert np.ptp(column[column > 0]) <= 1, "evenly among its holders"
 
 
@@ -273,11 +273,11 @@ def test_quantity_has_no_favourites():
     # 300 seeds, 4 clients with 2 of 4 classes: each (client, class) is held with probability 1/2 by symmetry, 150
     # times, sd sqrt(300 / 4) = 8.7; five of them are 44.
     labels = balanced(4, 8)
-    held = sum(
+    per_class = sum(
         counts(labels, partition("quantity", labels, 4, [[0, 1, 2, 3]], seed, classes_per_client=2), 4)[:, 0] > 0
         for seed in range(300)
     )
-    assert np.abs(held - 150).max() < 44
+    assert np.abs(per_class - 150).max() < 44
 
 
 def test_any_two_classes_may_share_a_client():
@@ -286,8 +286,8 @@ def test_any_two_classes_may_share_a_client():
     labels, companions = balanced(4, 8), np.zeros(4)
     for seed in range(300):
         result = partition("quantity", labels, 2, [[0, 1, 2, 3]], seed, classes_per_client=2)
-        held = counts(labels, result, 4)[:, 0] > 0
-        companions += held[held[:, 0]][0]
+        per_class = counts(labels, result, 4)[:, 0] > 0
+        companions += per_class[per_class[:, 0]][0]
     assert np.abs(companions[1:] - 100).max() < 41
 
 
@@ -305,14 +305,14 @@ def test_impossible_quantity_says_what_to_change(num_clients, alpha):
 def test_class_share_counts(num_classes, num_clients, eta, seed):
     labels = balanced(num_classes, 20)
     result = partition("class-share", labels, num_clients, [list(range(num_classes))], seed, class_share=eta)
-    held = counts(labels, result, num_classes)[:, 0]
+    per_class = counts(labels, result, num_classes)[:, 0]
     share = max(1, round(eta * num_classes))
     if num_clients * share >= num_classes:
-        assert ((held > 0).sum(axis=1) == share).all()
+        assert ((per_class > 0).sum(axis=1) == share).all()
     else:
-        assert ((held > 0).sum(axis=0) == 1).all(), "too few places: one holder per class"
-        assert np.ptp((held > 0).sum(axis=1)) <= 1, "as evenly as possible"
-    assert (held.sum(axis=0) == 20).all()
+        assert ((per_class > 0).sum(axis=0) == 1).all(), "too few places: one holder per class"
+        assert np.ptp((per_class > 0).sum(axis=1)) <= 1, "as evenly as possible"
+    assert (per_class.sum(axis=0) == 20).all()
 
 
 def test_too_small_a_share_burdens_a_random_client():
@@ -329,10 +329,10 @@ def test_too_small_a_share_burdens_a_random_client():
 def test_class_share_by_hand():
     # PIP: 60 % of 10 classes are 6; 30 x 6 = 180 places, 18 per class on average, 500 / 18 = 28 samples each.
     labels = balanced(10, 500)
-    held = counts(labels, partition("class-share", labels, 30, [list(range(10))], 0, class_share=0.6), 10)[:, 0]
-    assert ((held > 0).sum(axis=1) == 6).all()
-    assert (held > 0).sum() == 180
-    assert held.sum() == 5000
+    per_class = counts(labels, partition("class-share", labels, 30, [list(range(10))], 0, class_share=0.6), 10)[:, 0]
+    assert ((per_class > 0).sum(axis=1) == 6).all()
+    assert (per_class > 0).sum() == 180
+    assert per_class.sum() == 5000
 
 
 # split-ratio
@@ -359,22 +359,22 @@ def hepco(labels, num_clients, tasks, seed=0, **changes):
 )
 def test_split_ratio_sizes_by_hand(changes, sizes):
     labels = balanced(10, 500)
-    held = counts(labels, hepco(labels, 5, [list(range(10))], **changes), 10)[:, 0]
-    for client in held:
+    per_class = counts(labels, hepco(labels, 5, [list(range(10))], **changes), 10)[:, 0]
+    for client in per_class:
         assert sorted(client[client > 0].tolist(), reverse=True) == sizes
 
 
 def test_split_ratio_uses_each_class_own_size():
     labels = np.repeat([0, 1, 2], [300, 100, 10])
-    held = counts(labels, hepco(labels, 4, [[0, 1, 2]], category_ratio=1.0), 3)[:, 0]
-    assert held.tolist() == [[30, 10, 1]] * 4
+    per_class = counts(labels, hepco(labels, 4, [[0, 1, 2]], category_ratio=1.0), 3)[:, 0]
+    assert per_class.tolist() == [[30, 10, 1]] * 4
 
 
 def test_the_largest_class_is_a_random_one():
     # 200 clients, 4 classes: 50 expected, sd sqrt(200 x 3/16) = 6.1; five of them are 31.
     labels = balanced(4, 100)
-    held = counts(labels, hepco(labels, 200, [[0, 1, 2, 3]], imbalance_ratio=0.1, category_ratio=1.0), 4)[:, 0]
-    assert np.abs(np.bincount(held.argmax(axis=1), minlength=4) - 50).max() < 31
+    per_class = counts(labels, hepco(labels, 200, [[0, 1, 2, 3]], imbalance_ratio=0.1, category_ratio=1.0), 4)[:, 0]
+    assert np.abs(np.bincount(per_class.argmax(axis=1), minlength=4) - 50).max() < 31
 
 
 def test_rounds_clients_and_tasks_draw_afresh():
@@ -415,11 +415,11 @@ def test_consensus_sizes_by_hand(problem, sizes):
 def test_consensus_classes(num_classes, num_clients, rate, seed, data):
     sizes = consensus_sizes(num_classes, num_clients, rate)
     num_tasks = data.draw(st.integers(1, sizes.common + sizes.private))
-    own = consensus_tasks(tasks_of(num_classes, num_tasks), num_clients, seed, consensus_rate=rate)
-    sets = [{c for task in tasks for c in task} for tasks in own]
-    assert [sum(map(len, tasks)) for tasks in own] == [len(s) for s in sets] == [sum(sizes[:2])] * num_clients
+    streams = consensus_tasks(tasks_of(num_classes, num_tasks), num_clients, seed, consensus_rate=rate)
+    sets = [{c for task in tasks for c in task} for tasks in streams]
+    assert [sum(map(len, tasks)) for tasks in streams] == [len(s) for s in sets] == [sum(sizes[:2])] * num_clients
     assert all(
-        [len(t) for t in tasks] == [len(t) for t in split_tasks(range(sum(sizes[:2])), num_tasks)] for tasks in own
+        [len(t) for t in tasks] == [len(t) for t in split_tasks(range(sum(sizes[:2])), num_tasks)] for tasks in streams
     )
     holders = np.array(sorted(sum(c in s for s in sets) for c in range(num_classes)))
     private = holders[: num_classes - sizes.common]
@@ -430,19 +430,19 @@ def test_consensus_classes(num_classes, num_clients, rate, seed, data):
 
 
 def test_consensus_clients_shuffle_for_themselves():
-    own = consensus_tasks(tasks_of(100, 5), 3, 0, consensus_rate=1.0)
-    assert own[0] != own[1] != own[2] != own[0]
-    assert [sorted(c for t in tasks for c in t) for tasks in own] == [list(range(100))] * 3
+    streams = consensus_tasks(tasks_of(100, 5), 3, 0, consensus_rate=1.0)
+    assert streams[0] != streams[1] != streams[2] != streams[0]
+    assert [sorted(c for t in tasks for c in t) for tasks in streams] == [list(range(100))] * 3
 
 
 def test_consensus_samples_are_split_evenly_among_the_holders():
     labels, tasks = balanced(100, 30), tasks_of(100, 10)
     result = partition("consensus", labels, 3, tasks, 4, consensus_rate=0.2)
-    own = consensus_tasks(tasks, 3, 4, consensus_rate=0.2)
-    held = counts(labels, result, 100).sum(axis=1)
+    streams = consensus_tasks(tasks, 3, 4, consensus_rate=0.2)
+    per_class = counts(labels, result, 100).sum(axis=1)
     for c in range(100):
-        holders = [m for m in range(3) if any(c in t for t in own[m])]
-        assert held[:, c].tolist() == [30 // len(holders) if m in holders else 0 for m in range(3)]
+        holders = [m for m in range(3) if any(c in t for t in streams[m])]
+        assert per_class[:, c].tolist() == [30 // len(holders) if m in holders else 0 for m in range(3)]
 
 
 def test_more_tasks_than_classes_of_a_client_are_refused():
