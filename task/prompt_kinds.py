@@ -32,5 +32,5 @@ PROMPTS: dict[str, PromptKind] = {
     "l2p": PromptKind("task.prompts.l2p:L2P", length=5, pool=10, learning_rate=0.02),
     "dualprompt": PromptKind("task.prompts.dualprompt:DualPrompt", length=5, learning_rate=0.02, fewest_blocks=3),
     "fused": PromptKind("task.prompts.fused:FusedPrompt", length=20),
-    "lora": PromptKind("task.prompts.lora:LoRA", length=4),
+    "lora": PromptKind("task.prompts.lora:LoRA", length=4, learning_rate=5e-3),
 }
