@@ -122,7 +122,10 @@ class Config:
 
     rounds_per_task: int = key(AUTO, "R: rounds of each task", minimum=1, auto=5)
     local_epochs: int = key(
-        5, "E: epochs of a local training; ncm and afcl read no key of it", minimum=1, affects="local training"
+        5,
+        "E: epochs of a local training; where nothing is trained no key of it is read",
+        minimum=1,
+        affects="local training",
     )
     batch_size: int = key(AUTO, "images per local step", minimum=1, auto=64, affects="local training")
     optimizer: str = key(AUTO, "local optimiser", choices=("adam", "sgd"), auto="adam", affects="local training")
