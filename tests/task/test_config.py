@@ -57,7 +57,10 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"backbone-learning-rate": 0.5}, ["backbone-learning-rate", "0.5", "frozen"]),
         ({"prompt-projected": True, "prompt": "l2p", "method": "fedavg"}, ["prompt-projected", "'dualprompt'"]),
         ({"method": "afcl", "afcl-adaptation-rounds": 3}, ["afcl-adaptation-rounds = 3", "ignored", "prompt"]),
-        ({"method": "fedrda", "prompt": "none", "fedrda-adaptation-rounds": 3}, ["fedrda-adaptation-rounds", "ignored"]),
+        (
+            {"method": "fedrda", "prompt": "none", "fedrda-adaptation-rounds": 3},
+            ["fedrda-adaptation-rounds", "ignored"],
+        ),
         ({"method": "fedrda", "federated-bias": True}, ["federated-bias", "'fedrda'"]),
         ({"method": "afcl", "afcl-shrinkage": 0.1}, ["afcl-shrinkage", "afcl-head = 'discriminant' or 'regularised'"]),
         ({"method": "afcl", "max-update-norm": 1.0}, ["max-update-norm", "ignored", "'afcl'"]),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from strategies.closed_form import Spectrum
 from task.config.parsing import parse
 from task.message import Arrays
 from task.method_options import AFCLOptions
@@ -115,13 +116,18 @@ def test_a_sketch_is_the_scatter_times_known_numbers() -> None:
     assert np.allclose(restored(sent(*few, options), options), within(*few), atol=1e-10)
 
 
-@pytest.mark.parametrize(("sketch", "counts"), [(3, [2, 3]), (6, [9, 9]), (7, [9, 9])])
-def test_a_form_as_large_as_the_sketch_goes_before_it(sketch: int, counts: list[int]) -> None:
-    """Three rows with a sketch of three are rows, and mean another thing."""
-    options, features = AFCLOptions(sketch=sketch, dtype="fp64"), drawn(counts)
-    statistics = sent(*features, options)
-    assert restore_scatter(statistics, DIM, options)[1] != "sketch"
-    assert np.allclose(restored(statistics, options), within(*features), atol=1e-10)
+@pytest.mark.parametrize(
+    ("sketch", "counts", "form"), [(3, [2, 3], "sketch"), (6, [9, 9], "matrix"), (7, [9, 9], "matrix")]
+)
+def test_a_sketch_that_saves_nothing_loses_nothing(sketch: int, counts: list[int], form: str) -> None:
+    """A sketch of as many rows as the scatter has directions gives it back; the triangle goes before a longer one."""
+    options, (features, labels) = AFCLOptions(sketch=sketch, dtype="fp64"), drawn(counts)
+    scatter, came = restore_scatter(sent(features, labels, options), DIM, options)
+    assert came == form
+    if came == "sketch":
+        found = Spectrum.of_sketch(scatter, sketch_matrix(DIM, sketch))
+        scatter = (found.vectors * found.values) @ found.vectors.T
+    assert np.allclose(scatter, within(features, labels), atol=1e-9)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-6), ("fp16", 2e-3)])
@@ -195,8 +201,8 @@ def test_vanishing_noise_leaves_means_and_scatter_as_they_are() -> None:
     assert np.allclose(restored(statistics, EXACT), within(features, labels), atol=1e-5)
 
 
-def test_the_deviations_of_the_noise_are_those_of_sums_and_of_squares() -> None:
-    """z B in sums of features, z B^2 / sqrt(2) in sums of products, over messages of the same two images."""
+def test_the_noise_in_sums_of_features_has_the_deviation_z_times_b() -> None:
+    """Over messages of the same two images; the mean times their number is the sum."""
     z, bound, number = 0.01, 3.0, 300
     rng = numpy_rng(0, "test").standard_normal
     features, labels = torch.tensor([[1.0, 2.0], [2.0, 1.0]]), torch.zeros(2).long()
