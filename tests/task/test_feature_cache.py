@@ -23,7 +23,6 @@ from task.prompts.base import Prompt
 from task.scenario.scenario import build_scenario
 from tests.helpers.runs import run, train_message, without_times
 
-
 UNASKED = ("shared", "lora")  # the prompts that neither read q(x) nor leave it as it is
 
 
