@@ -46,15 +46,16 @@ def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
     """Lambda that minimises (RSS / n) / (1 - df / n)^2 over GRID: generalised cross-validation (Golub et al. 1979).
 
     With eigenvalues w and eigenvectors V of ``gram`` G = sum h h^T, A = V^T Q and d = 1 / (w + lambda):
-    df = sum w d, RSS = n - 2 sum d |A|^2 + sum w d^2 |A|^2. ``sums`` Q^T [K, M]; ``images`` n.
+    df = sum w d, RSS = n - 2 sum d |A|^2 + sum w d^2 |A|^2. ``sums`` Q^T [K, M]; ``images`` n. A lambda with df above
+    0.99 n is no choice: it interpolates the images, and the quotient is that of two roundings.
     """
     w = gram.values
     energy = (gram.vectors.T @ sums.T).square().sum(dim=1)
     ridges = GRID * w.max().clamp(min=1e-12)
     d = 1 / (w + ridges[:, None])
     rss = images - 2 * d @ energy + (w * d.square()) @ energy
-    freedom = (1 - (d @ w) / images).clamp(min=1e-6)
-    return float(ridges[(rss.clamp(min=0) / freedom.square()).argmin()])
+    freedom = 1 - (d @ w) / images
+    return float(ridges[torch.where(freedom > 0.01, rss / freedom.square(), torch.inf).argmin()])
 
 
 def solve_ridge(gram: Spectrum, sums: Tensor, ridge: float) -> Tensor:

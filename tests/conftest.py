@@ -26,6 +26,7 @@ TINY: dict[str, Scalar] = {
 # what a method needs besides to be as quick
 QUICK: dict[str, dict[str, Scalar]] = {
     "hepco": {"hepco-generator-steps": 5, "hepco-prompt-steps": 5, "hepco-head-steps": 20, "prompt-pool": 10},
+    "fedrda": {"fedrda-adaptation-rounds": 1},
 }
 
 

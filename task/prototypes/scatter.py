@@ -65,7 +65,7 @@ class ScatterStatistics(ClientStatistics):
     def invalid(self, statistics: Arrays, dim: int) -> str:
         """Whether a packed scatter is not positive semi-definite, beyond the rounding of its number type."""
         scatter = statistics["scatter"]
-        slack = max(dim * float(np.finfo(scatter.dtype).eps), 1e-6)
+        slack = max(float(np.finfo(scatter.dtype).eps), 1e-6)  # rounding changes by eps / 2 of the trace at most
         bad = scatter.shape[1] != dim and cholesky_fails(scatter.astype(np.float64), dim, slack)
         return "scatter is not positive semi-definite" if bad else ""
 

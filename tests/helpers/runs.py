@@ -16,7 +16,7 @@ from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.config.schema import Config
 from task.message import Kind, Packet, Scalar, payload_bytes
-from task.models.model import build_model
+from task.models.model import build_model, to_arrays
 from task.scenario.scenario import build_scenario
 from tests.conftest import TINY
 
@@ -72,7 +72,7 @@ def train_message(config: Config, task: int = 0) -> Packet:
     """The server's message of the first round of a task."""
     model = build_model(config, build_scenario(config).task_sizes(task))
     position = {"task": task + 1, "round": 1, "server-round": task + 1, "ends-task": True, "pool": "client-0000"}
-    return Packet(arrays=model.export(), config=position | {"backbone-sha256": model.backbone.sha256})
+    return Packet(arrays=to_arrays(model.message_state()), config=position | {"backbone-sha256": model.backbone.sha256})
 
 
 class FaultyTransport(InProcessTransport):

@@ -52,7 +52,7 @@ def results(values: Values, transport: type[FaultyTransport] = FaultyTransport, 
     return without_times(json.loads((folder / "results.json").read_text()))
 
 
-@pytest.mark.parametrize("method", ["hgp", "pip", "fppl", "hepco", "fedprok", "ccvr", "afcl"])
+@pytest.mark.parametrize("method", ["hgp", "pip", "fppl", "hepco", "fedprok", "ccvr", "afcl", "fedrda"])
 def test_a_run_does_not_depend_on_the_order_of_the_answers(method: str, tiny: Values) -> None:
     values = tiny | {"method": method, "num-clients": 4}
     assert results(values) == results(values | {"run-name": "backwards"}, Backwards)

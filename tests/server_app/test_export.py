@@ -23,6 +23,7 @@ from task.models.model import Model, build_model
 from task.models.vit import ViT
 from task.models.weights import build_vit
 from task.prompt_kinds import PROMPTS
+from tests.helpers.runs import run
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), np.uint8)
 
@@ -45,7 +46,7 @@ def save_run(folder: Path, values: dict) -> Path:
 
 @pytest.mark.parametrize(
     "keys",
-    [{"method": "pip"}, {"method": "fedavg-ft"}, {"method": "afcl", "afcl-random-features": 50}],
+    [{"method": "pip"}, {"method": "fedavg-ft"}, {"method": "afcl", "afcl-random-features": 50}, {"method": "fedrda"}],
     ids=lambda keys: keys["method"],
 )
 def test_an_exported_file_is_enough(keys: dict, tiny: dict, tmp_path: Path) -> None:
@@ -109,6 +110,21 @@ def test_onnxruntime_agrees_with_torch(prompt: str, tmp_path: Path) -> None:
         assert np.abs(found - expected).max() < 1e-4
     assert np.ptp(expected, axis=0).max() > 1e-3  # the images differ, and the model sees it
     assert ModelMetadata.read(session.get_modelmeta().custom_metadata_map) == predictor.metadata
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, {"fedrda-random-features": 40}], ids=["plain", "random features"])
+def test_onnxruntime_agrees_with_torch_on_a_regularised_discriminant(keys: dict, tiny: dict, tmp_path: Path) -> None:
+    """Changed weights of the attention, early features, and logits that are quadratic; arrays of a real run."""
+    run(tiny | {"method": "fedrda", "fedrda-adaptation-rounds": 1, "fedrda-rank": 4, "num-tasks": 1} | keys)
+    predictor = load_predictor(tmp_path / "runs" / "run")
+    write_onnx(predictor, tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    for size in (1, 5):
+        expected = predictor.predict(IMAGES[:size]).probabilities
+        (found,) = session.run(["probabilities"], {"images": predictor.pixels(IMAGES[:size]).numpy()})
+        assert np.abs(found - expected).max() < 1e-3
+    assert np.ptp(expected, axis=0).max() > 1e-3
 
 
 def test_exported_models_compute_in_float32(tiny: dict) -> None:

@@ -20,8 +20,8 @@ from server_app.rounds.run import Run
 from server_app.run_files.results import RoundReport
 from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
-from strategies.afcl import solve_ridge
 from strategies.base import RoundContext, Update
+from strategies.closed_form import Spectrum, solve_ridge
 from task.config.parsing import parse
 from task.message import Arrays, Kind, Packet
 from task.methods import METHODS
@@ -41,6 +41,8 @@ PACKINGS = {
     "hgp-full": {"method": "hgp", "hgp-covariance": "full"},
     "hgp-low-rank": {"method": "hgp", "hgp-covariance": "low-rank", "hgp-rank": 2},
     "ccvr-diagonal": {"method": "ccvr", "ccvr-covariance": "diagonal"},
+    "afcl-regularised": {"method": "afcl", "afcl-head": "regularised", "afcl-rank": 4, "afcl-dtype": "fp16"},
+    "afcl-sketch": {"method": "afcl", "afcl-head": "discriminant", "afcl-sketch": 9},
 }
 EVERY: dict[str, dict[str, Any]] = {name: {"method": name} for name in METHODS} | PACKINGS
 VICTIM = 0  # of the clients, the one that a method with pooled data gives them to
@@ -203,7 +205,7 @@ def mutations(draw: st.DrawFn, ground: Ground) -> Bad:
 def mutate(arrays: Arrays, rename: bool, draw: st.DrawFn) -> str:
     """One array changed, dropped, under another name, or one too many; says which."""
     if not arrays or rename:
-        extra = draw(st.sampled_from(["backbone", "means", "gram", "counts", "\x1b[2J" + "y" * 600, ""]))
+        extra = draw(st.sampled_from(["backbone", "means", "scatter", "counts", "\x1b[2J" + "y" * 600, ""]))
         value = np.zeros(draw(st.sampled_from([(), (1,), (0, 4), (2, 64)])), np.float32)
         arrays[extra] = arrays.pop(min(arrays)) if arrays and draw(st.booleans()) else value
         return f"an array {extra[:20]!r}"
@@ -302,8 +304,9 @@ def test_a_covariance_that_passes_is_one_for_all_that_follows() -> None:
 
 def test_a_regression_on_an_indefinite_sum_leaves_its_bad_directions_out() -> None:
     """By hand: (3 + 1)^-1 4 = 1, and (0 + 1)^-1 5 = 5 instead of (-2 + 1)^-1 5."""
-    found = solve_ridge(torch.diag(torch.tensor([3.0, -2.0]).double()), torch.tensor([[4.0, 5.0]]).double(), 1.0)
-    assert found.tolist() == [[1.0, 5.0]]
+    indefinite = Spectrum.of_matrix(torch.diag(torch.tensor([3.0, -2.0]).double()))
+    found = solve_ridge(indefinite, torch.tensor([[4.0, 5.0]]).double(), 1.0)
+    assert found.numpy() == pytest.approx(np.array([[1.0, 5.0]]))
 
 
 def test_slightly_indefinite_sums_of_one_client_do_not_end_the_run(grounds: Callable[[str], Ground]) -> None:
@@ -311,8 +314,8 @@ def test_slightly_indefinite_sums_of_one_client_do_not_end_the_run(grounds: Call
     ground = grounds("afcl")
     good = ground.honest[VICTIM].packet
     assert good
-    gram = pack_symmetric(np.diag(np.r_[np.full(100, 1e9), np.full(12, -1.0)])[None])
-    bad = replace(ground.honest[VICTIM], packet=replace(good, statistics=good.statistics | {"gram": gram}))
+    scatter = pack_symmetric(np.diag(np.r_[np.full(100, 1e9), np.full(12, -1.0)])[None]).astype(np.float32)
+    bad = replace(ground.honest[VICTIM], packet=replace(good, statistics=good.statistics | {"scatter": scatter}))
     report, model = ground.play(ground.with_one(bad))
     assert not report.failures
     assert not report.dropped

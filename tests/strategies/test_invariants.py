@@ -36,6 +36,7 @@ PROMPT_ARRAYS: dict[str, set[str]] = {
     "fused": {"prompt.prompts.0"},
     "decomposed": {"prompt.keys", "prompt.pool"},
     "coda": {"prompt.keys.0", "prompt.attention.0", "prompt.prompts.0"},
+    "lora": {"prompt.down", "prompt.up"},
 }
 
 FOUR_OF_TWELVE: dict[str, Scalar] = {
@@ -104,21 +105,23 @@ def test_backbone_is_unchanged_bit_for_bit(method: str, prompt: str, tiny: dict,
 def test_exactly_the_expected_arrays_travel(method: str, prompt: str, tiny: dict) -> None:
     config = parse(tiny | {"method": method, "prompt": prompt})
     answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
-    trained = {"head.weight", "head.bias"} | PROMPT_ARRAYS[prompt]
+    head = "local_head" if METHODS[method].adapts else "head"
+    trained = {f"{head}.weight", f"{head}.bias"} | PROMPT_ARRAYS[prompt]
     trained |= {"backbone"} if METHODS[method].backbone == "trained" else set()
-    assert set(answer.arrays) == (trained if METHODS[method].objective else set())
+    assert set(answer.arrays) == (trained if config.trains_locally else set())
     means = {"class_ids", "counts", "means"}
     statistics = {"hgp": means | {"variances"}, "ncm": means, "pip": means | {"variances"}}
     statistics |= {"fppl": means, "fedprok": means, "ccvr": means | {"covariances"}}
     statistics |= {"hepco": {"class_ids", "counts"}, "fedslca": means | {"covariances"}}
-    statistics |= {"fedewc": {"class_ids", "counts", "fisher"}, "afcl": {"class_ids", "counts", "sums", "gram"}}
+    statistics |= {"fedewc": {"class_ids", "counts", "fisher"}, "afcl": means | {"scatter"}}
     assert set(answer.statistics) == statistics.get(method, set())
     assert all(a.dtype == np.float32 for a in answer.arrays.values())
 
 
 @EVERY
 def test_training_changes_every_travelling_array(method: str, prompt: str, tiny: dict) -> None:
-    config = parse(tiny | {"method": method, "prompt": prompt})
+    """Two epochs, as the first step cannot change one half of a product whose other half starts at zero (lora)."""
+    config = parse(tiny | {"method": method, "prompt": prompt, "local-epochs": 2})
     sent = train_message(config)
     answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
     assert all((answer.arrays[name] != sent.arrays[name]).any() for name in answer.arrays)
@@ -192,10 +195,11 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], dict[str, An
 @EVERY
 def test_partial_participation_and_uneven_data(method: str, prompt: str, tiny: dict, drawn: Callable) -> None:
     """Clients and classes are drawn alike for all methods."""
-    results = run(tiny | FOUR_OF_TWELVE | {"method": method, "prompt": prompt})
+    values = tiny | FOUR_OF_TWELVE | {"method": method, "prompt": prompt}
+    results, rounds = run(values), 4 + parse(values).adaptation_rounds
     assert results["class_order"] == drawn()["class_order"]
-    assert [r["participants"] for r in results["rounds"]] == [r["participants"] for r in drawn()["rounds"]]
+    assert [r["participants"] for r in results["rounds"][:4]] == [r["participants"] for r in drawn()["rounds"]]
     assert results["status"] == "finished"
-    assert [len(r["participants"]) for r in results["rounds"]] == [4] * 4
+    assert [len(r["participants"]) for r in results["rounds"]] == [4] * rounds
     assert not any(r["failures"] for r in results["rounds"])
     assert len({tuple(r["participants"]) for r in results["rounds"]}) > 1

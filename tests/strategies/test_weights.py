@@ -42,6 +42,8 @@ EXPECTED: list[tuple[str, dict[str, Any], Weight | None]] = [
     ("joint", {}, by_images),
     ("ncm", {}, None),
     ("afcl", {}, None),
+    ("afcl", {"prompt": "lora", "afcl-adaptation-rounds": 2}, by_images),  # FedAvg trains the prompt
+    ("fedrda", {"fedrda-adaptation-rounds": 2}, by_images),
     ("fedavg-ft", {}, by_images),
     ("fedewc", {}, by_images),
     ("fedlwf", {}, by_images),

@@ -47,7 +47,7 @@ def other_value(name: str) -> Scalar:
     if key.kind is bool:
         return not key.default
     if key.kind is str:
-        return key.rule.choices[-1] if key.rule.choices else "another"
+        return next((c for c in reversed(key.rule.choices) if c != key.default), "another")
     for number in (2, 3, 0.3):
         value = key.kind(number)
         if key.rule.accepts(value) and value != key.default:

@@ -115,3 +115,20 @@ def test_schedule_does_not_follow_the_callers_lists():
     assert schedule == Schedule([np.array([0]), (1,)], 1)
     with pytest.raises(FrozenInstanceError):
         schedule.rounds_per_task = 2
+
+
+def test_adaptation_comes_before_all_other_rounds_of_the_first_task() -> None:
+    """Three rounds of adaptation, then two for each of three tasks, counted by hand."""
+    schedule = Schedule([[1, 2], [3], [0]], rounds_per_task=2, adaptation_rounds=3)
+    assert schedule.total_rounds == 9
+    assert [schedule.rounds_of(task) for task in range(3)] == [5, 2, 2]
+    places = [(0, 0), (0, 1), (0, 2), (0, 3), (0, 4), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [schedule.locate(server_round) for server_round in range(1, 10)] == places
+    assert [r for r in range(1, 10) if schedule.is_last_round(r)] == [5, 7, 9]
+
+
+def test_without_adaptation_all_tasks_are_alike() -> None:
+    schedule = Schedule([[1, 2], [3]], rounds_per_task=2)
+    assert [schedule.locate(r) for r in range(1, 5)] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [schedule.is_last_round(r) for r in range(1, 5)] == [False, True, False, True]
+    assert schedule.total_rounds == 4

@@ -56,6 +56,15 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"data-dir": "/somewhere"}, ["data-dir", "/somewhere", "'npz'"]),
         ({"backbone-learning-rate": 0.5}, ["backbone-learning-rate", "0.5", "frozen"]),
         ({"prompt-projected": True, "prompt": "l2p", "method": "fedavg"}, ["prompt-projected", "'dualprompt'"]),
+        ({"method": "afcl", "afcl-adaptation-rounds": 3}, ["afcl-adaptation-rounds = 3", "ignored", "prompt"]),
+        (
+            {"method": "fedrda", "prompt": "none", "fedrda-adaptation-rounds": 3},
+            ["fedrda-adaptation-rounds", "ignored"],
+        ),
+        ({"method": "fedrda", "federated-bias": True}, ["federated-bias", "'fedrda'"]),
+        ({"method": "afcl", "afcl-shrinkage": 0.1}, ["afcl-shrinkage", "afcl-head = 'discriminant' or 'regularised'"]),
+        ({"method": "afcl", "max-update-norm": 1.0}, ["max-update-norm", "ignored", "'afcl'"]),
+        ({"method": "afcl", "privacy-clip": 1.0}, ["privacy-clip", "ignored", "'afcl'"]),
         ({"hepco-lambda-mse": 2.0, "method": "hepco"}, ["hepco-lambda-mse", "2.0", "hepco-query-gradient = True"]),
     ],
 )
@@ -100,7 +109,7 @@ def test_auto_takes_the_methods_own_value() -> None:
     assert parse({"method": "head-only"}).prompt == "none"
 
 
-@pytest.mark.parametrize("method", ["hgp", "fedavg", "head-only", "ncm"])
+@pytest.mark.parametrize("method", ["hgp", "fedavg", "head-only", "ncm", "afcl", "fedrda"])
 def test_resolved_keys_parse_to_the_same_object(method: str) -> None:
     config = parse({"method": method, "partition": "quantity", "classes-per-client": 1, "seed": 3})
     assert parse(config.flat()) == config
@@ -132,7 +141,11 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "fed-cprompt": {"prompt-length": 4, "prompt-pool": 100},
     "head-only": {"learning-rate": 0.01, "prompt": "none"},
     "ncm": {"rounds-per-task": 1},
-    "afcl": {"rounds-per-task": 1, "afcl-ridge": 1.0, "afcl-random-features": 0},
+    "afcl": {"rounds-per-task": 1, "afcl-ridge": 0.0, "afcl-random-features": 0, "afcl-head": "ridge", "prompt": "none"}
+    | {"afcl-depth": 0.0, "afcl-sketch": 0, "afcl-dtype": "fp32", "afcl-adaptation-rounds": 5},
+    "fedrda": {"rounds-per-task": 1, "fedrda-head": "regularised", "prompt": "lora", "prompt-length": 4}
+    | {"fedrda-depth": 0.75, "fedrda-dtype": "fp16", "fedrda-shrinkage": 0.01, "fedrda-own-covariance": 0.1}
+    | {"fedrda-rank": 32, "fedrda-adaptation-rounds": 5},
 }
 
 

@@ -23,6 +23,8 @@ from task.prompts.base import Prompt
 from task.scenario.scenario import build_scenario
 from tests.helpers.runs import run, train_message, without_times
 
+UNASKED = ("shared", "lora")  # the prompts that neither read q(x) nor leave it as it is
+
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch):
@@ -38,9 +40,9 @@ def passes(monkeypatch):
     seen = {False: [], True: []}
     original = ViT.forward
 
-    def counted(self, images, prompted=None, projects=False):
+    def counted(self, images, prompted=None, projects=False, early_blocks=()):
         seen[bool(prompted)].append(len(images))
-        return original(self, images, prompted, projects)
+        return original(self, images, prompted, projects, early_blocks)
 
     monkeypatch.setattr(ViT, "forward", counted)
     return seen
@@ -61,7 +63,7 @@ def test_a_known_query_gives_the_features_that_the_images_give(tiny, prompt):
     images = scenario.dataset.train_images
     positions = np.arange(9)
     query = cached_query(model, images, positions)
-    assert (query is None) == (prompt == "shared")  # the one prompt that neither reads q(x) nor leaves it as it is
+    assert (query is None) == (prompt in UNASKED)
     prepared = queries.prepare(images[positions], model.backbone)
     with torch.no_grad():
         found, plain = model.features(prepared, query), model.features(prepared)
@@ -78,7 +80,7 @@ def test_images_are_passed_as_often_as_needed(tiny, prompt, passes):
     for _ in range(2):
         extract_features(model, scenario.dataset.train_images, np.arange(30))
     assert sum(passes[True]) == (0 if prompt == "none" else 60)
-    assert sum(passes[False]) == (0 if prompt == "shared" else 30)
+    assert sum(passes[False]) == (0 if prompt in UNASKED else 30)
 
 
 def test_an_evaluation_passes_old_images_no_second_time(tiny, passes):

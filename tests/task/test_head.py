@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from task.config.parsing import parse
-from task.models.model import Head, build_model, prompt_of
+from task.models.model import Head, QuadraticHead, build_model, prompt_of, to_arrays
 from task.prompts.coda import CodaPrompt
 from task.prompts.decomposed import DecomposedPrompt
 
@@ -67,3 +67,91 @@ def test_a_prompt_of_another_kind_is_an_error_that_names_both() -> None:
     assert prompt_of(model, DecomposedPrompt) is model.prompt  # type: ignore[arg-type]  # all that it needs of a model
     with pytest.raises(TypeError, match="the prompt is DecomposedPrompt, the method needs CodaPrompt"):
         prompt_of(model, CodaPrompt)  # type: ignore[arg-type]  # the same
+
+
+def quadratic(rank: int, classes: int = 3, dim: int = 5) -> tuple[QuadraticHead, dict[str, np.ndarray]]:
+    """A head of which every number is drawn, and these numbers in float64."""
+    head, rng = QuadraticHead(dim, 0, 0, rank), np.random.default_rng(0)
+    head.grow(classes)
+    arrays = {name: rng.normal(size=tuple(p.shape)) for name, p in head.named_parameters()}
+    for name, p in head.named_parameters():
+        p.data.copy_(torch.from_numpy(arrays[name]))
+    return head, arrays
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_a_quadratic_heads_logits(rank: int) -> None:
+    """By class and image: w h + b + |P h - o|^2 / 2."""
+    head, arrays = quadratic(rank)
+    points = np.random.default_rng(1).normal(size=(7, 5))
+    expected = np.empty((7, 3))
+    for n, h in enumerate(points):
+        for c in range(3):
+            along = arrays["directions"][c] @ h - arrays["offsets"][c]
+            expected[n, c] = arrays["weight"][c] @ h + arrays["bias"][c] + along @ along / 2
+    with torch.no_grad():
+        assert np.allclose(head(torch.from_numpy(points).float()), expected, atol=1e-4)
+
+
+def test_a_quadratic_head_grows_and_is_not_trained() -> None:
+    """New rows of directions are zero: such a class has a linear logit; the rank is cut to the length of a feature."""
+    head, arrays = quadratic(9)
+    assert head.directions.shape == (3, 5, 5)
+    head.grow(2)
+    assert head.directions.shape == (5, 5, 5)
+    assert head.offsets.shape == (5, 5)
+    assert np.allclose(head.directions[:3].detach(), arrays["directions"])
+    assert not head.directions[3:].any()
+    assert not head.offsets[3:].any()
+    assert not any(p.requires_grad for p in head.parameters())
+    points = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    linear = points @ head.weight[3:].T + head.bias[3:]
+    assert torch.allclose(head(points)[:, 3:], linear, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "width", "projected"),
+    [
+        ({}, Head, 112, 112),
+        ({"afcl-head": "discriminant", "afcl-depth": 0.75}, Head, 224, 224),
+        ({"afcl-depth": 1.0}, Head, 112, 112),
+        ({"afcl-depth": 0.75, "afcl-random-features": 30}, Head, 224, 30),
+        ({"afcl-head": "regularised", "afcl-rank": 4}, QuadraticHead, 112, 112),
+    ],
+)
+def test_the_keys_say_which_head_and_what_it_takes(
+    keys: dict, kind: type[Head], width: int, projected: int, tiny: dict
+) -> None:
+    model = build_model(parse(tiny | {"method": "afcl"} | keys), [4])
+    assert type(model.head) is kind
+    assert model.width == width
+    assert model.head.weight.shape == (4, projected)
+    assert model.trained_state() == model.message_state() == {}
+    assert model.local_head is None
+
+
+def test_an_adapting_model_trains_a_local_head_of_the_first_task(tiny: dict) -> None:
+    """In training its logits are the local head's, of the last feature alone; otherwise the computed head's."""
+    model = build_model(parse(tiny | {"method": "fedrda"}), [4, 3])
+    assert model.local_head is not None
+    assert model.local_head.weight.shape == (4, 112)
+    assert model.head.weight.shape == (7, 224)
+    moving = {"prompt.down", "prompt.up", "local_head.weight", "local_head.bias"}
+    assert set(model.message_state()) == set(model.trained_state()) == moving
+    assert set(model.shared_state()) == moving | {f"head.{n}" for n in ("weight", "bias", "directions", "offsets")}
+    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        features = model.features(images)
+        assert torch.equal(model(images), model.head(features))
+        local = features[:, :112] @ model.local_head.weight.T + model.local_head.bias
+        assert torch.allclose(model.train()(images), local, atol=1e-5)
+    arrays = {name: a + 1 for name, a in to_arrays(model.message_state()).items()}
+    model.load(arrays)
+    assert all((model.export()[name] == a).all() for name, a in arrays.items())
+    with pytest.raises(ValueError, match="do not fit"):
+        model.load({"prompt.down": arrays["prompt.down"]})
+
+
+def test_a_trained_heads_message_is_the_whole_model(tiny: dict) -> None:
+    model = build_model(parse(tiny | {"method": "fedavg"}), [4])
+    assert set(model.message_state()) == set(model.shared_state()) == {"prompt.prefix", "head.weight", "head.bias"}

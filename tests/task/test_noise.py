@@ -16,13 +16,14 @@ from task.config.parsing import parse
 from task.config.schema import Config
 from task.keys import ConfigError
 from task.message import Packet
-from task.method_options import HGPOptions
+from task.method_options import AFCLOptions, HGPOptions
 from task.methods import METHODS
 from task.models.evaluation import extract_features
 from task.models.model import build_model
 from task.prototypes.gaussians import cholesky_fails, pack_symmetric, unpack_symmetric
 from task.prototypes.noise import GaussianMechanism, nearest_semi_definite, system_normal
-from task.prototypes.statistics import GaussianStatistics, GramStatistics, MeanStatistics, VarianceStatistics
+from task.prototypes.scatter import ScatterStatistics
+from task.prototypes.statistics import GaussianStatistics, MeanStatistics, VarianceStatistics
 from task.scenario.client_data import client_task_data
 from task.scenario.scenario import build_scenario
 from task.utils.seeding import numpy_rng
@@ -124,9 +125,9 @@ def test_statistics_stay_valid_under_any_noise() -> None:
         assert (noised.get("variances", np.zeros(1)) >= 0).all()
         assert "covariances" not in noised or not cholesky_fails(noised["covariances"], 6)
     assert (VarianceStatistics().compute(features, labels, Config().options, heavy)["variances"] >= 0).all()
-    gram = GramStatistics().compute(features, labels, Config().options, heavy)
-    assert not cholesky_fails(gram["gram"], 6)
-    assert gram["sums"].dtype == np.float64
+    scatter = ScatterStatistics().compute(features, labels, AFCLOptions(), heavy)
+    assert not ScatterStatistics().invalid(scatter, 6)
+    assert {n: a.shape for n, a in scatter.items() if a.dtype == np.float32} == {"means": (4, 6), "scatter": (1, 21)}
 
 
 def test_the_nearest_semi_definite_matrix_by_hand() -> None:
@@ -251,6 +252,7 @@ def test_an_idle_round_takes_back_no_release(tmp_path: Path) -> None:
 
 def test_releases_are_counted_by_method() -> None:
     known = {"fedavg": 1, "hepco": 1, "ncm": 1, "fppl": 2, "fedprok": 2, "hgp": 3, "pip": 3, "ccvr": 3, "afcl": 2}
+    known["fedrda"] = 1  # of its first round, which trains a prompt
     assert {name: releases_per_message(parse({"method": name}), 1, False) for name in known} == known
 
 
@@ -266,13 +268,14 @@ def test_rounds_without_statistics_release_the_arrays_alone(tmp_path: Path) -> N
     assert account["releases"] == [1, 1, 4]
 
 
-@pytest.mark.parametrize("kind", [MeanStatistics, VarianceStatistics, GaussianStatistics, GramStatistics])
+@pytest.mark.parametrize("kind", [MeanStatistics, VarianceStatistics, GaussianStatistics, ScatterStatistics])
 def test_every_number_of_the_statistics_is_noised(kind: type, tiny: dict) -> None:
     """And without noise none is: a mean that left as it is would make the named epsilon a lie."""
     config = parse(tiny | {"method": "hgp", **PRIVATE})
     features, labels = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 4
-    found = kind().compute(features, labels, config.options)
-    noised = kind().compute(features, labels, config.options, GaussianMechanism.of(config, 0, 1))
+    options = AFCLOptions() if kind is ScatterStatistics else config.options
+    found = kind().compute(features, labels, options)
+    noised = kind().compute(features, labels, options, GaussianMechanism.of(config, 0, 1))
     numbers = found.keys() - {"class_ids", "counts"}
     assert numbers
     for name in numbers:
@@ -293,7 +296,8 @@ def test_what_is_not_finite_is_never_sent_unclipped() -> None:
 @pytest.mark.parametrize("method", ["hgp", "pip", "afcl", "ncm", "fppl", "hepco", "fedslca", "ccvr"])
 def test_runs_with_noise_refuse_nothing_and_name_their_epsilon(method: str, tiny: dict) -> None:
     values = tiny | PRIVATE | {"method": method, "rounds-per-task": 2 if method == "hgp" else 1}
-    needs = {"privacy-clip": METHODS[method].objective, "privacy-feature-clip": method in SENDS_FEATURES | {"afcl"}}
+    trains = parse({"method": method}).trains_locally
+    needs = {"privacy-clip": trains, "privacy-feature-clip": method in SENDS_FEATURES | {"afcl"}}
     results = run({n: v for n, v in values.items() if needs.get(n, True)})
     assert results["status"] == "finished"
     assert not any(r["failures"] or r["dropped"] for r in results["rounds"])
@@ -364,8 +368,8 @@ def test_classes_of_few_images_are_not_reported(tiny: dict) -> None:
     assert answer_of(parse(values | {"min-class-count": 10**6})).statistics == {}
 
 
-WITH_STATISTICS = ["hgp", "pip", "fppl", "fedprok", "ccvr", "hepco", "ncm", "afcl", "fedewc"]
-NOTHING_AT_ALL = ["hgp", "fppl", "hepco", "ncm", "afcl"]
+WITH_STATISTICS = ["hgp", "pip", "fppl", "fedprok", "ccvr", "hepco", "ncm", "afcl", "fedrda", "fedewc"]
+NOTHING_AT_ALL = ["hgp", "fppl", "hepco", "ncm", "afcl", "fedrda"]
 
 
 @pytest.mark.parametrize(
@@ -387,6 +391,15 @@ def test_methods_live_with_missing_classes(method: str, fewest: int, tiny: dict)
         ({"privacy-noise": 1.0, "privacy-feature-clip": 1.0}, ["privacy-noise", "privacy-clip"]),
         ({"privacy-noise": 1.0, "privacy-clip": 1.0}, ["privacy-noise", "privacy-feature-clip", "'hgp'"]),
         ({**PRIVATE, "hgp-covariance": "low-rank"}, ["privacy-noise", "low-rank"]),
+        ({**PRIVATE, "method": "fedrda"}, ["privacy-noise", "'fedrda'", "principal directions"]),
+        (
+            {"method": "afcl", "privacy-noise": 1.0, "privacy-feature-clip": 1.0, "afcl-sketch": 9},
+            ["privacy-noise", "'afcl'", "a sketch"],
+        ),
+        (
+            {"method": "afcl", "prompt": "lora", "privacy-noise": 1.0, "privacy-feature-clip": 1.0},
+            ["privacy-noise", "privacy-clip above 0"],
+        ),
         ({"method": "fedewc", "privacy-noise": 1.0, "privacy-clip": 1.0}, ["privacy-noise", "Fisher"]),
         ({"method": "joint", "privacy-noise": 1.0, "privacy-clip": 1.0}, ["privacy-noise", "'joint'"]),
         ({**PRIVATE, "partition": "split-ratio"}, ["privacy-noise", "'split-ratio'"]),

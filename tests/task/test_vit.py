@@ -17,9 +17,11 @@ from timm.models import VisionTransformer
 from timm.models.vision_transformer import Block
 from torch import nn
 
+from task.config.parsing import parse
 from task.keys import ConfigError
 from task.models import weights as module
 from task.models.load import load_backbone
+from task.models.model import build_model
 from task.models.vit import ViT, digest
 from task.prompts.shared import SharedPrompt
 
@@ -533,3 +535,56 @@ def test_bundled_weights_are_the_ones_of_the_card():
 
 def test_one_instance_per_process():
     assert load_backbone("vit_glyphs", "auto", 0, "cpu") is load_backbone("vit_glyphs", "auto", 0, "cpu")
+
+
+@pytest.mark.parametrize("early", [[0], [1], [0, 1], [2]])
+@pytest.mark.parametrize("variant", ["plain", "layer scale"])
+def test_early_features_are_class_tokens_of_their_block_normalised(variant, early):
+    """Tokens by a hook on timm's own model; mean 0 and variance 1 in float64 NumPy. The last feature keeps its bits."""
+    images, tokens = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)), {}
+    vit = tiny_vit(depth=3, **VARIANTS[variant])
+    for i, block in enumerate(vit.blocks):
+        block.register_forward_hook(lambda block, inputs, output, i=i: tokens.update({i: output[:, 0]}))
+    with torch.no_grad():
+        plain = vit.forward_head(vit.forward_features(images), pre_logits=True)
+        expected = [plain.numpy().astype(np.float64)]
+        for i in early:
+            token = tokens[i].numpy().astype(np.float64)
+            centred = token - token.mean(axis=1, keepdims=True)
+            expected.append(centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5))
+        backbone = ViT(tiny_vit(depth=3, **VARIANTS[variant]), *HALVES)
+        found, default = backbone(images, early_blocks=early), backbone(images)
+        again = backbone(images)
+    assert found.shape == (4, 12 * (1 + len(early)))
+    assert np.allclose(found, np.concatenate(expected, axis=1), atol=1e-5)
+    assert torch.equal(default, plain)
+    assert torch.equal(found[:, :12], plain)
+    assert torch.equal(again, default)  # no hook is left
+    assert not any(block._forward_hooks for block in backbone.vit.blocks)
+
+
+def test_early_features_with_a_prompt_are_of_the_prompted_tokens():
+    """As in a model that passes all tokens of the last block, which prompts cut to the class token."""
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    backbone, prompt = ViT(tiny_vit(depth=3), *HALVES), SharedPrompt([0, 2], 2, 12, seed=0)
+    torch.nn.init.normal_(prompt.prefix, generator=torch.Generator().manual_seed(1))
+    tokens = []
+    handle = backbone.vit.blocks[1].register_forward_hook(lambda block, inputs, output: tokens.append(output[:, 0]))
+    with torch.no_grad():
+        last = backbone(images, prompt(None))
+        handle.remove()
+        found, bare = (backbone(images, vectors, early_blocks=[1]) for vectors in (prompt(None), None))
+    token = tokens[0].numpy().astype(np.float64)
+    token -= token.mean(axis=1, keepdims=True)
+    assert torch.equal(found[:, :12], last)
+    assert np.allclose(found[:, 12:], token / np.sqrt((token**2).mean(axis=1, keepdims=True) + 1e-5), atol=1e-5)
+    assert not torch.allclose(found, bare, atol=1e-2)
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(0.0, []), (0.05, []), (0.5, [2]), (0.75, [3]), (0.9, [4]), (1.0, [])])
+def test_the_share_of_the_depth_names_one_block(depth, blocks):
+    """Of the bundled ViT's 6 blocks, counted from 0: round(6 share) - 1, none if it is the last; 4.5 rounds to 4."""
+    keys = {"method": "afcl", "afcl-depth": depth, "dataset": "synthetic", "image-size": 16, "device": "cpu"}
+    model = build_model(parse(keys), [3])
+    assert model.backbone.depth == 6
+    assert list(model.early_blocks) == blocks

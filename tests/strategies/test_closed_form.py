@@ -1,0 +1,167 @@
+"""Heads in closed form, against explicit inverses, determinants and hat matrices in NumPy."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from strategies.closed_form import GRID, Spectrum, choose_ridge, solve_discriminant, solve_regularised, solve_ridge
+
+RNG = np.random.default_rng(0)
+
+
+def semi_definite(dim: int, rank: int, seed: int = 0) -> np.ndarray:
+    root = np.random.default_rng(seed).normal(size=(rank, dim))
+    return root.T @ root
+
+
+def matrix_of(spectrum: Spectrum) -> np.ndarray:
+    return ((spectrum.vectors * spectrum.values) @ spectrum.vectors.T).numpy()
+
+
+def sketched(matrix: np.ndarray, rank: int) -> Spectrum:
+    omega = torch.from_numpy(np.random.default_rng(9).normal(size=(len(matrix), rank)))
+    return Spectrum.of_sketch((torch.from_numpy(matrix) @ omega).T, omega)
+
+
+def dense(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array)
+
+
+@pytest.mark.parametrize("rank", [6, 2])
+@pytest.mark.parametrize("of", ["matrix", "sketch"])
+def test_powers_of_a_shifted_matrix(rank: int, of: str) -> None:
+    """With all eigenvectors, and with those that are not zero only."""
+    matrix, right = semi_definite(6, rank), RNG.normal(size=(6, 3))
+    spectrum = Spectrum.of_matrix(dense(matrix)) if of == "matrix" else sketched(matrix, rank)
+    shifted = matrix + 0.3 * np.eye(6)
+    inverse = np.linalg.inv(shifted)
+    assert np.allclose(spectrum.power(-1, 0.3, dense(right)), inverse @ right, rtol=1e-9)
+    assert np.allclose(spectrum.power(-0.5, 0.3, dense(right)), scipy.linalg.sqrtm(inverse) @ right, rtol=1e-8)
+    assert np.allclose(spectrum.power(2, 0.3, dense(right)), shifted @ shifted @ right, rtol=1e-9)
+
+
+def test_negative_eigenvalues_count_as_zero() -> None:
+    spectrum = Spectrum.of_matrix(torch.diag(torch.tensor([2.0, -1.0]).double()))
+    assert np.allclose(matrix_of(spectrum), np.diag([2.0, 0.0]))
+
+
+@pytest.mark.parametrize("sketch", [3, 5, 8, 12])
+def test_a_sketch_is_exact_up_to_its_rank(sketch: int) -> None:
+    """A of rank 3; the sketch may be longer than A itself."""
+    matrix = semi_definite(8, 3)
+    assert np.allclose(matrix_of(sketched(matrix, sketch)), matrix, atol=1e-9)
+
+
+def test_a_sketch_of_less_is_nystroms_and_never_more_than_the_matrix() -> None:
+    matrix = semi_definite(8, 8)
+    omega = np.random.default_rng(9).normal(size=(8, 3))
+    expected = matrix @ omega @ np.linalg.inv(omega.T @ matrix @ omega) @ omega.T @ matrix
+    result = matrix_of(sketched(matrix, 3))
+    assert np.allclose(result, expected, atol=1e-9)
+    assert np.linalg.eigvalsh(matrix - result).min() > -1e-9
+
+
+def test_a_sketch_of_nothing_is_zero() -> None:
+    """Classes of one image each have no scatter."""
+    right = torch.ones(4, 1).double()
+    assert np.allclose(sketched(np.zeros((4, 4)), 2).power(-1, 0.5, right), 2 * right)
+
+
+def one_hot(labels: np.ndarray) -> np.ndarray:
+    return (labels[:, None] == np.arange(labels.max() + 1)).astype(np.float64)
+
+
+def chosen(features: np.ndarray, targets: np.ndarray) -> float:
+    gram = Spectrum.of_matrix(dense(features.T @ features))
+    return choose_ridge(gram, dense(targets.T @ features), len(features))
+
+
+def ridges_of(features: np.ndarray) -> np.ndarray:
+    assert GRID[0] == pytest.approx(1e-10)
+    assert GRID[-1] == pytest.approx(10)
+    return GRID.numpy() * np.linalg.eigvalsh(features.T @ features).max()
+
+
+@pytest.mark.parametrize(("images", "dim", "noise"), [(40, 6, 0.5), (40, 6, 1.0), (30, 30, 1.0), (20, 50, 1.0)])
+def test_the_ridge_is_that_of_generalised_cross_validation(images: int, dim: int, noise: float) -> None:
+    """(|Y - A Y|^2 / n) / (tr(I - A) / n)^2 with the hat matrix A = H (H^T H + lambda I)^-1 H^T itself.
+
+    With as many features as images the quotient of a tiny ridge is 0 / 0: it is not among the choices.
+    """
+    rng = np.random.default_rng(dim)
+    labels = rng.permutation(np.arange(images) % 3)
+    scales = np.geomspace(1, 1e-2, dim)
+    features = (rng.normal(size=(3, dim))[labels] + noise * rng.normal(size=(images, dim))) * scales
+    targets, scores = one_hot(labels), []
+    for ridge in ridges_of(features):
+        hat = features @ np.linalg.inv(features.T @ features + ridge * np.eye(dim)) @ features.T
+        rest = np.eye(images) - hat
+        freedom = np.trace(rest) / images
+        scores.append(np.square(rest @ targets).sum() / images / freedom**2 if freedom > 0.01 else np.inf)
+    assert chosen(features, targets) == pytest.approx(ridges_of(features)[np.argmin(scores)])
+    assert 0 < np.argmin(scores) < len(scores) - 1
+
+
+def test_where_all_images_have_the_same_leverage_it_is_leaving_one_out() -> None:
+    """Waves at equal distances: then generalised cross-validation is exact, so the regressions without each image."""
+    images, rng = 24, np.random.default_rng(5)
+    angles = 2 * np.pi * np.outer(np.arange(images), [1, 2, 3]) / images
+    features = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * ([1.0, 0.4, 0.1] * 2)
+    targets = one_hot((features[:, 0] + 0.8 * rng.normal(size=images) > 0).astype(int))
+    errors = []
+    for ridge in ridges_of(features):
+        missed = 0.0
+        for left in range(images):
+            others = np.arange(images) != left
+            inverse = np.linalg.inv(features[others].T @ features[others] + ridge * np.eye(6))
+            predicted = features[left] @ inverse @ features[others].T @ targets[others]
+            missed += np.square(targets[left] - predicted).sum()
+        errors.append(missed)
+    assert chosen(features, targets) == pytest.approx(ridges_of(features)[np.argmin(errors)])
+    assert 0 < np.argmin(errors) < len(errors) - 1
+
+
+def test_ridge_and_discriminant_by_explicit_inverse() -> None:
+    matrix, sums = semi_definite(5, 5), RNG.normal(size=(3, 5))
+    spectrum = Spectrum.of_matrix(dense(matrix))
+    expected = sums @ np.linalg.inv(matrix + 0.7 * np.eye(5))
+    assert np.allclose(solve_ridge(spectrum, dense(sums), 0.7), expected, rtol=1e-9)
+    weight, bias = solve_discriminant(spectrum, dense(sums), 0.2)
+    inverse = np.linalg.inv(matrix + 0.2 * np.trace(matrix) / 5 * np.eye(5))
+    assert np.allclose(weight, sums @ inverse, rtol=1e-9)
+    assert np.allclose(bias, [-0.5 * mean @ inverse @ mean for mean in sums], rtol=1e-9)
+
+
+@pytest.mark.parametrize("rank", [5, 3, 1])
+@pytest.mark.parametrize(("share", "shrinkage"), [(0.3, 0.05), (0.9, 0.5)])
+def test_regularised_by_explicit_inverse_and_determinant(rank: int, share: float, shrinkage: float) -> None:
+    """Differences of the classes' log densities; rows of zeros and a class without a covariance change nothing."""
+    covariance, means = semi_definite(5, 5) / 5, RNG.normal(size=(3, 5))
+    factors = RNG.normal(size=(3, rank, 5))
+    factors[1, rank // 2 :] = 0
+    factors[2] = 0
+    found = solve_regularised(Spectrum.of_matrix(dense(covariance)), dense(means), dense(factors), share, shrinkage)
+    points = RNG.normal(size=(7, 5))
+    weight, bias, directions, offsets = (value.numpy() for value in vars(found).values())
+    along = np.einsum("kqm,nm->nkq", directions, points) - offsets
+    logits = points @ weight.T + bias + 0.5 * np.square(along).sum(axis=2)
+    ridge = shrinkage * np.trace(covariance) / 5 * np.eye(5)
+    expected = np.empty((7, 3))
+    for c in range(3):
+        own = share * factors[c].T @ factors[c] + (1 - share) * covariance + ridge
+        gaps = points - means[c]
+        distance = np.einsum("nm,mk,nk->n", gaps, np.linalg.inv(own), gaps)
+        expected[:, c] = -0.5 * distance - 0.5 * np.log(np.linalg.det(own))
+    assert np.allclose(logits - logits[:, :1], expected - expected[:, :1], rtol=1e-7, atol=1e-9)
+
+
+def test_regularised_without_any_scatter_is_the_nearest_mean() -> None:
+    means = dense(RNG.normal(size=(3, 4)))
+    nothing = Spectrum.of_matrix(torch.zeros(4, 4).double())
+    found = solve_regularised(nothing, means, torch.zeros(3, 2, 4).double(), 0.1, 0.01)
+    points = dense(RNG.normal(size=(20, 4)))
+    logits = points @ found.weight.T + found.bias
+    assert torch.isfinite(logits).all()
+    assert (logits.argmax(1) == torch.cdist(points, means).argmin(1)).all()
