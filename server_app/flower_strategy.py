@@ -64,7 +64,8 @@ class FCILStrategy(Strategy):
             grid: Flower's, as the ServerApp's main function gets it.
             initial_arrays: what the global model starts from, named and shaped as it travels in the first task; empty
                 for the seeded start.
-            num_rounds: of the whole run, num_tasks times rounds_per_task. It sets rounds_per_task when that was not
+            num_rounds: of the whole run, num_tasks times rounds_per_task and those of adaptation. It sets
+                rounds_per_task when that was not
                 given.
             timeout: seconds to wait for the answers of a round; by default the run key round_timeout.
             train_config: must be empty, and evaluate_config too: settings are run keys here.
@@ -93,6 +94,7 @@ class FCILStrategy(Strategy):
         """The run keys with the arguments of :meth:`start`."""
         values = dict(self._values)
         tasks, rounds = self.config.num_tasks, self.config.rounds_per_task
+        num_rounds = num_rounds and num_rounds - self.config.adaptation_rounds
         if num_rounds is not None and num_rounds != tasks * rounds:
             if "rounds-per-task" in values or num_rounds % tasks:
                 raise ValueError(

@@ -1,5 +1,6 @@
 """AFCL, server half, and what else follows from sums that clients send, whatever their partition (Tang et al. 2025)."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from task.message import Arrays
 from task.method_options import AFCLOptions
 from task.models.model import Model
 from task.prototypes.scatter import factor_rows, principal_rows, restore_scatter, sketch_matrix
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,11 @@ class AFCL(Strategy):
         new = [u for u in updates if u.statistics and (context.task, u.client) not in self.reported]
         self.reported |= {(context.task, update.client) for update in new}
         self.total = self._add([update.statistics for update in new], total, context)
-        return self._solve(model, self.total) if self.total.counts.any() else {}
+        if not self.total.counts.any():
+            if context.ends_task:
+                log.warning("no client has reported a class: the head is still as it was drawn")
+            return {}
+        return self._solve(model, self.total)
 
     def _add(self, reports: Sequence[Arrays], total: ClassSums, context: RoundContext) -> ClassSums:
         counts, sums, gram = total.counts.clone(), total.sums.clone(), total.gram.clone()

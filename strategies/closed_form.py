@@ -30,7 +30,9 @@ class Spectrum:
         """Of A ~ Y (Omega^T Y)^+ Y^T (Nystrom), ``sketch`` Y^T = (A Omega)^T [r, M] and ``omega`` [M, r]."""
         core = sketch @ omega
         small = cls.of_matrix((core + core.T) / 2)
-        kept = small.values > 1e-10 * small.values.max()
+        kept = small.values > max(1e-10 * float(small.values.max()), 1e-30)
+        if not kept.any():  # of an honest client's zeros, or of numbers that no client should send
+            return cls(sketch.new_zeros(1), torch.zeros(sketch.shape[1], 1, dtype=sketch.dtype))
         rows = (small.vectors[:, kept] / small.values[kept].sqrt()).T @ sketch
         _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
         return cls(singular.square(), directions.T)
@@ -77,7 +79,7 @@ def solve_discriminant(covariance: Spectrum, means: Tensor, shrinkage: float) ->
 
     ``covariance`` is S, t the mean of its eigenvalues, ``shrinkage`` s; ``means`` [K, M].
     """
-    weight = covariance.power(-1, _shift(covariance, shrinkage), means.T).T
+    weight = covariance.power(-1, _shift(covariance, means, shrinkage), means.T).T
     return weight, -0.5 * (weight * means).sum(dim=1)
 
 
@@ -106,7 +108,7 @@ def solve_regularised(
         share: a.
         shrinkage: s; t is the mean of S's eigenvalues.
     """
-    shift = _shift(covariance, shrinkage)
+    shift = _shift(covariance, means, shrinkage)
     base = Spectrum((1 - share) * covariance.values, covariance.vectors)
     classes, q, dim = factors.shape
     flat = share**0.5 * factors.reshape(-1, dim)
@@ -115,7 +117,8 @@ def solve_regularised(
     e = e.clamp(min=0)
     unwhitened = base.power(-1, shift, flat.T).T.reshape(classes, q, dim)  # Z B^-1/2
     directions = (rotation / (1 + e).sqrt()[:, None]).mT @ unwhitened
-    weight, bias = solve_discriminant(base, means, shift / max(_mean(base), 1e-30))
+    weight = base.power(-1, shift, means.T).T
+    bias = -0.5 * (weight * means).sum(dim=1)
     offsets = (directions @ means[:, :, None])[:, :, 0]
     return Quadratic(weight, bias - 0.5 * torch.log1p(e).sum(dim=1), directions, offsets)
 
@@ -125,5 +128,6 @@ def _mean(covariance: Spectrum) -> float:
     return float(covariance.values.sum()) / len(covariance.vectors)
 
 
-def _shift(covariance: Spectrum, shrinkage: float) -> float:
-    return max(shrinkage * _mean(covariance), 1e-12)
+def _shift(covariance: Spectrum, means: Tensor, shrinkage: float) -> float:
+    """S t, but more than what rounding leaves of the means [K, M] where the covariance is zero."""
+    return max(shrinkage * _mean(covariance), 1e-9 * float(means.square().mean()), 1e-12)

@@ -243,7 +243,7 @@ class AFCLOptions(Options):
         "rank of the sketch that travels instead of a larger matrix; 0 = none",
         minimum=0,
         maximum=20_000,
-        only=("head", "ridge", "discriminant"),
+        only=("head", "discriminant"),
     )
     dtype: str = key("fp32", "numbers that travel", choices=("fp64", "fp32", "fp16"))
     adaptation_rounds: int = key(

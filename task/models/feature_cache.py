@@ -154,7 +154,8 @@ def _identity(model: Model, source: Images) -> dict[str, str]:
     normalisation = [backbone.mean.flatten().tolist(), backbone.std.flatten().tolist()]
     return {
         "images": image_digest(source),
-        "backbone-sha256": backbone.sha256,
+        "backbone": model.backbone_name,
+        "backbone-sha256": backbone.sha256,  # of the weights: two architectures may have the same
         "image-size": str(backbone.image_size),
         "normalisation": str(normalisation),
         "precision": model.precision,

@@ -137,6 +137,7 @@ class Model(nn.Module):
         self._rows: Tensor
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
         self.precision, self.projects = precision, projects
+        self.backbone_name = ""  # of its architecture
         self.stored_as = ""  # names of data set and backbone, if the queries of the images are stored on disk
         self.to(backbone.mean.device)
         self.eval()  # in training mode prompts know the task, which is unknown for a test image
@@ -344,6 +345,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         config.options.freezes_features,
     )
     if config.feature_cache == AUTO and config.dataset in FROM_PATH:
+        model.backbone_name = config.backbone
         model.stored_as = f"{config.dataset} {config.data_dir}, {config.backbone}"
     for classes in task_sizes:
         model.begin_task(classes)
@@ -358,6 +360,18 @@ def _build_head(config: Config, dim: int) -> Head:
 
 
 def _early_blocks(config: Config, backbone: Backbone) -> list[int]:
-    """The block after which the class token is a feature too, counted from 0; none if that is the last."""
+    """The block after which the class token is a feature too, counted from 0; none if that is the last.
+
+    Raises:
+        ConfigError: the backbone has no class token.
+    """
     block = round(config.options.feature_depth * backbone.depth) - 1
-    return [block] if 0 <= block < backbone.depth - 1 else []
+    if not 0 <= block < backbone.depth - 1:
+        return []
+    if not backbone.has_class_token:
+        key = f"{config.method_row.name}-depth"
+        raise ConfigError(
+            f"{key} = {config.options.feature_depth:g} needs a class token, which {config.backbone!r} lacks: "
+            f"write {key}=0."
+        )
+    return [block]

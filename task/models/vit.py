@@ -112,6 +112,11 @@ class Backbone(nn.Module):
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 
+    @property
+    def has_class_token(self) -> bool:
+        """Whether a token of the blocks stands for the whole image."""
+        return False
+
     def forward(
         self,
         images: Tensor,
@@ -136,6 +141,11 @@ class ViT(Backbone):
             vit.blocks[i] = PromptedBlock(block)
         self.vit = vit.requires_grad_(False)
         self.train()
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether the first token is the class token."""
+        return self.vit.cls_token is not None
 
     def train(self, mode: bool = True) -> "ViT":
         """Stay in evaluation mode: no drop-out and drop-path."""

@@ -68,7 +68,7 @@ def test_the_distance_is_that_of_the_means_that_clients_send(tiny):
 
 
 def test_a_method_that_trains_nothing_has_no_local_model(tiny):
-    with pytest.raises(ConfigError, match="trains no local model"):
+    with pytest.raises(ConfigError, match="trains no model in every task"):
         parse(tiny | {"method": "ncm", "federated-bias": True})
     distances = run(tiny | {"method": "ncm"})["federated_bias"]["prototype_distance"]
     assert all(d > 0 for d in distances)

@@ -61,10 +61,10 @@ def passed(monkeypatch):
     sizes = []
     original = ViT.forward
 
-    def counted(self, images, prompted=None, projects=False):
+    def counted(self, images, prompted=None, projects=False, early_blocks=()):
         if not prompted:
             sizes.append(len(images))
-        return original(self, images, prompted, projects)
+        return original(self, images, prompted, projects, early_blocks)
 
     monkeypatch.setattr(ViT, "forward", counted)
     return sizes
