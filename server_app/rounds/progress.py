@@ -12,7 +12,7 @@ def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
         number: of this round within the run, from 1.
     """
     failures, tasks, rounds = line["failures"], line["num_tasks"], line["rounds_per_task"]
-    seconds_left = line["elapsed"] / number * (line["total_rounds"] - number)
+    seconds_left = line["elapsed"] / number * (line.get("total_rounds", tasks * rounds) - number)
     parts = [
         f"task {line['task']}/{tasks}, round {line['round']}/{rounds}",
         f"{len(line['participants'])} clients" + (f", {len(failures)} failed" if failures else ""),
