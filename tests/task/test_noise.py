@@ -393,7 +393,13 @@ def test_methods_live_with_missing_classes(method: str, fewest: int, tiny: dict)
         ({**PRIVATE, "hgp-covariance": "low-rank"}, ["privacy-noise", "low-rank"]),
         ({**PRIVATE, "method": "fedrda"}, ["privacy-noise", "'fedrda'", "principal directions"]),
         (
-            {"method": "afcl", "privacy-noise": 1.0, "privacy-feature-clip": 1.0, "afcl-sketch": 9},
+            {
+                "method": "afcl",
+                "privacy-noise": 1.0,
+                "privacy-feature-clip": 1.0,
+                "afcl-sketch": 9,
+                "afcl-head": "discriminant",
+            },
             ["privacy-noise", "'afcl'", "a sketch"],
         ),
         (
