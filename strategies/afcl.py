@@ -11,6 +11,7 @@ from strategies.base import RoundContext, Strategy, Update
 from strategies.closed_form import (
     Spectrum,
     choose_ridge,
+    choose_shrinkage,
     solve_discriminant,
     solve_regularised,
     solve_ridge,
@@ -18,7 +19,7 @@ from strategies.closed_form import (
 from strategies.ncm import NEVER
 from task.config.schema import Config
 from task.message import Arrays
-from task.method_options import AFCLOptions
+from task.method_options import MAX_FEATURES, SHRINKAGE, AFCLOptions
 from task.models.model import Model
 from task.prototypes.scatter import factor_rows, principal_rows, restore_scatter, sketch_matrix
 
@@ -115,29 +116,37 @@ class AFCL(Strategy):
         return gram + scatter if form == "sketch" else gram
 
     def _solve(self, model: Model, total: ClassSums) -> dict[str, float]:
-        """Overwrite the head; returns the ridge if it was chosen."""
-        options, images, seen = self.options, float(total.counts.sum()), total.counts > 0
-        metrics: dict[str, float] = {}
-        if options.head == "ridge":
-            gram = self._spectrum(total.gram)
-            ridge = options.ridge or choose_ridge(gram, total.sums, images)
-            metrics = {"ridge": ridge}
-            solution = {"weight": solve_ridge(gram, total.sums, ridge), "bias": torch.zeros(len(seen))}
-        else:
-            means = total.sums / total.counts.clamp(min=1)[:, None]
-            covariance = self._spectrum(self._within(total) / max(images - int(seen.sum()), 1))
-            if options.head == "discriminant":
-                weight, bias = solve_discriminant(covariance, means, options.shrinkage)
-                solution = {"weight": weight, "bias": bias}
-            else:
-                factors = total.factors / (total.counts - 1).clamp(min=1).sqrt()[:, None, None]
-                solution = vars(
-                    solve_regularised(covariance, means, factors, options.own_covariance, options.shrinkage)
-                )
-        solution["bias"] = torch.where(seen, solution["bias"], NEVER)
+        """Overwrite the head; returns the ridge or the shrinkage."""
+        solve = self._solve_ridge if self.options.head == "ridge" else self._solve_discriminant
+        solution, used = solve(total)
+        solution["bias"] = torch.where(total.counts > 0, solution["bias"], NEVER)
         for name, value in solution.items():
             getattr(model.head, name).data.copy_(value)
-        return metrics
+        return used
+
+    def _solve_ridge(self, total: ClassSums) -> tuple[dict[str, Tensor], dict[str, float]]:
+        gram = self._spectrum(total.gram)
+        ridge = self.options.ridge or choose_ridge(gram, total.sums, float(total.counts.sum()))
+        solution = {"weight": solve_ridge(gram, total.sums, ridge), "bias": torch.zeros(len(total.counts))}
+        return solution, {"ridge": ridge}
+
+    def _solve_discriminant(self, total: ClassSums) -> tuple[dict[str, Tensor], dict[str, float]]:
+        options, means = self.options, total.sums / total.counts.clamp(min=1)[:, None]
+        within = self._within(total)
+        shrinkage = options.shrinkage or self._choose_shrinkage(total.counts, means, within)
+        freedom = float(total.counts.sum()) - int((total.counts > 0).sum())
+        covariance = self._spectrum(within / max(freedom, 1))
+        if options.head == "discriminant":
+            weight, bias = solve_discriminant(covariance, means, shrinkage)
+            return {"weight": weight, "bias": bias}, {"shrinkage": shrinkage}
+        factors = total.factors / (total.counts - 1).clamp(min=1).sqrt()[:, None, None]
+        solution = solve_regularised(covariance, means, factors, options.own_covariance, shrinkage)
+        return vars(solution).copy(), {"shrinkage": shrinkage}
+
+    def _choose_shrinkage(self, counts: Tensor, means: Tensor, scatter: Tensor) -> float:
+        if self.options.sketch or means.shape[1] > MAX_FEATURES:
+            return SHRINKAGE
+        return choose_shrinkage(counts, means, scatter)
 
     def _within(self, total: ClassSums) -> Tensor:
         """Scatter about the class means: sum h h^T - sum_c s_c s_c^T / n_c, or its sketch."""

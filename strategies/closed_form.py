@@ -9,7 +9,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from task.utils.seeding import torch_rng
+
 GRID = torch.logspace(-10, 1, 45, dtype=torch.float64)  # ridges that are tried, in shares of the largest eigenvalue
+SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # that are tried
+FOLDS = 5
+ENOUGH = 2000
+LIMIT = 20_000_000  # numbers that are drawn; of more images than that a part stands for all
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,14 @@ class Spectrum:
         return cls(values.clamp(min=0), vectors)
 
     @classmethod
+    def of_rows(cls, rows: Tensor) -> Self:
+        """Of A = R^T R, ``rows`` R [N, M]."""
+        if len(rows) > rows.shape[1]:
+            return cls.of_matrix(rows.T @ rows)
+        _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
+        return cls(singular.square(), directions.T)
+
+    @classmethod
     def of_sketch(cls, sketch: Tensor, omega: Tensor) -> Self:
         """Of A ~ Y (Omega^T Y)^+ Y^T (Nystrom), ``sketch`` Y^T = (A Omega)^T [r, M] and ``omega`` [M, r]."""
         core = sketch @ omega
@@ -34,8 +48,7 @@ class Spectrum:
         if not kept.any():  # of an honest client's zeros, or of numbers that no client should send
             return cls(sketch.new_zeros(1), torch.zeros(sketch.shape[1], 1, dtype=sketch.dtype))
         rows = (small.vectors[:, kept] / small.values[kept].sqrt()).T @ sketch
-        _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
-        return cls(singular.square(), directions.T)
+        return cls.of_rows(rows)
 
     def power(self, exponent: float, shift: float, right: Tensor) -> Tensor:
         """(A + shift I)^exponent B for B = ``right`` [M, C]."""
@@ -60,6 +73,69 @@ def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
     return float(ridges[torch.where(freedom > 0.01, rss / freedom.square(), torch.inf).argmin()])
 
 
+def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Tensor) -> float:
+    """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation; no image is seen.
+
+    The folds are those of drawn features, see :func:`draw_features`. Of few images they are drawn again, until ENOUGH
+    have been classified. Of equal ones the largest.
+
+    Args:
+        counts: [K].
+        means: [K, M].
+        scatter: about the class means, [M, M].
+    """
+    right = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
+    generator = torch_rng(0, "features")
+    for _ in range(max(1, ENOUGH // int(counts.sum()))):
+        right += _cross_validate(*draw_features(counts, means, scatter, generator), len(counts))
+    return float(SHRINKAGES[right == right.max()][-1])
+
+
+def draw_features(counts: Tensor, means: Tensor, scatter: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Features [N, M] and classes [N], sorted, that have just these counts [K], means [K, M] and scatter [M, M].
+
+    mu_y + Q R with R^T R = scatter and random Q [N, rank], whose columns are orthonormal and sum to zero in each class.
+    These are counts, means and scatter of the clients' features too. If the classes are Gaussians with one covariance,
+    all features with the same sums are equally likely, so that nothing tells the drawn ones from the clients' own.
+    """
+    dim = means.shape[1]
+    share = min(1.0, LIMIT / dim / float(counts.sum()))
+    counts = (share * counts).ceil().long().clamp(min=0)
+    classes = torch.arange(len(counts)).repeat_interleave(counts)
+    spectrum = Spectrum.of_matrix(share * scatter)
+    rank = min(dim, len(classes) - int((counts > 0).sum()))  # rounding may leave the scatter more
+    rows = (spectrum.values.sqrt()[:, None] * spectrum.vectors.T)[dim - rank :]
+    columns = torch.randn(len(classes), rank, generator=generator).double()
+    columns, _ = torch.linalg.qr(columns - _class_means(columns, classes, len(counts))[classes])
+    return means[classes] + columns @ rows, classes
+
+
+def _cross_validate(features: Tensor, classes: Tensor, number: int) -> Tensor:
+    """How many features [N, M] each of SHRINKAGES classifies rightly; every third of a class is held out in turn."""
+    fold = torch.cat([torch.arange(int(n)) % FOLDS for n in classes.bincount()])
+    right = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
+    for held_out in range(FOLDS):
+        rest, here = fold != held_out, fold == held_out
+        spectrum, means, seen = _class_spectrum(features[rest], classes[rest], number)
+        for i, shrinkage in enumerate(SHRINKAGES.tolist()):
+            weight, bias = solve_discriminant(spectrum, means, shrinkage)
+            logits = torch.where(seen, features[here] @ weight.T + bias, -torch.inf)
+            right[i] += (logits.argmax(dim=1) == classes[here]).sum()
+    return right
+
+
+def _class_means(features: Tensor, classes: Tensor, number: int) -> Tensor:
+    sums = features.new_zeros(number, features.shape[1]).index_add_(0, classes, features)
+    return sums / classes.bincount(minlength=number).clamp(min=1)[:, None]
+
+
+def _class_spectrum(features: Tensor, classes: Tensor, number: int) -> tuple[Spectrum, Tensor, Tensor]:
+    """Covariance about the class means [K, M], these, and which classes there are, bool [K]."""
+    means, seen = _class_means(features, classes, number), classes.bincount(minlength=number) > 0
+    centred = (features - means[classes]) / max(len(features) - int(seen.sum()), 1) ** 0.5
+    return Spectrum.of_rows(centred), means, seen
+
+
 def solve_ridge(gram: Spectrum, sums: Tensor, ridge: float) -> Tensor:
     """Weights [K, M] that minimise sum |onehot(y) - W h|^2 + lambda |W|^2 over all images.
 
@@ -79,7 +155,11 @@ def solve_discriminant(covariance: Spectrum, means: Tensor, shrinkage: float) ->
 
     ``covariance`` is S, t the mean of its eigenvalues, ``shrinkage`` s; ``means`` [K, M].
     """
-    weight = covariance.power(-1, _shift(covariance, means, shrinkage), means.T).T
+    return _linear(covariance, _shift(covariance, means, shrinkage), means)
+
+
+def _linear(covariance: Spectrum, shift: float, means: Tensor) -> tuple[Tensor, Tensor]:
+    weight = covariance.power(-1, shift, means.T).T
     return weight, -0.5 * (weight * means).sum(dim=1)
 
 
@@ -117,8 +197,7 @@ def solve_regularised(
     e = e.clamp(min=0)
     unwhitened = base.power(-1, shift, flat.T).T.reshape(classes, q, dim)  # Z B^-1/2
     directions = (rotation / (1 + e).sqrt()[:, None]).mT @ unwhitened
-    weight = base.power(-1, shift, means.T).T
-    bias = -0.5 * (weight * means).sum(dim=1)
+    weight, bias = _linear(base, shift, means)
     offsets = (directions @ means[:, :, None])[:, :, 0]
     return Quadratic(weight, bias - 0.5 * torch.log1p(e).sum(dim=1), directions, offsets)
 

@@ -201,6 +201,10 @@ class FedEWCOptions(Options):
     strength: float = key(1000.0, "lambda: weight of lambda / 2 sum_i F_i (theta_i - theta*_i)^2", minimum=0)
 
 
+SHRINKAGE = 0.01
+MAX_FEATURES = 2000  # up to which the shrinkage is chosen: beyond, the eigenvalues of every fold take minutes
+
+
 @dataclass(frozen=True)
 class AFCLOptions(Options):
     """Keys of analytic federated continual learning (Tang et al. 2025) and of what else follows from the same sums."""
@@ -218,9 +222,11 @@ class AFCLOptions(Options):
         only=("head", "ridge"),
     )
     shrinkage: float = key(
-        0.01,
-        "s: share of the mean variance that is added to the diagonal of covariances",
-        above=0,
+        AUTO,
+        f"s: share of the mean variance that is added to the diagonal of covariances; auto or 0: by cross-validation, "
+        f"but {SHRINKAGE} with a sketch or more than {MAX_FEATURES:,} features",
+        minimum=0,
+        auto=0.0,
         only=("head", "discriminant", "regularised"),
     )
     own_covariance: float = key(

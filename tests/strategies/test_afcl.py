@@ -14,7 +14,7 @@ from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from strategies.afcl import AFCL
 from strategies.base import RoundContext, Update
-from strategies.closed_form import GRID
+from strategies.closed_form import GRID, choose_shrinkage
 from task.config.parsing import parse
 from task.message import Arrays, Kind, Packet
 from task.method_options import AFCLOptions
@@ -104,7 +104,7 @@ def check_ridge(run: Pooled, ridge: float, bound: float = 1e-5) -> None:
 
 def check_regularised(run: Pooled, bound: float = 1e-5) -> None:
     """Up to what all classes of an image have in common; in float64, so that the solution alone is compared."""
-    expected = numpy_regularised(run, share=0.1, shrinkage=0.01)
+    expected = numpy_regularised(run, share=0.1, shrinkage=run.results["rounds"][-1]["server"]["shrinkage"])
     with torch.no_grad():
         raw = torch.from_numpy(run.test_features)  # projected already
         head = run.model.head.double()
@@ -199,6 +199,23 @@ def test_the_ridge_is_chosen_from_the_images_of_all_clients(tiny: Values) -> Non
         scores.append(np.square(targets - hat @ targets).sum() / (1 - np.trace(hat) / images) ** 2)
     assert chosen == pytest.approx(ridges[np.argmin(scores)], rel=1e-6)
     check_ridge(run, chosen, bound=1e-3)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_the_shrinkage_is_chosen_from_the_images_of_all_clients(partition: str, tiny: Values) -> None:
+    run = Pooled(tiny | PARTITIONS[partition] | EXACT | {"afcl-head": "discriminant"})
+    means, _, pooled = moments(run)
+    counts = np.bincount(run.rows)
+    scatter = pooled * (len(run.rows) - run.classes)
+    expected = choose_shrinkage(*(torch.from_numpy(part) for part in (counts, means, scatter)))
+    assert run.results["rounds"][-1]["server"] == {"shrinkage": pytest.approx(expected)}
+
+
+@pytest.mark.parametrize("keys", [{"afcl-sketch": 20}, {"afcl-random-features": 2001}], ids=lambda k: next(iter(k)))
+def test_with_a_sketch_or_very_many_features_the_shrinkage_is_fixed(keys: Values, tiny: Values) -> None:
+    config = parse(tiny | EXACT | {"afcl-head": "discriminant", "num-tasks": 1, "num-clients": 1} | keys)
+    folder = run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+    assert results_of(folder)["rounds"][-1]["server"] == {"shrinkage": 0.01}
 
 
 def update(client: str, features: np.ndarray, labels: list[int], options: AFCLOptions | None = None) -> Update:

@@ -1,12 +1,26 @@
 """Heads in closed form, against explicit inverses, determinants and hat matrices in NumPy."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
 from torch import Tensor
 
-from strategies.closed_form import GRID, Spectrum, choose_ridge, solve_discriminant, solve_regularised, solve_ridge
+from strategies import closed_form
+from strategies.closed_form import (
+    GRID,
+    SHRINKAGES,
+    Spectrum,
+    choose_ridge,
+    choose_shrinkage,
+    draw_features,
+    solve_discriminant,
+    solve_regularised,
+    solve_ridge,
+)
+from task.utils.seeding import torch_rng
 
 RNG = np.random.default_rng(0)
 
@@ -155,6 +169,81 @@ def test_regularised_by_explicit_inverse_and_determinant(rank: int, share: float
         distance = np.einsum("nm,mk,nk->n", gaps, np.linalg.inv(own), gaps)
         expected[:, c] = -0.5 * distance - 0.5 * np.log(np.linalg.det(own))
     assert np.allclose(logits - logits[:, :1], expected - expected[:, :1], rtol=1e-7, atol=1e-9)
+
+
+def gaussian_classes(images: int, seed: int, classes: int = 5, dim: int = 30) -> tuple[np.ndarray, np.ndarray]:
+    """Features [N, M] and labels [N] of classes that differ most where each class varies least."""
+    means = np.random.default_rng(1).normal(size=(classes, dim)) * 0.7
+    scales = np.geomspace(3, 0.3, dim)
+    labels = np.arange(classes).repeat(images)
+    return means[labels] * scales**0.3 + np.random.default_rng(seed).normal(size=(len(labels), dim)) * scales, labels
+
+
+def sums_of(features: np.ndarray, labels: np.ndarray, classes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Counts [K], means [K, M], zero of an empty class, and scatter about them [M, M]."""
+    groups = [features[labels == c] for c in range(classes)]
+    means = np.stack([g.mean(axis=0) if len(g) else np.zeros(features.shape[1]) for g in groups])
+    return (
+        np.array([len(g) for g in groups]),
+        means,
+        sum((g - m).T @ (g - m) for g, m in zip(groups, means, strict=True)),
+    )
+
+
+@pytest.mark.parametrize("counts", [[40, 50, 3], [4, 0, 1], [1, 1, 1]], ids=str)
+def test_drawn_features_have_the_sums_of_the_others_and_are_not_they(counts: list[int]) -> None:
+    """More images than features, fewer, and none that differs from its class mean."""
+    labels = np.arange(3).repeat(counts)
+    features = np.random.default_rng(3).normal(size=(len(labels), 8)) * np.geomspace(1, 1e-3, 8) + labels[:, None]
+    expected = sums_of(features, labels, 3)
+    drawn, classes = (part.numpy() for part in draw_features(*map(dense, expected), torch.Generator()))
+    for got, wanted in zip(sums_of(drawn, classes, 3), expected, strict=True):
+        assert np.allclose(got, wanted, rtol=1e-6, atol=1e-9)
+    assert max(counts) == 1 or np.abs(drawn - features).max() > 0.1
+
+
+def test_of_very_many_images_a_part_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(closed_form, "LIMIT", 400)
+    expected = sums_of(*gaussian_classes(100, seed=0, dim=4), classes=5)
+    drawn, classes = (part.numpy() for part in draw_features(*map(dense, expected), torch.Generator()))
+    counts, means, scatter = sums_of(drawn, classes, 5)
+    assert counts.tolist() == [20] * 5
+    assert np.allclose(means, expected[1])
+    assert np.allclose(scatter, expected[2] / 5)
+
+
+@pytest.mark.parametrize("images", [6, 450])
+def test_the_shrinkage_is_that_of_cross_validation(images: int) -> None:
+    """By explicit inverses; every fifth drawn feature of each class is held out in turn; of few images 66 times."""
+    sums = [dense(part) for part in sums_of(*gaussian_classes(images, seed=0, dim=12), classes=5)]
+    generator, right = torch_rng(0, "features"), np.zeros(len(SHRINKAGES))
+    for _ in range(max(1, 2000 // (5 * images))):
+        features, labels = (part.numpy() for part in draw_features(*sums, generator))
+        fold = np.tile(np.arange(images) % 5, 5)
+        for held_out, (i, shrinkage) in product(range(5), enumerate(SHRINKAGES.tolist())):
+            rest, here = fold != held_out, fold == held_out
+            _, means, scatter = sums_of(features[rest], labels[rest], 5)
+            covariance = scatter / (rest.sum() - 5)
+            inverse = np.linalg.inv(covariance + shrinkage * np.trace(covariance) / 12 * np.eye(12))
+            gaps = features[here][:, None] - means
+            right[i] += (np.einsum("nkm,mj,nkj->nk", gaps, inverse, gaps).argmin(axis=1) == labels[here]).sum()
+    assert choose_shrinkage(*sums) == pytest.approx(SHRINKAGES[np.flatnonzero(right == right.max())[-1]])
+    assert right.min() < right.max()
+
+
+@pytest.mark.parametrize("images", [8, 16, 200])
+def test_the_shrinkage_is_good_for_images_that_nobody_has_seen(images: int) -> None:
+    """Few images need much, many need little; the choice is within three points of the best."""
+    counts, means, scatter = sums_of(*gaussian_classes(images, seed=0), classes=5)
+    fresh, labels = gaussian_classes(400, seed=1)
+    spectrum, accuracies = Spectrum.of_matrix(dense(scatter / (counts.sum() - 5))), []
+    for shrinkage in SHRINKAGES.tolist():
+        weight, bias = (part.numpy() for part in solve_discriminant(spectrum, dense(means), shrinkage))
+        accuracies.append(float(((fresh @ weight.T + bias).argmax(axis=1) == labels).mean()))
+    chosen = choose_shrinkage(dense(counts), dense(means), dense(scatter))
+    there = accuracies[int((SHRINKAGES - chosen).abs().argmin())]
+    assert there > max(accuracies) - 0.03
+    assert there > min(accuracies) + 0.1
 
 
 def test_regularised_without_any_scatter_is_the_nearest_mean() -> None:
