@@ -24,6 +24,7 @@ FROM_PATH = (
     "imagenet-r",
     "domainnet",
 )
+IMAGE_FILES = tuple(name for name in FROM_PATH if name not in ("npz", "cifar10", "cifar100"))  # the others are arrays
 REGISTERED = EMBEDDED + FROM_PATH
 APPEARING = "appearing"
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
@@ -85,6 +86,14 @@ class Config:
     )
     unreadable_share: float = key(
         0.05, "of a node's image files that may be unreadable", minimum=0, maximum=1, only=("dataset", OWN)
+    )
+    max_image_pixels: int = key(
+        50_000_000,
+        "largest image that is decoded; a larger JPEG is decoded at a smaller scale",
+        minimum=1,
+        maximum=170_000_000,  # Pillow refuses 178,956,971 and more
+        only=("dataset", *IMAGE_FILES, OWN),
+        affects="files",
     )
     augmentation: str = key(
         AUTO,

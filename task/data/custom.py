@@ -12,7 +12,7 @@ from task.data.splits import HELD_OUT, draw_held_out, select_by_digest, split_da
 from task.keys import ConfigError
 
 
-def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
+def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dataset:
     """Arrays: images uint8 [N, H, W, 3] or [N, H, W], labels [N]; class names and split [N] (1 = test) are optional.
 
     ``path`` is an .npz file, which is read into memory, or a folder of images.npy, labels.npy, split.npy and
@@ -87,7 +87,7 @@ def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray
     return images, np.array(labels, np.int64)
 
 
-def folder(path: Path, side: int) -> Dataset:
+def folder(path: Path, side: int, max_pixels: int) -> Dataset:
     """A folder per class of image files; train/ and test/ above them are used when both are there.
 
     Raises:
@@ -96,20 +96,20 @@ def folder(path: Path, side: int) -> Dataset:
     if not path.is_dir():
         raise ConfigError(f"data-dir = {str(path)!r}: there is no such folder for dataset 'folder'.")
     if not ((path / "train").is_dir() and (path / "test").is_dir()):
-        names, images, labels = _scan(path, side)
+        names, images, labels = _scan(path, side, max_pixels)
         return split_dataset(draw_held_out(labels, HELD_OUT, 0, "folder"), images, labels, names)
-    names, train, train_labels = _scan(path / "train", side)
-    test_names, test, test_labels = _scan(path / "test", side)
+    names, train, train_labels = _scan(path / "train", side, max_pixels)
+    test_names, test, test_labels = _scan(path / "test", side, max_pixels)
     if names != test_names:
         odd = sorted(set(names) ^ set(test_names))
         raise ConfigError(f"data-dir = {str(path)!r}: train/ and test/ differ in the classes {odd}.")
     return Dataset(names, train, train_labels, test, test_labels)
 
 
-def _scan(path: Path, side: int) -> tuple[tuple[str, ...], ImageFiles, np.ndarray]:
+def _scan(path: Path, side: int, max_pixels: int) -> tuple[tuple[str, ...], ImageFiles, np.ndarray]:
     folders = class_folders(path)
     require_classes(folders)
-    images, labels = images_by_class(folders, side)
+    images, labels = images_by_class(folders, side, max_pixels)
     empty = [p.name for p, count in zip(folders, np.bincount(labels, minlength=len(folders)), strict=True) if not count]
     if not folders or empty:
         what = f"the classes {empty} hold no image file" if empty else "it holds no class folder"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from task.data.images import ImageFiles
+from task.data.images import MAX_PIXELS, ImageFiles
 from task.keys import ConfigError
 
 _SYSTEM_FOLDERS = ("@eaDir", "__MACOSX")  # made by operating systems, with copies of images
@@ -16,14 +16,15 @@ _UNREADABLE = {"BUFR", "EMF", "GRIB", "HDF5", "MPEG", "WMF"}  # formats that Pil
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
-def images_by_class(folders: Sequence[Path], side: int) -> tuple[ImageFiles, np.ndarray]:
+def images_by_class(folders: Sequence[Path], side: int, max_pixels: int = MAX_PIXELS) -> tuple[ImageFiles, np.ndarray]:
     """Every image file below each class's folder, sorted by name, and the class ids, int64 [N].
 
-    Hidden files and folders are left out; a missing folder counts as empty. ``side`` in pixels.
+    Hidden files and folders are left out; a missing folder counts as empty. ``side`` and ``max_pixels`` as
+    :class:`ImageFiles` has them.
     """
     by_class = [sorted(_image_files(folder)) for folder in folders]
     labels = np.repeat(np.arange(len(folders)), np.array([len(files) for files in by_class], np.int64))
-    return ImageFiles(tuple(f for files in by_class for f in files), side), labels
+    return ImageFiles(tuple(f for files in by_class for f in files), side, max_pixels), labels
 
 
 def _image_files(folder: Path) -> Iterator[str]:

@@ -19,7 +19,7 @@ import numpy as np
 from task.data.class_names import find_same_class
 from task.data.custom import npz
 from task.data.image_folders import class_folders, images_by_class, require_classes
-from task.data.images import Dataset, ImageFiles, read_rgb
+from task.data.images import MAX_PIXELS, Dataset, ImageFiles, read_rgb
 from task.data.splits import select_by_digest
 from task.keys import ConfigError
 from task.utils.atomic import write_atomically
@@ -53,7 +53,12 @@ class Inventory:
 
 
 def scan_images(
-    data_dir: str, state: Path, unreadable_share: float, run: str = "", previous: Inventory | None = None
+    data_dir: str,
+    state: Path,
+    unreadable_share: float,
+    run: str = "",
+    previous: Inventory | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> Inventory:
     """List a node's images in a file in ``state``. Only files that are new or have changed are read.
 
@@ -63,6 +68,7 @@ def scan_images(
         unreadable_share: share of the image files that may be unreadable, 0 to 1; they are named in the log.
         run: the list belongs to this run; later scans of other runs do not change it.
         previous: list only its readable files, to go on without those that have been lost since.
+        max_pixels: a file of more pixels is unreadable, see :func:`task.data.images.read_rgb`.
 
     Raises:
         ConfigError: no such folder, or too many unreadable files, which it does not name, as the error may be sent.
@@ -78,7 +84,7 @@ def scan_images(
     # with ``previous`` all are read again: a damaged disk does not change a file's stamp
     to_read = [name for name, stamp in stamps.items() if previous or before["readable"].get(name) != stamp]
     lost = previous.unreadable if previous else ()
-    unreadable = _find_unreadable(root, to_read) | set(lost)
+    unreadable = _find_unreadable(root, to_read, max_pixels) | set(lost)
     readable = {name: stamp for name, stamp in stamps.items() if name not in unreadable}
     total = len({*stamps, *lost})
     if len(unreadable) > unreadable_share * total:
@@ -105,7 +111,7 @@ def load_inventory(data_dir: str, state: Path, run: str = "") -> Inventory | Non
 
 
 @lru_cache(maxsize=64)
-def open_inventory(inventory: Inventory, side: int) -> Dataset:
+def open_inventory(inventory: Inventory, side: int, max_pixels: int = MAX_PIXELS) -> Dataset:
     """The images of an inventory with the node's own class names and ids.
 
     Without train/ and test/ about a fifth of the files is held out, by a digest of their names, but none that was
@@ -116,13 +122,13 @@ def open_inventory(inventory: Inventory, side: int) -> Dataset:
     """
     root = Path(inventory.data_dir)
     if root.is_file():
-        dataset = npz(root, side, by_content=True)
+        dataset = npz(root, side, max_pixels, by_content=True)
         return replace(dataset, class_names=tuple(_normalise_names(dataset.class_names, root)))
     class_of_file = _normalise_names(_classes_of(inventory.split, inventory.readable), root)
     names, labels = np.unique(np.array(class_of_file, np.str_), return_inverse=True)
     held_out = set(inventory.held_out)
     test = np.array([name in held_out for name in inventory.readable], bool)
-    parts = [_part(root, inventory.readable, labels, np.flatnonzero(mask), side) for mask in (~test, test)]
+    parts = [_part(root, inventory.readable, labels, np.flatnonzero(mask), side, max_pixels) for mask in (~test, test)]
     return Dataset(tuple(map(str, names)), *parts[0], *parts[1])
 
 
@@ -141,9 +147,10 @@ def _normalise_names(names: Sequence[str], root: Path) -> list[str]:
 
 
 def _part(
-    root: Path, files: tuple[str, ...], labels: np.ndarray, positions: np.ndarray, side: int
+    root: Path, files: tuple[str, ...], labels: np.ndarray, positions: np.ndarray, side: int, max_pixels: int
 ) -> tuple[ImageFiles, np.ndarray]:
-    return ImageFiles(tuple(str(root / files[i]) for i in positions), side), labels[positions].astype(np.int64)
+    paths = tuple(str(root / files[i]) for i in positions)
+    return ImageFiles(paths, side, max_pixels), labels[positions].astype(np.int64)
 
 
 def _classes_of(split: bool, files: Sequence[str]) -> list[str]:
@@ -177,9 +184,9 @@ def _stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _find_unreadable(root: Path, names: Sequence[str]) -> set[str]:
+def _find_unreadable(root: Path, names: Sequence[str], max_pixels: int) -> set[str]:
     with ThreadPoolExecutor() as pool:
-        reasons = pool.map(_problem, [root / name for name in names])
+        reasons = pool.map(lambda name: _problem(root / name, max_pixels), names)
         problems = {name: why for name, why in zip(names, reasons, strict=True) if why}
     for name in sorted(problems)[:_LOGGED]:
         log.warning("left out: %s", problems[name])
@@ -188,9 +195,9 @@ def _find_unreadable(root: Path, names: Sequence[str]) -> set[str]:
     return set(problems)
 
 
-def _problem(path: Path) -> str:
+def _problem(path: Path, max_pixels: int) -> str:
     try:
-        read_rgb(str(path))
+        read_rgb(str(path), max_pixels)
     except ConfigError as error:
         return str(error)
     return ""
