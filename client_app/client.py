@@ -16,7 +16,7 @@ from task.config.parsing import apply_node_settings, parse
 from task.config.schema import Config
 from task.data.images import UnreadableImage
 from task.data.load import default_augmentation
-from task.data.node_images import Inventory, load_inventory, open_inventory, scan_images
+from task.data.node_images import Inventory, load_inventory, open_inventory, scan_images, unreadable_classes
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
@@ -139,6 +139,7 @@ def _count_own_images(request: Request) -> Packet:
         config={
             "classes": [dataset.class_names[c] for c in present],
             "unreadable": len(inventory.unreadable),
+            "unreadable-classes": unreadable_classes(inventory),
             "image-shape": list(dataset.image_shape),
         },
     )

@@ -1,7 +1,7 @@
 """Folders of image files: which files count, and which folder names a class."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -21,16 +21,25 @@ def images_by_class(folders: Sequence[Path], side: int, max_pixels: int = MAX_PI
 
     Hidden files and folders are left out; a missing folder counts as empty. ``side`` and ``max_pixels`` as
     :class:`ImageFiles` has them.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
-    by_class = [sorted(_image_files(folder)) for folder in folders]
+    by_class = [sorted(image_files(folder, _refuse)) for folder in folders]
     labels = np.repeat(np.arange(len(folders)), np.array([len(files) for files in by_class], np.int64))
     return ImageFiles(tuple(f for files in by_class for f in files), side, max_pixels), labels
 
 
-def _image_files(folder: Path) -> Iterator[str]:
-    for parent, folders, files in os.walk(folder):  # links to folders are not followed
+def image_files(folder: Path, on_error: Callable[[OSError], object]) -> Iterator[str]:
+    """Every image file below a folder; ``on_error`` gets the error of each folder that is missing or unreadable."""
+    for parent, folders, files in os.walk(folder, onerror=on_error):  # links to folders are not followed
         folders[:] = [name for name in folders if not _hidden(name)]
         yield from (os.path.join(parent, f) for f in files if f.lower().endswith(_endings()) and not _hidden(f))
+
+
+def _refuse(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 @lru_cache(maxsize=1)

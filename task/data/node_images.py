@@ -18,7 +18,7 @@ import numpy as np
 
 from task.data.class_names import find_same_class
 from task.data.custom import npz
-from task.data.image_folders import class_folders, images_by_class, require_classes
+from task.data.image_folders import class_folders, image_files, require_classes
 from task.data.images import MAX_PIXELS, Dataset, ImageFiles, read_rgb
 from task.data.splits import select_by_digest
 from task.keys import ConfigError
@@ -40,7 +40,7 @@ class Inventory:
     Attributes:
         data_dir: a folder per class, or train/ and test/ with a folder per class each, or an .npz file.
         readable: readable files; none for an .npz file.
-        unreadable: files that are left out.
+        unreadable: files that are left out, and folders, which end with a slash and count as one file each.
         held_out: those of the readable files that are not trained on.
         split: whether data_dir has train/ and test/.
     """
@@ -71,19 +71,21 @@ def scan_images(
         max_pixels: a file of more pixels is unreadable, see :func:`task.data.images.read_rgb`.
 
     Raises:
-        ConfigError: no such folder, or too many unreadable files, which it does not name, as the error may be sent.
+        ConfigError: no such folder, one that cannot be read, or too many unreadable files, which it does not name, as
+            the error may be sent.
     """
     root = Path(data_dir).expanduser()
-    if root.is_file():
+    if os.path.isfile(root):  # Path.is_file raises an error without the right to look
         return Inventory(str(root))
-    if not root.is_dir():
-        raise ConfigError(f"data-dir = {data_dir!r}: this node has no such folder or .npz file.")
+    if not os.path.isdir(root):
+        raise ConfigError(f"data-dir = {data_dir!r}: this node has no such folder or .npz file, or may not read it.")
     before = _read_list(_newest_list(state, root), root)
-    split = previous.split if previous else all((root / part).is_dir() for part in PARTS)
-    stamps = {name: _stamp(root / name) for name in (previous.readable if previous else _list_files(root, split))}
+    split = previous.split if previous else all(os.path.isdir(root / part) for part in PARTS)
+    files, folders = (previous.readable, []) if previous else _list_files(root, split)
+    stamps = {name: _stamp(root / name) for name in files}
     # with ``previous`` all are read again: a damaged disk does not change a file's stamp
     to_read = [name for name, stamp in stamps.items() if previous or before["readable"].get(name) != stamp]
-    lost = previous.unreadable if previous else ()
+    lost = previous.unreadable if previous else tuple(folders)
     unreadable = _find_unreadable(root, to_read, max_pixels) | set(lost)
     readable = {name: stamp for name, stamp in stamps.items() if name not in unreadable}
     total = len({*stamps, *lost})
@@ -169,11 +171,44 @@ def _choose_held_out(split: bool, files: tuple[str, ...], trained: AbstractSet[s
     return tuple(held_out)
 
 
-def _list_files(root: Path, split: bool) -> list[str]:
-    roots = [root / part for part in PARTS] if split else [root]
-    folders = [folder for r in roots for folder in class_folders(r)]
-    require_classes(folders)
-    return [Path(path).relative_to(root).as_posix() for path in images_by_class(folders, side=1)[0].paths]
+def _list_files(root: Path, split: bool) -> tuple[list[str], list[str]]:
+    """Image files and the folders that cannot be read, which the log names; relative to root, the folders with a /."""
+    try:
+        folders = [
+            folder for r in ([root / part for part in PARTS] if split else [root]) for folder in class_folders(r)
+        ]
+        require_classes(folders)
+    except OSError as error:
+        raise ConfigError(f"data-dir = {str(root)!r} cannot be read by this node: {error}.") from error
+    files: list[str] = []
+    problems: dict[str, str] = {}
+    for folder in folders:
+        errors: list[OSError] = []
+        files += sorted(image_files(folder, errors.append))
+        problems |= {f"{_relative(error.filename or folder, root)}/": str(error) for error in errors}
+    _log_left_out([f"{problem}: give this node's user the right to read it" for problem in problems.values()])
+    return [_relative(path, root) for path in files], sorted(problems)
+
+
+def _relative(path: str | Path, root: Path) -> str:
+    return Path(path).relative_to(root).as_posix()
+
+
+def _log_left_out(problems: Sequence[str]) -> None:
+    for problem in problems[:_LOGGED]:
+        log.warning("left out: %s", problem)
+    if len(problems) > _LOGGED:
+        log.warning("and %d more that cannot be read", len(problems) - _LOGGED)
+
+
+def unreadable_classes(inventory: Inventory) -> list[str]:
+    """Names of the classes of which a folder cannot be read.
+
+    Raises:
+        ConfigError: a name is not printable.
+    """
+    folders = [name for name in inventory.unreadable if name.endswith("/")]
+    return _normalise_names(sorted(set(_classes_of(inventory.split, folders))), Path(inventory.data_dir))
 
 
 def _stamp(path: Path) -> list[int]:
@@ -188,10 +223,7 @@ def _find_unreadable(root: Path, names: Sequence[str], max_pixels: int) -> set[s
     with ThreadPoolExecutor() as pool:
         reasons = pool.map(lambda name: _problem(root / name, max_pixels), names)
         problems = {name: why for name, why in zip(names, reasons, strict=True) if why}
-    for name in sorted(problems)[:_LOGGED]:
-        log.warning("left out: %s", problems[name])
-    if len(problems) > _LOGGED:
-        log.warning("and %d more unreadable image files", len(problems) - _LOGGED)
+    _log_left_out([problems[name] for name in sorted(problems)])
     return set(problems)
 
 
