@@ -2,6 +2,7 @@
 
 import zipfile
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -27,21 +28,36 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
         arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
     except FileNotFoundError as error:
         raise ConfigError(f"data-dir = {str(path)!r}: there is no such file for dataset 'npz'.") from error
-    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile) as error:
         what = "folder of .npy files" if path.is_dir() else ".npz file"
         raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({error}).") from error
     images, labels = _check_arrays(arrays, path)
     names = arrays.get("class_names", np.arange(labels.max() + 1))
+    _check_names(names, path)
     test = _test_part(arrays, images, labels, by_content)
     if (
-        names.ndim != 1
-        or len(names) <= labels.max()
+        len(names) <= labels.max()
         or test.shape != labels.shape
         or arrays.get("split", test).dtype.kind not in "biuf"
         or (test.all() or not test.any()) > by_content
     ):
         raise ConfigError(f"data-dir = {str(path)!r}: class_names or split do not fit the {len(labels)} labels.")
     return split_dataset(test, images, labels, tuple(map(str, names)))
+
+
+def _check_names(names: np.ndarray, path: Path) -> None:
+    texts = [str(name) for name in names.ravel()]
+    wrong = [text for text in texts if not text.strip() or not text.isprintable()]
+    repeated = [text for text, count in Counter(texts).items() if count > 1]
+    if names.ndim != 1:
+        problem = f"they are {list(names.shape)}, a list was expected"
+    elif wrong:
+        problem = f"{wrong[0]!r} is empty or no single line that can be shown"
+    elif repeated:
+        problem = f"{repeated[0]!r} is there more than once"
+    else:
+        return
+    raise ConfigError(f"data-dir = {str(path)!r}: class_names cannot be used, {problem}.")
 
 
 def _test_part(arrays: dict[str, np.ndarray], images: np.ndarray, labels: np.ndarray, by_content: bool) -> np.ndarray:
