@@ -54,7 +54,7 @@ class Config:
         AUTO,
         "L_p: prefix vectors per block, for keys and for values",
         minimum=1,
-        maximum=10_000,
+        maximum=1_000,
         auto=1,
         only=("prompt", *PROMPTED),
     )
@@ -120,7 +120,7 @@ class Config:
 
     backbone: str = key("vit_glyphs", "bundled vit_glyphs, any plain ViT of timm, or resnet18_cifar")
     backbone_weights: str = key(AUTO, "auto: bundled, or timm's pre-trained; a file; or random", affects="files")
-    image_size: int = key(0, "side of the input in pixels; 0 = the backbone's own", minimum=0)
+    image_size: int = key(0, "side of the input in pixels; 0 = the backbone's own", minimum=0, maximum=4096)
 
     head_init: str = key(
         "normal",
@@ -156,7 +156,7 @@ class Config:
         1.0, "largest norm of a local gradient; 0 = no limit", minimum=0, affects="local training"
     )
 
-    num_clients: int = key(0, "clients; 0 = as many nodes as are connected", minimum=0)
+    num_clients: int = key(0, "clients; 0 = as many nodes as are connected", minimum=0, maximum=10_000)
     clients_per_round: int = key(0, "clients drawn each round; 0 = all", minimum=0)
     partition: str = key(
         "dirichlet", "how training images are divided", choices=PARTITIONS, only=("dataset", *REGISTERED)
