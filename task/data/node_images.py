@@ -273,7 +273,7 @@ def _write_list(path: Path, inventory: Inventory, stamps: Stamps, trained: Itera
     content = {"data-dir": inventory.data_dir, "split": inventory.split, **lists}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content).encode())
+        write_atomically(path, json.dumps(content).encode(), private=True)  # names of files may be those of patients
         for other in _list_paths(path.parent, Path(inventory.data_dir)):
             if _stamp(other)[1] < (time.time() - _LIFETIME) * 1e9:
                 other.unlink(missing_ok=True)
