@@ -13,7 +13,7 @@ import torch
 
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.sampling import sample_clients
-from server_app.errors import RunError
+from server_app.errors import RunError, describe_os_error
 from server_app.privacy.account import (
     charge,
     open_account,
@@ -318,7 +318,8 @@ class Run:
     def fail(self, error: BaseException) -> None:
         """Save what there is and why the run ended; a full disk must not hide that reason."""
         self.results.status = "failed"
-        self.results.error = str(error) or type(error).__name__
+        reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        self.results.error = reason or type(error).__name__
         with contextlib.suppress(OSError):
             self._write_last_files()
 

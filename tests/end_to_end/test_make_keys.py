@@ -15,7 +15,6 @@ from flwr.cli.supernode.register import try_load_public_key
 
 from tests.helpers.proxy import make_keys
 
-
 ROOT = Path(__file__).parents[2]
 
 

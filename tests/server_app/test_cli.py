@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from server_app.cli.progress import Progress
 from server_app.simulation import superlink as launcher
 from task.config.parsing import parse
 from task.message import Packet
-from tests.helpers.runs import settings
+from tests.helpers.runs import results_of, settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -194,6 +195,26 @@ def test_a_full_disk_is_one_line_with_the_path(tmp_path, capsys, monkeypatch):
     assert err.startswith(f"fcil: the run failed: the disk is full, {tmp_path / 'full'}/")
     assert err.count("\n") == 1
     assert "resume" in err
+
+
+@pytest.mark.pictures
+def test_a_disk_that_is_full_for_one_file_is_one_line_too(tmp_path, capsys, caplog, monkeypatch):
+    """The model does not fit any more, and the pictures do not; results.json, which is small, says why."""
+    replace = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if Path(target).suffix in (".safetensors", ".png"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", full)
+    words = [f"{key}={value}" for key, value in settings(tmp_path, "full").items()]
+    assert cli.main(["run", "--in-process", *words]) == 1
+    reason = f"the disk is full, {tmp_path / 'full' / 'model.safetensors'} could not be written"
+    err = capsys.readouterr().err
+    assert (err.startswith(f"fcil: the run failed: {reason}"), err.count("\n")) == (True, 1)
+    assert results_of(tmp_path / "full")["error"].startswith(reason)
+    assert [(record.exc_info, "no report" in record.message) for record in caplog.records[-1:]] == [(None, True)]
 
 
 def test_a_log_that_cannot_be_kept_does_not_hide_the_reason(tmp_path, capsys, monkeypatch):
