@@ -14,6 +14,9 @@ from PIL import Image
 
 from client_app.client import handle
 from client_app.node import Node
+from server_app.clients.client_info import read_hello
+from server_app.clients.registry import log_clients
+from server_app.transport.base import Reply
 from task.config.parsing import parse
 from task.data.images import UnreadableImage, decode
 from task.data.load import load_dataset
@@ -256,8 +259,10 @@ def test_a_folder_without_the_right_to_read_it_is_named(unprivileged: Path, capl
         scan_images(str(root), state, 0.05)
     values = OWN | {"unreadable-share": 0.1}
     node = Node(values, {"name": "north", "data-dir": str(root), "state-dir": str(state)})
-    hello = handle("hello", Packet(), node).config
-    assert (hello["classes"], hello["unreadable-classes"], hello["unreadable"]) == (["cat", "dog"], ["cow", "dog"], 2)
+    client = read_hello(Reply(7, handle("hello", Packet(), node), "", 0, 0), None)
+    assert (client.classes, client.unreadable_classes, client.unreadable) == (("cat", "dog"), ("cow", "dog"), 2)
+    log_clients([client])
+    assert "north cannot read a folder of class cow, dog: its log says which" in caplog.text
     assert scan_images(str(root), state, 0.1, previous=found).unreadable == found.unreadable
     with pytest.raises(ConfigError, match=f"data-dir = '{root}' cannot be read: .*cow"):
         load_dataset("folder", str(root), 16, 0.0, 0)
