@@ -16,7 +16,7 @@ from task.config.parsing import apply_node_settings, parse
 from task.config.schema import Config
 from task.data.images import UnreadableImage
 from task.data.load import default_augmentation
-from task.data.node_images import Inventory, load_inventory, open_inventory, scan_images
+from task.data.node_images import Inventory, load_inventory, open_inventory, scan_images, unreadable_classes
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
@@ -59,8 +59,9 @@ class Request:
 
     def list_images(self, previous: Inventory | None = None) -> Inventory:
         """Scan the node's own images; given an earlier list, look for those of it that have been lost."""
-        folder, state = own_data_dir(self.config, self.node), state_dir(self.config, self.node)
-        return scan_images(folder, state, self.config.unreadable_share, self.node.run, previous)
+        config, folder = self.config, own_data_dir(self.config, self.node)
+        share, max_pixels = config.unreadable_share, config.max_image_pixels
+        return scan_images(folder, state_dir(config, self.node), share, self.node.run, previous, max_pixels)
 
     def listed_images(self) -> Inventory | None:
         """The list of the last scan in this run."""
@@ -129,7 +130,7 @@ def _count_partition(request: Request) -> Packet:
 def _count_own_images(request: Request) -> Packet:
     """Training and test images of each class that this node holds."""
     inventory = request.list_images()
-    dataset = open_inventory(inventory, image_size(request.config))
+    dataset = open_inventory(inventory, image_size(request.config), request.config.max_image_pixels)
     labels_by_name = {"class_counts": dataset.train_labels, "test_counts": dataset.test_labels}
     counts = {n: np.bincount(labels, minlength=len(dataset.class_names)) for n, labels in labels_by_name.items()}
     present = np.flatnonzero(sum(counts.values()))  # an .npz may name classes of which it holds no image
@@ -138,6 +139,7 @@ def _count_own_images(request: Request) -> Packet:
         config={
             "classes": [dataset.class_names[c] for c in present],
             "unreadable": len(inventory.unreadable),
+            "unreadable-classes": unreadable_classes(inventory),
             "image-shape": list(dataset.image_shape),
         },
     )

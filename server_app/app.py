@@ -6,7 +6,7 @@ from typing import Any
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from server_app.errors import RunError
+from server_app.errors import RunError, describe_os_error
 from server_app.run_files.resume import load_resumed_keys
 from server_app.transport.flower_grid import GridTransport
 from task.config.parsing import parse
@@ -43,3 +43,5 @@ def main(grid: Grid, context: Context) -> None:
         run_experiment(parse(load_resumed_keys(context.run_config)), GridTransport(grid))
     except (ConfigError, RunError) as error:
         raise RunFailed(str(error)) from None
+    except OSError as error:
+        raise RunFailed(describe_os_error(error)) from None

@@ -1,5 +1,7 @@
 """Errors that end a command, with messages for people."""
 
+import errno
+
 
 class RunError(RuntimeError):
     """The run cannot go on; what was saved so far stays."""
@@ -19,6 +21,16 @@ class ReportError(ValueError):
 
 class PicturesUnavailable(RuntimeError):
     """Matplotlib or Jinja is not installed; the message says how to install them."""
+
+
+def describe_os_error(error: OSError) -> str:
+    """What a run's user should know and do about a file that could not be read or written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return (
+            f"the disk is full, {error.filename or 'a file of the run'} could not be written ({error.strerror}): make "
+            "room and go on with resume and the run's folder, or name another output-dir."
+        )
+    return str(error) or type(error).__name__
 
 
 MAX_REASON = 300  # characters

@@ -76,7 +76,7 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         return load_resumed_keys({**values, "resume": str(Path(str(values["resume"])).expanduser().absolute())})
     keys = dict(values)
     for name in keys_affecting("files"):  # the workers' working directory is the project's
-        if keys.get(name) and Path(str(keys[name])).exists():
+        if isinstance(keys.get(name), str) and keys[name] and Path(str(keys[name])).exists():
             keys[name] = str(Path(str(keys[name])).resolve())
     if not parse(keys).num_clients:
         # a number, so that the server waits for all of them

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from task.config.parsing import parse
 from task.config.schema import Config
-from task.data.images import fit_image, read_rgb, to_rgb
+from task.data.images import MAX_PIXELS, fit_image, read_rgb, to_rgb
 from task.keys import ConfigError, ModelError
 from task.message import Arrays
 from task.models.device import resolve_device
@@ -104,7 +104,8 @@ class Predictor:
             ConfigError: a file that is missing or no image; names it.
             ValueError: an array of another type or shape.
         """
-        return fit_image(_rgb(image), *self.metadata.image_shape)
+        max_pixels = int(self.metadata.config.get("max-image-pixels", MAX_PIXELS))  # models of earlier versions lack it
+        return fit_image(_rgb(image, max_pixels), *self.metadata.image_shape)
 
     def pixels(self, images: Sequence[Picture] | np.ndarray) -> Tensor:
         """Images as an exported ONNX model takes them, float32 [N, 3, image_size, image_size] in 0 .. 1.
@@ -177,9 +178,9 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
         raise ModelError(f"{file} is damaged or no model of fcil run or fcil export ({error!r}).") from error
 
 
-def _rgb(image: Picture) -> Image.Image:
+def _rgb(image: Picture, max_pixels: int) -> Image.Image:
     if isinstance(image, str | Path):
-        return read_rgb(str(image))
+        return read_rgb(str(image), max_pixels)
     if isinstance(image, Image.Image):
         return to_rgb(image)
     grey = image.ndim == 2 or image.shape[2:] == (1,)

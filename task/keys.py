@@ -18,7 +18,7 @@ Affects = Literal[
     "result",  # nothing special
     "local training",  # ignored by a method that trains nothing at the clients
     "privacy",  # what may leave a client
-    "files",  # paths of data and weights; a node's own setting wins over the run's
+    "files",  # paths of data and weights, and which images are read; a node's own setting wins over the run's
     "seed",  # another draw of the same protocol
     "device",  # speed and rounding; a node's own setting wins over the run's
     "speed",

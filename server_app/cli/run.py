@@ -4,11 +4,19 @@ import argparse
 import shutil
 import sys
 import time
+from pathlib import Path
 
 from server_app.cli.common import FAILED, OK, complain, positive
 from server_app.cli.progress import Progress, summary
-from server_app.errors import RunError
-from server_app.run_files.paths import lock_run, mark_failed, project_folder, read_results, run_directory
+from server_app.errors import RunError, describe_os_error
+from server_app.run_files.paths import (
+    lock_run,
+    mark_failed,
+    project_folder,
+    read_results,
+    require_writable,
+    run_directory,
+)
 from server_app.run_files.tensorboard import require_tensorboard
 from server_app.run_keys import complete_run_keys, read_words
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
@@ -48,6 +56,7 @@ def _run(args: argparse.Namespace) -> int:
     config = parse(values)
     require_tensorboard(config)  # before Flower is started
     directory = run_directory(config)
+    require_writable(directory)
     if directory.exists():
         with lock_run(directory):  # an error if another process is at work in it
             pass
@@ -71,11 +80,21 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
     try:
         with interruptible(at_once=True), progress.in_background():
             run_experiment(config, InProcessTransport(values, config.num_clients))
-    except (RunError, OSError) as error:
+    except RunError as error:
         return complain(f"the run failed: {error}", FAILED)
+    except OSError as error:
+        return complain(f"the run failed: {describe_os_error(error)}", FAILED)
     except Interrupted as stop:
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
     return OK
+
+
+def _keep_log(log: Path, directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.copy(log, directory / "flower.log")
+    except OSError as error:  # which must not hide why the run failed
+        complain(f"{directory / 'flower.log'} cannot be written: {error.strerror}", FAILED)
 
 
 def _run_with_flower(values: dict[str, Scalar], config: Config, progress: Progress, workers: int) -> int:
@@ -91,8 +110,7 @@ def _run_with_flower(values: dict[str, Scalar], config: Config, progress: Progre
                 progress.show()
                 status, details = flower.status()
             finally:
-                progress.directory.mkdir(parents=True, exist_ok=True)
-                shutil.copy(flower.log, progress.directory / "flower.log")
+                _keep_log(flower.log, progress.directory)
     except Interrupted as stop:
         mark_failed(progress.directory, f"stopped by {stop}")
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)

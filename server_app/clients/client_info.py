@@ -28,7 +28,8 @@ class ClientInfo:
     own_counts: np.ndarray  # int64 [len(classes)], training images at most
     test_counts: np.ndarray  # int64 [len(classes)], held-out images, where a node has images of its own
     class_counts: np.ndarray  # int64 [classes of the run], own_counts by the run's class ids
-    unreadable: int  # number of image files that the node leaves out
+    unreadable: int  # number of image files, and of folders, that the node leaves out
+    unreadable_classes: tuple[str, ...]  # of which it leaves out a folder
     image_shape: tuple[int, ...]  # height and width of its own images in pixels
     backbone_sha256: str
     code_sha256: str
@@ -62,10 +63,10 @@ def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:
     test_counts = packet.arrays.get("test_counts", np.zeros(len(classes), np.int64))
     if dataset and classes != dataset.class_names:
         raise ValueError(f"its classes {list(classes)} are not those of the run")
-    _check_counts(classes, counts, test_counts)
+    _check_counts(classes, class_counts=counts, test_counts=test_counts)
     if dataset and (counts > np.bincount(dataset.train_labels, minlength=len(classes))).any():
         raise ValueError("class_counts are above those of the whole data set")
-    images: dict[str, Any] = {"unreadable": 0, "image_shape": ()}
+    images: dict[str, Any] = {"unreadable": 0, "unreadable_classes": (), "image_shape": ()}
     if not dataset:
         images = _read_own_images(classes, counts + test_counts, packet.config)
     return ClientInfo(
@@ -75,28 +76,39 @@ def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:
 
 def _read_texts(config: Mapping[str, Any]) -> dict[str, Any]:
     """The texts that every node sends, by the attributes of :class:`ClientInfo`."""
-    texts = {name: config.get(name.replace("_", "-")) for name in ("name", "backbone_sha256", "code_sha256", "device")}
-    missing = sorted(name for name in ("classes", "versions") if name not in config)
-    missing += sorted(name for name, text in texts.items() if text is None)
+    texts = {name: config.get(name) for name in ("name", "backbone-sha256", "code-sha256", "device")}
+    missing = sorted(name for name in (*texts, "classes", "versions") if config.get(name) is None)
     if missing:
         raise ValueError(f"its hello lacks {missing}")
-    classes, versions = _read_list(config["classes"], MAX_CLASSES), _read_list(config["versions"], MAX_VERSIONS)
-    if not all(isinstance(text, str) and _is_name(text) for text in (*texts.values(), *versions)):
-        raise ValueError(f"what it says of itself is no printable text of 1 to {MAX_NAME} characters")
-    return {**texts, "classes": classes, "versions": versions}
+    for name, text in texts.items():
+        if not _is_name(text):
+            raise ValueError(f"its {name} is no printable text of 1 to {MAX_NAME} characters")
+    lists = {
+        "classes": _read_list(config, "classes", MAX_CLASSES),
+        "versions": _read_names(config, "versions", MAX_VERSIONS),
+    }
+    return {name.replace("-", "_"): text for name, text in texts.items()} | lists
 
 
-def _check_counts(classes: Sequence[str], *arrays: np.ndarray) -> None:
-    for counts in arrays:
+def _check_counts(classes: Sequence[str], **arrays: np.ndarray) -> None:
+    for name, counts in arrays.items():
         if counts.dtype != np.int64 or counts.shape != (len(classes),) or (counts < 0).any():
             raise ValueError(
-                f"class_counts are {counts.dtype} {list(counts.shape)}; {len(classes)} counts were expected"
+                f"{name} are {counts.dtype} {list(counts.shape)}; {len(classes)} counts from 0, int64, were expected"
             )
 
 
-def _read_list(texts: Any, max_length: int) -> tuple[str, ...]:
+def _read_names(config: Mapping[str, Any], name: str, max_length: int) -> tuple[str, ...]:
+    texts = _read_list(config, name, max_length)
+    if not all(map(_is_name, texts)):
+        raise ValueError(f"its {name} are not printable texts of 1 to {MAX_NAME} characters")
+    return texts
+
+
+def _read_list(config: Mapping[str, Any], name: str, max_length: int) -> tuple[str, ...]:
+    texts = config.get(name)
     if not isinstance(texts, list) or len(texts) > max_length or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"its classes or versions are no list of at most {max_length} texts")
+        raise ValueError(f"its {name} are no list of at most {max_length} texts")
     return tuple(texts)
 
 
@@ -111,8 +123,9 @@ def _read_own_images(classes: Sequence[str], counts: np.ndarray, config: Mapping
         raise ValueError(f"its image-shape is {shape!r}; height and width were expected")
     if type(unreadable) is not int or unreadable < 0:
         raise ValueError(f"its number of unreadable files is {unreadable!r}")
-    return {"unreadable": unreadable, "image_shape": tuple(shape)}
+    left_out = _read_names(config, "unreadable-classes", MAX_CLASSES)
+    return {"unreadable": unreadable, "unreadable_classes": left_out, "image_shape": tuple(shape)}
 
 
-def _is_name(text: str) -> bool:
-    return bool(text.strip()) and text.isprintable() and len(text) <= MAX_NAME
+def _is_name(text: Any) -> bool:
+    return isinstance(text, str) and bool(text.strip()) and text.isprintable() and len(text) <= MAX_NAME

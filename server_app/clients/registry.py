@@ -164,7 +164,7 @@ class ClientRegistry:
 
 
 def log_clients(clients: Sequence[ClientInfo]) -> None:
-    """Log a table of who takes part with what: a line for each of the first clients."""
+    """Log a table of who takes part with what, a line for each of the first clients, and classes they cannot read."""
     rows: list[tuple[str, ...]] = [("client", "images", "held out", "classes", "unreadable", "device", "versions")]
     for client in clients[:_MAX_LINES]:
         classes = np.count_nonzero(client.own_counts + client.test_counts)
@@ -175,3 +175,6 @@ def log_clients(clients: Sequence[ClientInfo]) -> None:
         log.info("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     if len(clients) > _MAX_LINES:
         log.info("and %d more", len(clients) - _MAX_LINES)
+    for client in clients:
+        if names := ", ".join(client.unreadable_classes):
+            log.warning("%s cannot read a folder of class %s: its log says which", client.name, names)

@@ -89,9 +89,10 @@ def _read_data(config: Config) -> Finding:
     except ConfigError:
         side = config.image_size or IMAGE_SIZE
     if config.own_data:
-        data = open_inventory(_inventory(config), side)
+        data = open_inventory(_inventory(config), side, config.max_image_pixels)
     else:
-        data = load_dataset(config.dataset, config.data_dir, side, config.validation_share, config.seed)
+        share, limit = config.validation_share, config.max_image_pixels
+        data = load_dataset(config.dataset, config.data_dir, side, share, config.seed, limit)
     for images, labels in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
         images[np.unique(labels, return_index=True)[1]]
     text = f"data {config.dataset}: {len(data.train_labels)} training and {len(data.test_labels)} test images, "
@@ -104,7 +105,8 @@ def _inventory(config: Config) -> Inventory:
     if not config.data_dir:
         raise ConfigError("data-dir = '': where nodes have data of their own, name those of this one.")
     with TemporaryDirectory() as state:
-        return scan_images(config.data_dir, Path(state), config.unreadable_share)
+        limits = config.unreadable_share, config.max_image_pixels
+        return scan_images(config.data_dir, Path(state), limits[0], max_pixels=limits[1])
 
 
 @lru_cache(maxsize=1)
@@ -113,7 +115,7 @@ def _scenario(config: Config) -> Scenario:
     if not config.own_data:
         return build_scenario(config)
     inventory = _inventory(config)
-    dataset = open_inventory(inventory, image_size(config))
+    dataset = open_inventory(inventory, image_size(config), config.max_image_pixels)
     alone = replace(config, num_tasks=min(config.num_tasks, len(dataset.class_names)))
     return build_scenario(config, first_task_plan(alone, dataset.class_names, dataset.image_shape), inventory)
 

@@ -38,6 +38,8 @@ class ReportDrawer:
             write_report([self._directory])
         except PicturesUnavailable as error:
             log.warning("%s", error)
+        except OSError as error:
+            log.warning("no report, %s; 'fcil report %s' draws it later", error, self._directory)
         except Exception:
             # a picture that cannot be drawn must not turn a finished run into a failed one
             log.exception("no report; 'fcil report %s' draws it later", self._directory)

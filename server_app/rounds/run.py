@@ -13,7 +13,7 @@ import torch
 
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.sampling import sample_clients
-from server_app.errors import RunError
+from server_app.errors import RunError, describe_os_error
 from server_app.privacy.account import (
     charge,
     open_account,
@@ -35,7 +35,7 @@ from server_app.rounds.setup import (
     wait_for_new_classes,
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
-from server_app.run_files.paths import lock_run, run_directory
+from server_app.run_files.paths import lock_run, require_writable, run_directory
 from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_backbone
 from server_app.run_files.tensorboard import TensorBoardWriter, require_tensorboard
@@ -62,10 +62,12 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
     Raises:
         ConfigError: data, weights or settings cannot be used; raised before anything is written.
         RunError: no quorum, or clients that cannot work together.
+        OSError: a file cannot be written; what was saved stays.
     """
     require_tensorboard(config)
     torch.set_num_threads(config.threads)
     directory = run_directory(config)
+    require_writable(directory)
     log.info("results go to %s", directory)
     if unread := ignored_keys(config):
         log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
@@ -316,7 +318,8 @@ class Run:
     def fail(self, error: BaseException) -> None:
         """Save what there is and why the run ended; a full disk must not hide that reason."""
         self.results.status = "failed"
-        self.results.error = str(error) or type(error).__name__
+        reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        self.results.error = reason or type(error).__name__
         with contextlib.suppress(OSError):
             self._write_last_files()
 

@@ -21,7 +21,7 @@ def write_checkpoint(folder: Path, server_round: int, state: dict[str, Any]) -> 
     """Save the state after ``server_round`` and delete all but the last two; an OSError leaves the earlier ones."""
     folder.mkdir(exist_ok=True)
     content = pickle.dumps(state)
-    write_atomically(folder / f"{server_round:06d}.ckpt", hashlib.sha256(content).digest() + content)
+    write_atomically(folder / f"{server_round:06d}.ckpt", hashlib.sha256(content).digest() + content, private=True)
     for old in sorted(folder.glob("*.ckpt"))[:-KEEP_LAST]:
         old.unlink()
 
@@ -30,18 +30,36 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     """The newest undamaged state; the log names damaged ones.
 
     Raises:
-        ConfigError: there is none, or it was written by other code.
+        ConfigError: there is none, it cannot be read, or it was written by other code.
     """
+    path, content = _newest_content(folder)
+    try:
+        return pickle.loads(content)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"resume: {path} was written by other code ({error}): go on with that code, or start the run anew."
+        ) from error
+
+
+def require_checkpoint(folder: Path) -> None:
+    """Check that :func:`read_checkpoint` will find a state, before anything is started.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    _newest_content(folder)
+
+
+def _newest_content(folder: Path) -> tuple[Path, bytes]:
+    """Path and pickle of the newest undamaged state."""
     for path in sorted(folder.glob("*.ckpt"), reverse=True):
-        raw = path.read_bytes()
+        try:
+            raw = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"resume: {path} cannot be read ({error.strerror}).") from error
         digest, content = raw[:32], raw[32:]
         if hashlib.sha256(content).digest() == digest:
-            try:
-                return pickle.loads(content)
-            except (ImportError, AttributeError) as error:
-                raise ConfigError(
-                    f"resume: {path} was written by other code ({error}): go on with that code, or start the run anew."
-                ) from error
+            return path, content
         log.warning("%s is damaged: going on from the checkpoint before it", path)
     raise ConfigError(
         f"resume: {folder} holds no whole checkpoint: its first round never ended, or all are damaged. Start it anew."

@@ -57,6 +57,18 @@ def run_directory(config: Config) -> Path:
     return directory
 
 
+def require_writable(directory: Path) -> None:
+    """Check, before anything is started, that a run's folder can be made or written.
+
+    Raises:
+        ConfigError: a file is in its way, or the right to write is missing.
+    """
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "may not be written" if existing.is_dir() else "is a file, not a folder"
+        raise ConfigError(f"output-dir = {str(directory.parent)!r} cannot be used: {str(existing)!r} {reason}.")
+
+
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
     """Make a folder if need be and lock it against other processes; the lock ends with this process at the latest.
@@ -113,7 +125,8 @@ def mark_failed(directory: Path, reason: str) -> None:
     results = read_results(directory)
     if results.get("status") == "running":
         content = json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n"
-        write_atomically(directory / "results.json", content.encode())
+        with contextlib.suppress(OSError):  # a full disk must not hide the reason
+            write_atomically(directory / "results.json", content.encode())
 
 
 def resolve_output_dir(output_dir: str) -> Path:

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from server_app.errors import one_line
+from server_app.run_files.checkpoints import require_checkpoint
 from server_app.run_files.paths import read_results, resolve_output_dir
 from task.config.schema import OF_THE_SERVER, keys_affecting, known_keys
 from task.keys import ConfigError
@@ -24,7 +26,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     Other keys in ``values`` must have their default or the run's value, but for those about waiting, which may differ.
 
     Raises:
-        ConfigError: no such run, a finished one, or another setting than it had.
+        ConfigError: no such run, a finished one, one without a checkpoint, or another setting than it had.
     """
     if not values.get("resume"):
         return dict(values)
@@ -37,6 +39,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
     if read_results(directory).get("status") == "finished":
         raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
+    require_checkpoint(directory / "checkpoint")
     given = {name: values[name] for name in free if values.get(name, keys[name].default) != keys[name].default}
     given |= {"resume": str(directory), "output-dir": str(directory.parent), "run-name": directory.name}
     return {name: value for name, value in saved.items() if name in keys} | given
@@ -58,8 +61,11 @@ def require_same_backbone(directory: Path, backbone_sha256: str) -> None:
 def _read_saved_keys(directory: Path) -> dict[str, Scalar]:
     try:
         saved = yaml.safe_load((directory / "config.yaml").read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"resume = {str(directory)!r} is no folder of a run ({error}).") from error
-    if not isinstance(saved, dict) or "backbone-sha256" not in saved:
-        raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run.")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"resume = {str(directory)!r} is no folder of a run ({one_line(str(error))}).") from error
+    missing = (
+        [name for name in ("method", "backbone-sha256") if name not in saved] if isinstance(saved, dict) else "all"
+    )
+    if missing:
+        raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run, it lacks {missing}.")
     return saved

@@ -17,7 +17,7 @@ from server_app.run_files.paths import project_folder
 from task.config.schema import Config
 from task.message import Arrays
 from task.models.metadata import ModelMetadata
-from task.utils.atomic import write_atomically
+from task.utils.atomic import naming, write_atomically
 from task.utils.versions import code_sha256, versions
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ def append_line(path: Path, value: Any) -> None:
         OSError: the disk is full; the lines before stay whole.
     """
     line = (json.dumps(value, allow_nan=False) + "\n").encode()
-    with open(path, "ab", buffering=0) as file:
+    with naming(path), open(path, "ab", buffering=0) as file:
         file.truncate(size := len(b"".join(_complete_lines(path))))
         if file.write(line) < len(line):
             file.truncate(size)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.fsync(file.fileno())
 
 

@@ -24,6 +24,7 @@ FROM_PATH = (
     "imagenet-r",
     "domainnet",
 )
+IMAGE_FILES = tuple(name for name in FROM_PATH if name not in ("npz", "cifar10", "cifar100"))  # the others are arrays
 REGISTERED = EMBEDDED + FROM_PATH
 APPEARING = "appearing"
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
@@ -53,7 +54,7 @@ class Config:
         AUTO,
         "L_p: prefix vectors per block, for keys and for values",
         minimum=1,
-        maximum=10_000,
+        maximum=1_000,
         auto=1,
         only=("prompt", *PROMPTED),
     )
@@ -86,6 +87,14 @@ class Config:
     unreadable_share: float = key(
         0.05, "of a node's image files that may be unreadable", minimum=0, maximum=1, only=("dataset", OWN)
     )
+    max_image_pixels: int = key(
+        50_000_000,
+        "largest image that is decoded; a larger JPEG is decoded at a smaller scale",
+        minimum=1,
+        maximum=170_000_000,  # Pillow refuses 178,956,971 and more
+        only=("dataset", *IMAGE_FILES, OWN),
+        affects="files",
+    )
     augmentation: str = key(
         AUTO,
         "of training images; auto is the data set's own choice",
@@ -111,7 +120,7 @@ class Config:
 
     backbone: str = key("vit_glyphs", "bundled vit_glyphs, any plain ViT of timm, or resnet18_cifar")
     backbone_weights: str = key(AUTO, "auto: bundled, or timm's pre-trained; a file; or random", affects="files")
-    image_size: int = key(0, "side of the input in pixels; 0 = the backbone's own", minimum=0)
+    image_size: int = key(0, "side of the input in pixels; 0 = the backbone's own", minimum=0, maximum=4096)
 
     head_init: str = key(
         "normal",
@@ -147,7 +156,7 @@ class Config:
         1.0, "largest norm of a local gradient; 0 = no limit", minimum=0, affects="local training"
     )
 
-    num_clients: int = key(0, "clients; 0 = as many nodes as are connected", minimum=0)
+    num_clients: int = key(0, "clients; 0 = as many nodes as are connected", minimum=0, maximum=10_000)
     clients_per_round: int = key(0, "clients drawn each round; 0 = all", minimum=0)
     partition: str = key(
         "dirichlet", "how training images are divided", choices=PARTITIONS, only=("dataset", *REGISTERED)

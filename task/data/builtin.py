@@ -13,7 +13,7 @@ from task.utils.assets import ASSETS
 from task.utils.seeding import numpy_rng
 
 
-def digits(path: Path, side: int) -> Dataset:
+def digits(path: Path, side: int, max_pixels: int) -> Dataset:
     """The 1,797 handwritten digits of scikit-learn (UCI Optical Recognition of Handwritten Digits), 8 x 8 pixels."""
     texts = json.loads((ASSETS / "digits.json").read_text())
     pixels = np.frombuffer(zlib.decompress(base64.b64decode(texts["pixels"])), np.uint8).reshape(-1, 8, 8, 1)
@@ -22,7 +22,7 @@ def digits(path: Path, side: int) -> Dataset:
     return split_dataset(draw_held_out(labels, HELD_OUT, 0, "digits"), images, labels, tuple("0123456789"))
 
 
-def synthetic(path: Path, side: int) -> Dataset:
+def synthetic(path: Path, side: int, max_pixels: int) -> Dataset:
     """12 classes of 16 x 16 noise around a class pattern, 40 images each: for tests and load tests."""
     rng = numpy_rng(0, "synthetic")
     labels = np.repeat(np.arange(12), 40)

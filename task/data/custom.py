@@ -2,6 +2,7 @@
 
 import zipfile
 import zlib
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from task.data.splits import HELD_OUT, draw_held_out, select_by_digest, split_da
 from task.keys import ConfigError
 
 
-def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
+def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dataset:
     """Arrays: images uint8 [N, H, W, 3] or [N, H, W], labels [N]; class names and split [N] (1 = test) are optional.
 
     ``path`` is an .npz file, which is read into memory, or a folder of images.npy, labels.npy, split.npy and
@@ -27,21 +28,36 @@ def npz(path: Path, side: int, by_content: bool = False) -> Dataset:
         arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
     except FileNotFoundError as error:
         raise ConfigError(f"data-dir = {str(path)!r}: there is no such file for dataset 'npz'.") from error
-    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile) as error:
         what = "folder of .npy files" if path.is_dir() else ".npz file"
         raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({error}).") from error
     images, labels = _check_arrays(arrays, path)
     names = arrays.get("class_names", np.arange(labels.max() + 1))
+    _check_names(names, path)
     test = _test_part(arrays, images, labels, by_content)
     if (
-        names.ndim != 1
-        or len(names) <= labels.max()
+        len(names) <= labels.max()
         or test.shape != labels.shape
         or arrays.get("split", test).dtype.kind not in "biuf"
         or (test.all() or not test.any()) > by_content
     ):
         raise ConfigError(f"data-dir = {str(path)!r}: class_names or split do not fit the {len(labels)} labels.")
     return split_dataset(test, images, labels, tuple(map(str, names)))
+
+
+def _check_names(names: np.ndarray, path: Path) -> None:
+    texts = [str(name) for name in names.ravel()]
+    wrong = [text for text in texts if not text.strip() or not text.isprintable()]
+    repeated = [text for text, count in Counter(texts).items() if count > 1]
+    if names.ndim != 1:
+        problem = f"they are {list(names.shape)}, a list was expected"
+    elif wrong:
+        problem = f"{wrong[0]!r} is empty or no single line that can be shown"
+    elif repeated:
+        problem = f"{repeated[0]!r} is there more than once"
+    else:
+        return
+    raise ConfigError(f"data-dir = {str(path)!r}: class_names cannot be used, {problem}.")
 
 
 def _test_part(arrays: dict[str, np.ndarray], images: np.ndarray, labels: np.ndarray, by_content: bool) -> np.ndarray:
@@ -87,7 +103,7 @@ def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray
     return images, np.array(labels, np.int64)
 
 
-def folder(path: Path, side: int) -> Dataset:
+def folder(path: Path, side: int, max_pixels: int) -> Dataset:
     """A folder per class of image files; train/ and test/ above them are used when both are there.
 
     Raises:
@@ -96,20 +112,20 @@ def folder(path: Path, side: int) -> Dataset:
     if not path.is_dir():
         raise ConfigError(f"data-dir = {str(path)!r}: there is no such folder for dataset 'folder'.")
     if not ((path / "train").is_dir() and (path / "test").is_dir()):
-        names, images, labels = _scan(path, side)
+        names, images, labels = _scan(path, side, max_pixels)
         return split_dataset(draw_held_out(labels, HELD_OUT, 0, "folder"), images, labels, names)
-    names, train, train_labels = _scan(path / "train", side)
-    test_names, test, test_labels = _scan(path / "test", side)
+    names, train, train_labels = _scan(path / "train", side, max_pixels)
+    test_names, test, test_labels = _scan(path / "test", side, max_pixels)
     if names != test_names:
         odd = sorted(set(names) ^ set(test_names))
         raise ConfigError(f"data-dir = {str(path)!r}: train/ and test/ differ in the classes {odd}.")
     return Dataset(names, train, train_labels, test, test_labels)
 
 
-def _scan(path: Path, side: int) -> tuple[tuple[str, ...], ImageFiles, np.ndarray]:
+def _scan(path: Path, side: int, max_pixels: int) -> tuple[tuple[str, ...], ImageFiles, np.ndarray]:
     folders = class_folders(path)
     require_classes(folders)
-    images, labels = images_by_class(folders, side)
+    images, labels = images_by_class(folders, side, max_pixels)
     empty = [p.name for p, count in zip(folders, np.bincount(labels, minlength=len(folders)), strict=True) if not count]
     if not folders or empty:
         what = f"the classes {empty} hold no image file" if empty else "it holds no class folder"

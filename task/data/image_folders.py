@@ -1,14 +1,14 @@
 """Folders of image files: which files count, and which folder names a class."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from task.data.images import ImageFiles
+from task.data.images import MAX_PIXELS, ImageFiles
 from task.keys import ConfigError
 
 _SYSTEM_FOLDERS = ("@eaDir", "__MACOSX")  # made by operating systems, with copies of images
@@ -16,20 +16,30 @@ _UNREADABLE = {"BUFR", "EMF", "GRIB", "HDF5", "MPEG", "WMF"}  # formats that Pil
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
-def images_by_class(folders: Sequence[Path], side: int) -> tuple[ImageFiles, np.ndarray]:
+def images_by_class(folders: Sequence[Path], side: int, max_pixels: int = MAX_PIXELS) -> tuple[ImageFiles, np.ndarray]:
     """Every image file below each class's folder, sorted by name, and the class ids, int64 [N].
 
-    Hidden files and folders are left out; a missing folder counts as empty. ``side`` in pixels.
+    Hidden files and folders are left out; a missing folder counts as empty. ``side`` and ``max_pixels`` as
+    :class:`ImageFiles` has them.
+
+    Raises:
+        OSError: a folder cannot be read.
     """
-    by_class = [sorted(_image_files(folder)) for folder in folders]
+    by_class = [sorted(image_files(folder, _refuse)) for folder in folders]
     labels = np.repeat(np.arange(len(folders)), np.array([len(files) for files in by_class], np.int64))
-    return ImageFiles(tuple(f for files in by_class for f in files), side), labels
+    return ImageFiles(tuple(f for files in by_class for f in files), side, max_pixels), labels
 
 
-def _image_files(folder: Path) -> Iterator[str]:
-    for parent, folders, files in os.walk(folder):  # links to folders are not followed
+def image_files(folder: Path, on_error: Callable[[OSError], object]) -> Iterator[str]:
+    """Every image file below a folder; ``on_error`` gets the error of each folder that is missing or unreadable."""
+    for parent, folders, files in os.walk(folder, onerror=on_error):  # links to folders are not followed
         folders[:] = [name for name in folders if not _hidden(name)]
         yield from (os.path.join(parent, f) for f in files if f.lower().endswith(_endings()) and not _hidden(f))
+
+
+def _refuse(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 @lru_cache(maxsize=1)

@@ -1,8 +1,12 @@
 """Data sets of images and labels, and image files that are decoded on access."""
 
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from threading import Condition
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +15,9 @@ from PIL import Image
 from task.keys import ConfigError
 
 CACHE_BYTES = 2**29  # decoded images kept by one ImageFiles: 3,500 of 224 x 224, or 43,000 of 64 x 64
+MAX_PIXELS = 50_000_000  # default of the run key max-image-pixels
+_LONGEST = 10  # sides of the result that a scaled image is long; of a longer strip only the middle is scaled
+_STRIP = 2**20  # pixels that are stretched at a time
 
 
 class UnreadableImage(ConfigError):
@@ -70,6 +77,7 @@ class ImageFiles:
 
     paths: tuple[str, ...]
     side: int
+    max_pixels: int = MAX_PIXELS  # see :func:`read_rgb`
 
     def __len__(self) -> int:
         """Number of files."""
@@ -88,31 +96,75 @@ class ImageFiles:
 
     @cached_property
     def _decoded(self) -> Callable[[str], np.ndarray]:
-        return lru_cache(CACHE_BYTES // (3 * self.side**2))(partial(decode, side=self.side))
+        return lru_cache(CACHE_BYTES // (3 * self.side**2))(partial(decode, side=self.side, max_pixels=self.max_pixels))
 
 
-def decode(path: str, side: int) -> np.ndarray:
+class _PixelBudget:
+    """Makes threads wait so that together they do not hold too many pixels; one image alone never waits."""
+
+    def __init__(self) -> None:
+        self._changed, self._taken = Condition(), 0
+
+    @contextmanager
+    def take(self, pixels: int, limit: int) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + pixels <= limit)
+            self._taken += pixels
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._taken -= pixels
+                self._changed.notify_all()
+
+
+_decoding = _PixelBudget()
+
+
+def decode(path: str, side: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """An image file as uint8 [side, side, 3]: shorter side to ``side`` pixels (bicubic), centre crop, RGB.
 
     Raises:
-        UnreadableImage: the file is missing, truncated or no image.
+        UnreadableImage: as :func:`read_rgb`.
     """
-    return fit_image(read_rgb(path), side, side)
+    return fit_image(read_rgb(path, max_pixels), side, side)
 
 
-def read_rgb(path: str) -> Image.Image:
-    """An image file in RGB, at its own size; see :func:`to_rgb`.
+def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """An image file in RGB, see :func:`to_rgb`, at its own size.
+
+    A JPEG of more than ``max_pixels`` is decoded at a half, a quarter or an eighth of its sides, which takes the memory
+    of the small image only. The threads of a process together decode no more than ``max_pixels`` at a time; no format
+    takes more than 20 bytes for each of them.
 
     Raises:
-        UnreadableImage: the file is missing, truncated or no image.
+        UnreadableImage: the file is missing, truncated, no image, or has more pixels than that by its header.
     """
     try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError("it is a pipe, a socket or a device")  # opening it could wait for ever
         with Image.open(path) as image:
-            return to_rgb(image)
+            _shrink_to(image, max_pixels)
+            with _decoding.take(image.width * image.height, max_pixels):
+                return to_rgb(image)
     except MemoryError:
         raise
     except Exception as error:  # Pillow's readers raise many types
         raise UnreadableImage(f"{path!r} cannot be read as an image ({error}); replace it or take it away.") from error
+
+
+def _shrink_to(image: Image.Image, max_pixels: int) -> None:
+    """Have a JPEG that is not decoded yet decoded at a smaller scale, if it has more than ``max_pixels``.
+
+    Raises:
+        ValueError: it still has more.
+    """
+    width, height = image.size
+    factor = next((n for n in (1, 2, 4) if width * height <= max_pixels * n**2), 8)
+    if factor > 1 and "progressive" not in image.info:  # a progressive one is held in memory at full size
+        image.draft(None, (width // factor, height // factor))
+    if image.width * image.height > max_pixels:
+        raise ValueError(f"it has {width} x {height} pixels, above max-image-pixels = {max_pixels}")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -123,18 +175,39 @@ def to_rgb(image: Image.Image) -> Image.Image:
     Raises:
         ValueError: it holds NaN or infinite values.
     """
+    if image.mode == "RGB":
+        image.load()
+        return image
     if not image.mode.startswith(("I", "F")):
         return image.convert("RGB")
-    values = np.asarray(image, np.float64)
-    if not np.isfinite(values).all():
+    return Image.fromarray(_stretch(np.asarray(image))).convert("RGB")
+
+
+def _stretch(values: np.ndarray) -> np.ndarray:
+    """Numbers [H, W] as uint8 [H, W] that span 0 .. 255; some rows at a time, as float64 takes 8 bytes a pixel."""
+    low, high = float(values.min()), float(values.max())
+    if not (math.isfinite(low) and math.isfinite(high)):
         raise ValueError("it holds NaN or infinite values")
-    stretched = (values - values.min()) * (255 / (np.ptp(values) or 1))
-    return Image.fromarray(np.round(stretched).astype(np.uint8)).convert("RGB")
+    grey, rows = np.empty(values.shape, np.uint8), max(1, _STRIP // values.shape[1])
+    for top in range(0, len(values), rows):
+        part = values[top : top + rows].astype(np.float64)
+        grey[top : top + rows] = np.round((part - low) * (255 / ((high - low) or 1)))
+    return grey
 
 
 def fit_image(image: Image.Image, height: int, width: int) -> np.ndarray:
     """An RGB image as uint8 [height, width, 3]: the smallest (bicubic) scaling that covers this size, centre crop."""
     scale = max(height / image.height, width / image.width)
+    # scaled as a whole, a strip of 50,000 x 1 pixels would take gigabytes
+    image = _centre(image, math.ceil(_LONGEST * height / scale), math.ceil(_LONGEST * width / scale))
     image = image.resize((max(width, round(image.width * scale)), max(height, round(image.height * scale))))
+    return np.asarray(_centre(image, height, width))
+
+
+def _centre(image: Image.Image, height: int, width: int) -> Image.Image:
+    """The middle of an image, of at most this size."""
+    height, width = min(height, image.height), min(width, image.width)
+    if image.size == (width, height):
+        return image
     left, top = (image.width - width) // 2, (image.height - height) // 2
-    return np.asarray(image.crop((left, top, left + width, top + height)))
+    return image.crop((left, top, left + width, top + height))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from task.data.images import Dataset
+from task.data.images import MAX_PIXELS, Dataset
 from task.data.published import IncompleteError
 from task.data.registry import SOURCES, Source
 from task.data.splits import split_validation
@@ -17,14 +17,16 @@ from task.keys import ConfigError
 
 
 @lru_cache(maxsize=2)
-def load_dataset(name: str, data_dir: str, image_size: int, validation_share: float, seed: int) -> Dataset:
+def load_dataset(
+    name: str, data_dir: str, image_size: int, validation_share: float, seed: int, max_image_pixels: int = MAX_PIXELS
+) -> Dataset:
     """The one copy of a data set in this process; arguments are the run keys of the same names.
 
     Raises:
         ConfigError: the path is missing, empty, incomplete or not in the expected form.
     """
     try:
-        dataset = read_source(SOURCES[name], Path(data_dir).expanduser(), image_size)
+        dataset = read_source(SOURCES[name], Path(data_dir).expanduser(), image_size, max_image_pixels)
     except (OSError, RuntimeError) as error:  # such as a path that is too long, an unknown user, no right to read
         raise ConfigError(f"data-dir = {data_dir!r} cannot be read: {error}.") from error
     if validation_share:
@@ -46,19 +48,20 @@ def default_augmentation(dataset: Dataset, asked: str) -> str:
     return dataset.augmentation if asked == "auto" else asked
 
 
-def read_source(source: Source, path: Path, side: int) -> Dataset:
+def read_source(source: Source, path: Path, side: int, max_pixels: int = MAX_PIXELS) -> Dataset:
     """Load and count a data set.
 
-    ``path`` is the published folder's parent or that folder; ``side`` of decoded files in pixels, not of arrays.
+    ``path`` is the published folder's parent or that folder; ``side`` of decoded files in pixels, not of arrays, and
+    ``max_pixels`` as :func:`task.data.images.read_rgb` has it.
 
     Raises:
         ConfigError: missing, incomplete or malformed; says what was found, what is expected and where it comes from.
     """
     if not source.classes:
-        return replace(source.load(path, side), augmentation=source.augmentation)
+        return replace(source.load(path, side, max_pixels), augmentation=source.augmentation)
     root = path if path.name == source.folder else path / source.folder
     try:
-        dataset = source.load(root, side)
+        dataset = source.load(root, side, max_pixels)
         _check_counts(dataset, source)
     except FileNotFoundError as error:
         raise _refusal(source, path, root, f"{error.filename} is missing") from error

@@ -18,8 +18,8 @@ import numpy as np
 
 from task.data.class_names import find_same_class
 from task.data.custom import npz
-from task.data.image_folders import class_folders, images_by_class, require_classes
-from task.data.images import Dataset, ImageFiles, read_rgb
+from task.data.image_folders import class_folders, image_files, require_classes
+from task.data.images import MAX_PIXELS, Dataset, ImageFiles, read_rgb
 from task.data.splits import select_by_digest
 from task.keys import ConfigError
 from task.utils.atomic import write_atomically
@@ -40,7 +40,7 @@ class Inventory:
     Attributes:
         data_dir: a folder per class, or train/ and test/ with a folder per class each, or an .npz file.
         readable: readable files; none for an .npz file.
-        unreadable: files that are left out.
+        unreadable: files that are left out, and folders, which end with a slash and count as one file each.
         held_out: those of the readable files that are not trained on.
         split: whether data_dir has train/ and test/.
     """
@@ -53,7 +53,12 @@ class Inventory:
 
 
 def scan_images(
-    data_dir: str, state: Path, unreadable_share: float, run: str = "", previous: Inventory | None = None
+    data_dir: str,
+    state: Path,
+    unreadable_share: float,
+    run: str = "",
+    previous: Inventory | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> Inventory:
     """List a node's images in a file in ``state``. Only files that are new or have changed are read.
 
@@ -63,22 +68,25 @@ def scan_images(
         unreadable_share: share of the image files that may be unreadable, 0 to 1; they are named in the log.
         run: the list belongs to this run; later scans of other runs do not change it.
         previous: list only its readable files, to go on without those that have been lost since.
+        max_pixels: a file of more pixels is unreadable, see :func:`task.data.images.read_rgb`.
 
     Raises:
-        ConfigError: no such folder, or too many unreadable files, which it does not name, as the error may be sent.
+        ConfigError: no such folder, one that cannot be read, or too many unreadable files, which it does not name, as
+            the error may be sent.
     """
     root = Path(data_dir).expanduser()
-    if root.is_file():
+    if os.path.isfile(root):  # Path.is_file raises an error without the right to look
         return Inventory(str(root))
-    if not root.is_dir():
-        raise ConfigError(f"data-dir = {data_dir!r}: this node has no such folder or .npz file.")
+    if not os.path.isdir(root):
+        raise ConfigError(f"data-dir = {data_dir!r}: this node has no such folder or .npz file, or may not read it.")
     before = _read_list(_newest_list(state, root), root)
-    split = previous.split if previous else all((root / part).is_dir() for part in PARTS)
-    stamps = {name: _stamp(root / name) for name in (previous.readable if previous else _list_files(root, split))}
+    split = previous.split if previous else all(os.path.isdir(root / part) for part in PARTS)
+    files, folders = (previous.readable, []) if previous else _list_files(root, split)
+    stamps = {name: _stamp(root / name) for name in files}
     # with ``previous`` all are read again: a damaged disk does not change a file's stamp
     to_read = [name for name, stamp in stamps.items() if previous or before["readable"].get(name) != stamp]
-    lost = previous.unreadable if previous else ()
-    unreadable = _find_unreadable(root, to_read) | set(lost)
+    lost = previous.unreadable if previous else tuple(folders)
+    unreadable = _find_unreadable(root, to_read, max_pixels) | set(lost)
     readable = {name: stamp for name, stamp in stamps.items() if name not in unreadable}
     total = len({*stamps, *lost})
     if len(unreadable) > unreadable_share * total:
@@ -105,7 +113,7 @@ def load_inventory(data_dir: str, state: Path, run: str = "") -> Inventory | Non
 
 
 @lru_cache(maxsize=64)
-def open_inventory(inventory: Inventory, side: int) -> Dataset:
+def open_inventory(inventory: Inventory, side: int, max_pixels: int = MAX_PIXELS) -> Dataset:
     """The images of an inventory with the node's own class names and ids.
 
     Without train/ and test/ about a fifth of the files is held out, by a digest of their names, but none that was
@@ -116,13 +124,13 @@ def open_inventory(inventory: Inventory, side: int) -> Dataset:
     """
     root = Path(inventory.data_dir)
     if root.is_file():
-        dataset = npz(root, side, by_content=True)
+        dataset = npz(root, side, max_pixels, by_content=True)
         return replace(dataset, class_names=tuple(_normalise_names(dataset.class_names, root)))
     class_of_file = _normalise_names(_classes_of(inventory.split, inventory.readable), root)
     names, labels = np.unique(np.array(class_of_file, np.str_), return_inverse=True)
     held_out = set(inventory.held_out)
     test = np.array([name in held_out for name in inventory.readable], bool)
-    parts = [_part(root, inventory.readable, labels, np.flatnonzero(mask), side) for mask in (~test, test)]
+    parts = [_part(root, inventory.readable, labels, np.flatnonzero(mask), side, max_pixels) for mask in (~test, test)]
     return Dataset(tuple(map(str, names)), *parts[0], *parts[1])
 
 
@@ -141,9 +149,10 @@ def _normalise_names(names: Sequence[str], root: Path) -> list[str]:
 
 
 def _part(
-    root: Path, files: tuple[str, ...], labels: np.ndarray, positions: np.ndarray, side: int
+    root: Path, files: tuple[str, ...], labels: np.ndarray, positions: np.ndarray, side: int, max_pixels: int
 ) -> tuple[ImageFiles, np.ndarray]:
-    return ImageFiles(tuple(str(root / files[i]) for i in positions), side), labels[positions].astype(np.int64)
+    paths = tuple(str(root / files[i]) for i in positions)
+    return ImageFiles(paths, side, max_pixels), labels[positions].astype(np.int64)
 
 
 def _classes_of(split: bool, files: Sequence[str]) -> list[str]:
@@ -162,11 +171,44 @@ def _choose_held_out(split: bool, files: tuple[str, ...], trained: AbstractSet[s
     return tuple(held_out)
 
 
-def _list_files(root: Path, split: bool) -> list[str]:
-    roots = [root / part for part in PARTS] if split else [root]
-    folders = [folder for r in roots for folder in class_folders(r)]
-    require_classes(folders)
-    return [Path(path).relative_to(root).as_posix() for path in images_by_class(folders, side=1)[0].paths]
+def _list_files(root: Path, split: bool) -> tuple[list[str], list[str]]:
+    """Image files and the folders that cannot be read, which the log names; relative to root, the folders with a /."""
+    try:
+        folders = [
+            folder for r in ([root / part for part in PARTS] if split else [root]) for folder in class_folders(r)
+        ]
+        require_classes(folders)
+    except OSError as error:
+        raise ConfigError(f"data-dir = {str(root)!r} cannot be read by this node: {error}.") from error
+    files: list[str] = []
+    problems: dict[str, str] = {}
+    for folder in folders:
+        errors: list[OSError] = []
+        files += sorted(image_files(folder, errors.append))
+        problems |= {f"{_relative(error.filename or folder, root)}/": str(error) for error in errors}
+    _log_left_out([f"{problem}: give this node's user the right to read it" for problem in problems.values()])
+    return [_relative(path, root) for path in files], sorted(problems)
+
+
+def _relative(path: str | Path, root: Path) -> str:
+    return Path(path).relative_to(root).as_posix()
+
+
+def _log_left_out(problems: Sequence[str]) -> None:
+    for problem in problems[:_LOGGED]:
+        log.warning("left out: %s", problem)
+    if len(problems) > _LOGGED:
+        log.warning("and %d more that cannot be read", len(problems) - _LOGGED)
+
+
+def unreadable_classes(inventory: Inventory) -> list[str]:
+    """Names of the classes of which a folder cannot be read.
+
+    Raises:
+        ConfigError: a name is not printable.
+    """
+    folders = [name for name in inventory.unreadable if name.endswith("/")]
+    return _normalise_names(sorted(set(_classes_of(inventory.split, folders))), Path(inventory.data_dir))
 
 
 def _stamp(path: Path) -> list[int]:
@@ -177,20 +219,17 @@ def _stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def _find_unreadable(root: Path, names: Sequence[str]) -> set[str]:
+def _find_unreadable(root: Path, names: Sequence[str], max_pixels: int) -> set[str]:
     with ThreadPoolExecutor() as pool:
-        reasons = pool.map(_problem, [root / name for name in names])
+        reasons = pool.map(lambda name: _problem(root / name, max_pixels), names)
         problems = {name: why for name, why in zip(names, reasons, strict=True) if why}
-    for name in sorted(problems)[:_LOGGED]:
-        log.warning("left out: %s", problems[name])
-    if len(problems) > _LOGGED:
-        log.warning("and %d more unreadable image files", len(problems) - _LOGGED)
+    _log_left_out([problems[name] for name in sorted(problems)])
     return set(problems)
 
 
-def _problem(path: Path) -> str:
+def _problem(path: Path, max_pixels: int) -> str:
     try:
-        read_rgb(str(path))
+        read_rgb(str(path), max_pixels)
     except ConfigError as error:
         return str(error)
     return ""
@@ -234,7 +273,7 @@ def _write_list(path: Path, inventory: Inventory, stamps: Stamps, trained: Itera
     content = {"data-dir": inventory.data_dir, "split": inventory.split, **lists}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content).encode())
+        write_atomically(path, json.dumps(content).encode(), private=True)  # names of files may be those of patients
         for other in _list_paths(path.parent, Path(inventory.data_dir)):
             if _stamp(other)[1] < (time.time() - _LIFETIME) * 1e9:
                 other.unlink(missing_ok=True)

@@ -26,7 +26,7 @@ class IncompleteError(Exception):
     """Files of a published data set are missing; the message is a clause of the error of ``load.read_source``."""
 
 
-def cifar(kind: type[CIFAR10], root: Path, side: int) -> Dataset:
+def cifar(kind: type[CIFAR10], root: Path, side: int, max_pixels: int) -> Dataset:
     """CIFAR-10 or CIFAR-100 (Krizhevsky 2009), 32 x 32, its own split, read and checksummed by torchvision."""
     try:
         train, test = (kind(root.parent, train=part, download=False) for part in (True, False))
@@ -38,7 +38,7 @@ def cifar(kind: type[CIFAR10], root: Path, side: int) -> Dataset:
     return Dataset(tuple(train.classes), train.data, labels, test.data, test_labels)
 
 
-def tiny_imagenet(root: Path, side: int) -> Dataset:
+def tiny_imagenet(root: Path, side: int, max_pixels: int) -> Dataset:
     """Tiny-ImageNet (Stanford CS231n): 64 x 64, 500 training images per class; the test set is val/, 50 per class.
 
     The archive's own test/ has no labels. Class ids follow the sorted WordNet numbers.
@@ -46,14 +46,14 @@ def tiny_imagenet(root: Path, side: int) -> Dataset:
     numbers = sorted((root / "wnids.txt").read_text().split())
     ids = {number: c for c, number in enumerate(numbers)}
     side = min(side, TINY_SIDE)
-    train, train_labels = images_by_class([root / "train" / number for number in numbers], side)
+    train, train_labels = images_by_class([root / "train" / number for number in numbers], side, max_pixels)
     rows = [line.split("\t")[:2] for line in _read_lines(root / "val" / "val_annotations.txt")]
-    test = _list_images(root, [f"val/images/{file}" for file, _ in rows], side)
+    test = _list_images(root, [f"val/images/{file}" for file, _ in rows], side, max_pixels)
     test_labels = np.array([ids[number] for _, number in rows], np.int64)
     return Dataset(_word_of_each(numbers), train, train_labels, test, test_labels)
 
 
-def mini_imagenet(root: Path, side: int) -> Dataset:
+def mini_imagenet(root: Path, side: int, max_pixels: int) -> Dataset:
     """Mini-ImageNet (Vinyals et al. 2016) by the lists of Ravi and Larochelle (2017): 100 classes of 600 images.
 
     Those lists divide the classes, for few-shot learning. Class-incremental papers use all classes with 500 training
@@ -64,38 +64,38 @@ def mini_imagenet(root: Path, side: int) -> Dataset:
     lists = [_read_lines(root / f"{part}.csv")[1:] for part in ("train", "val", "test")]
     rows = sorted([field.strip() for field in line.split(",")] for lines in lists for line in lines)
     numbers, labels = np.unique([number for _, number in rows], return_inverse=True)
-    images = _list_images(root, [f"images/{file}" for file, _ in rows], side)
+    images = _list_images(root, [f"images/{file}" for file, _ in rows], side, max_pixels)
     return split_dataset(
         draw_held_out(labels, 1 / 6, 0, "mini-imagenet"), images, labels, _word_of_each(numbers.tolist())
     )
 
 
-def cub200(root: Path, side: int) -> Dataset:
+def cub200(root: Path, side: int, max_pixels: int) -> Dataset:
     """Caltech-UCSD Birds-200-2011 (Wah et al. 2011) with its own split; whole images, bounding boxes are not used."""
     names, files, labels, training = (
         dict(line.split(maxsplit=1) for line in _read_lines(root / f"{name}.txt"))
         for name in ("classes", "images", "image_class_labels", "train_test_split")
     )
-    images = _list_images(root, [f"images/{file}" for file in files.values()], side)
+    images = _list_images(root, [f"images/{file}" for file in files.values()], side, max_pixels)
     test = np.array([training[image] == "0" for image in files], bool)
     ids = np.array([int(labels[image]) - 1 for image in files], np.int64)
     return split_dataset(test, images, ids, tuple(names[str(c + 1)] for c in range(len(names))))
 
 
-def imagenet_r(root: Path, side: int) -> Dataset:
+def imagenet_r(root: Path, side: int, max_pixels: int) -> Dataset:
     """ImageNet-R (Hendrycks et al. 2021): 30,000 renditions of 200 ImageNet classes, unevenly many of each.
 
     The archive has no split. L2P, DualPrompt and CODA-Prompt divide it 80 : 20 by lists or draws of their own code;
     here a fifth of each class is drawn for the test set, always the same images (not those of any paper).
     """
     folders = class_folders(root)
-    images, labels = images_by_class(folders, side)
+    images, labels = images_by_class(folders, side, max_pixels)
     return split_dataset(
         draw_held_out(labels, HELD_OUT, 0, "imagenet-r"), images, labels, _word_of_each([p.name for p in folders])
     )
 
 
-def domainnet(root: Path, side: int) -> Dataset:
+def domainnet(root: Path, side: int, max_pixels: int) -> Dataset:
     """DomainNet (Peng et al. 2019), cleaned version with its own lists: a class is an object, from all six domains.
 
     HePCo's public code draws an 80 : 20 split of its own from the .jpg files instead, which leaves out quickdraw.
@@ -105,7 +105,7 @@ def domainnet(root: Path, side: int) -> Dataset:
         for part in ("train", "test")
     ]
     names = {int(label): file.split("/")[1] for part in parts for file, label in part}  # clipart/ant/1.jpg 6 -> 6: ant
-    train, test = (_list_images(root, [file for file, _ in part], side) for part in parts)
+    train, test = (_list_images(root, [file for file, _ in part], side, max_pixels) for part in parts)
     train_labels, test_labels = (np.array([int(label) for _, label in part], np.int64) for part in parts)
     return Dataset(tuple(names[c] for c in range(len(names))), train, train_labels, test, test_labels)
 
@@ -114,7 +114,7 @@ def _read_lines(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _list_images(root: Path, files: Sequence[str], side: int) -> ImageFiles:
+def _list_images(root: Path, files: Sequence[str], side: int, max_pixels: int) -> ImageFiles:
     """Image files of a published list, relative to ``root``.
 
     Raises:
@@ -127,7 +127,7 @@ def _list_images(root: Path, files: Sequence[str], side: int) -> ImageFiles:
     missing = [file for file in files if file not in present]
     if missing:
         raise IncompleteError(f"{len(missing):,} of {len(files):,} listed images are missing, such as {missing[0]}")
-    return ImageFiles(tuple(os.path.join(root, file) for file in files), side)
+    return ImageFiles(tuple(os.path.join(root, file) for file in files), side, max_pixels)
 
 
 def _word_of_each(numbers: Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ class Source:
     """A row of the table.
 
     Attributes:
-        load: (folder of the data, side in pixels of decoded files) -> the data set.
+        load: (folder of the data, side in pixels of decoded files, most pixels of a file) -> the data set.
         augmentation: default for training images.
         classes: number of classes; 0 if it is not fixed, and then nothing is counted.
         train: number of training images; of all images if ``test`` is 0.
@@ -28,7 +28,7 @@ class Source:
         address: where people get the archive.
     """
 
-    load: Callable[[Path, int], Dataset]
+    load: Callable[[Path, int, int], Dataset]
     augmentation: str
     classes: int = 0
     train: int = 0

@@ -184,9 +184,10 @@ def image_digest(images: Images) -> str:
     """SHA-256 of all pixels; of images that are read from files when used, of the files' paths, sizes and times."""
     total = hashlib.sha256()
     if isinstance(images, ImageFiles | np.memmap):
-        paths, side = (images.paths, images.side) if isinstance(images, ImageFiles) else ([str(images.filename)], 0)
+        paths = list(images.paths) if isinstance(images, ImageFiles) else [str(images.filename)]
+        sizes = (images.side, images.max_pixels) if isinstance(images, ImageFiles) else 0
         stats = ((path, Path(path).stat()) for path in paths)
-        total.update(repr((side, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])).encode())
+        total.update(repr((sizes, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])).encode())
         return total.hexdigest()
     for start in range(0, len(images), BATCH):
         batch = images[np.arange(start, min(start + BATCH, len(images)))]

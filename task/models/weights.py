@@ -111,11 +111,13 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise ConfigError(f"backbone-weights = {str(path)!r}: there is no such file; auto, random, or a file's path.")
     try:
-        if path.suffix == ".safetensors":
-            return safetensors.torch.load_file(path)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ConfigError(f"backbone-weights = {str(path)!r} is damaged or of another format ({error}).") from error
+        is_safe = path.suffix == ".safetensors"
+        state = safetensors.torch.load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
+    except Exception as error:  # whose text is left out: torch's advises to run the code that a file may hold
+        raise ConfigError(
+            f"backbone-weights = {str(path)!r} is damaged, of another format, or holds more than tensors: save them "
+            "anew, by torch.save(model.state_dict(), PATH) or as .safetensors."
+        ) from error
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(f"backbone-weights = {str(path)!r} must hold tensors by name, a plain state dict.")
     return dict(state)

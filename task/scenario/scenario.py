@@ -65,7 +65,9 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
             "which classes a client has depends on the number of clients, so it must be given."
         )
     side = image_size(config)
-    dataset = load_dataset(config.dataset, config.data_dir, side, config.validation_share, config.seed)
+    dataset = load_dataset(
+        config.dataset, config.data_dir, side, config.validation_share, config.seed, config.max_image_pixels
+    )
     order = class_order(len(dataset.class_names), config.seed, config.class_order)
     try:
         tasks = split_tasks(order, config.num_tasks)
@@ -83,7 +85,7 @@ def _node_dataset(config: Config, plan: TaskPlan, inventory: Inventory | None) -
     if not inventory:
         images, labels = np.empty((0, *plan.image_shape, 3), np.uint8), np.empty(0, np.int64)
         return Dataset(plan.class_names, images, labels, images, labels)
-    dataset = open_inventory(inventory, image_size(config))
+    dataset = open_inventory(inventory, image_size(config), config.max_image_pixels)
     ids = class_ids(dataset.class_names, plan.class_names)
     train, test = ids[dataset.train_labels], ids[dataset.test_labels]
     return replace(dataset, class_names=plan.class_names, train_labels=train, test_labels=test)

@@ -1,21 +1,36 @@
 """Writing files so that after a crash there is either the earlier version or the new one."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` in one step.
+def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
+    """Replace ``path`` in one step; nobody but the user can ever read a ``private`` one.
 
     Raises:
-        OSError: the write failed, as on a full disk; the earlier file stays.
+        OSError: the write failed, as on a full disk, with the path; the earlier file stays.
     """
     temporary = path.with_name(path.name + ".part")
+    mode = 0o600 if private else 0o666  # of which the user's umask takes away what others may do
     try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with naming(path):
+            temporary.unlink(missing_ok=True)  # one that a crash has left keeps the rights it had
+            with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the path into errors of a file that is open already, which have none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -4,6 +4,7 @@ import os
 import socket
 import ssl
 import stat
+import subprocess
 import threading
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from cryptography.hazmat.primitives import serialization
 from flwr.cli.supernode.register import try_load_public_key
 
 from tests.helpers.proxy import make_keys
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +144,12 @@ def test_what_is_no_host_is_refused_before_anything_is_written(given, tmp_path, 
         make_keys.main([str(tmp_path / "keys"), "--host", given])
     assert "is no host name or IP address" in capsys.readouterr().err
     assert not (tmp_path / "keys").exists()
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no git checkout")
+def test_git_ignores_keys_and_state_where_the_readme_puts_them() -> None:
+    private = ["keys/ca.crt", "keys/server.key", "keys/node-0", "node-0", "docker/keys/node-0", "docker/data/cat/1.png"]
+    private += ["state.db", "state.db-wal", "proxy.json", "runs/a/checkpoint/000001.ckpt", "docker/runs/a/results.json"]
+    for path, ignored in [*((path, True) for path in private), ("docker/proxy.json", False), ("Makefile", False)]:
+        check = subprocess.run(["git", "-C", ROOT, "check-ignore", "--no-index", "-q", path], check=False)
+        assert check.returncode == (0 if ignored else 1), path

@@ -236,7 +236,18 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
     for path in (folder / "checkpoint").iterdir():
         path.write_bytes(b"")
     with pytest.raises(ConfigError, match="no whole checkpoint"):
-        run({"resume": str(folder)})
+        load_resumed_keys({"resume": str(folder)})
+    config = (folder / "config.yaml").read_bytes()
+    for content, words in [
+        (config.replace(b"method: ", b"methods: "), r"config.yaml is not that of a run, it lacks \['method'\]"),
+        (config.replace(b"backbone-sha256: ", b"backbone: "), r"it lacks \['backbone-sha256'\]"),
+        (b"just words", "is not that of a run"),
+        (b"\xff\xfe", "no folder of a run"),
+        (b"a: [", r"no folder of a run \(while parsing.*\)\.$"),
+    ]:
+        (folder / "config.yaml").write_bytes(content)
+        with pytest.raises(ConfigError, match=words):
+            load_resumed_keys({"resume": str(folder)})
 
 
 def test_other_backbone_weights_are_refused(tiny: Values) -> None:
@@ -262,7 +273,7 @@ def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
         original(number)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"No space left on device: '.*/cut/[\w./-]+'"):
         run(interrupted)
     monkeypatch.undo()
     folder = Path(interrupted["output-dir"]) / "cut"

@@ -1,5 +1,6 @@
 """The Flower ServerApp: how a run that fails ends."""
 
+import errno
 import logging
 import traceback
 
@@ -29,3 +30,29 @@ def test_a_failed_run_is_one_readable_line_in_flowers_log(tmp_path, values, mess
     assert logging.Formatter().format(record).splitlines()[1] == f"server_app.app.RunFailed: {error}"
     assert len(logging.Formatter().format(record).splitlines()) == 2
     assert len(traceback.format_exception(error)) == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"output-dir": "file"}, "output-dir = '.*' cannot be used: '.*file' is a file"),
+        ({"resume": "empty"}, "no folder of a run"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_refused_before_a_node_is_asked(tmp_path, values, message):
+    (tmp_path / "file").write_text("")
+    values = {name: str(tmp_path / value) for name, value in values.items()}
+    context = Context(1, 0, {}, RecordDict(), settings(tmp_path, "bad") | values)
+    with pytest.raises(RunFailed, match=message):
+        server(None, context)
+
+
+def test_a_full_disk_is_a_failed_run_with_the_path(tmp_path, monkeypatch):
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    context = Context(1, 0, {}, RecordDict(), settings(tmp_path, "full"))
+    with pytest.raises(RunFailed, match=f"^the disk is full, {tmp_path}/full/.* make room") as caught:
+        server(LoopbackGrid(client, 2), context)
+    assert len(traceback.format_exception(caught.value)) == 1

@@ -1,6 +1,8 @@
 """The fcil command: what it is told, what it shows, how it ends."""
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,8 +15,9 @@ from server_app.cli import main as cli
 from server_app.cli import run as run_command
 from server_app.cli.progress import Progress
 from server_app.simulation import superlink as launcher
+from task.config.parsing import parse
 from task.message import Packet
-from tests.helpers.runs import settings
+from tests.helpers.runs import results_of, settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,6 +157,97 @@ def test_without_flower_the_message_names_the_way_out(tmp_path, capsys, monkeypa
     monkeypatch.setattr(launcher.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["run", f"output-dir={tmp_path}"]) == 1
     assert "--in-process" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("transport", [[], ["--in-process"]])
+def test_what_cannot_work_is_said_before_anything_starts(transport, tmp_path, capsys, monkeypatch):
+    for name in ("_run_with_flower", "_run_here"):
+        monkeypatch.setattr(run_command, name, boom)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("method: hgp\nbackbone-sha256: '0'\n")
+    cases = {
+        f"output-dir={tmp_path}/file": f"output-dir = '{tmp_path}/file' cannot be used: '{tmp_path}/file' is a file",
+        f"output-dir={tmp_path}/file/runs": f"'{tmp_path}/file' is a file, not a folder",
+        f"resume={tmp_path}/run": f"{tmp_path}/run/checkpoint holds no whole checkpoint",
+        "image-size=1000000": "image-size = 1000000 is not possible: it must be a whole number",
+        "prompt-length=10000": "prompt-length = 10000 is not possible",
+        "num-clients=1000000000": "num-clients = 1000000000 is not possible",
+    }
+    for word, message in cases.items():
+        assert cli.main(["run", *transport, word]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        assert message in err
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert cli.main(["run", *transport, f"output-dir={tmp_path}"]) == 2
+    assert f"'{tmp_path}' may not be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line_with_the_path(tmp_path, capsys, monkeypatch):
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    words = [f"{key}={value}" for key, value in settings(tmp_path, "full").items()]
+    assert cli.main(["run", "--in-process", *words]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"fcil: the run failed: the disk is full, {tmp_path / 'full'}/")
+    assert err.count("\n") == 1
+    assert "resume" in err
+
+
+@pytest.mark.pictures
+def test_a_disk_that_is_full_for_one_file_is_one_line_too(tmp_path, capsys, caplog, monkeypatch):
+    """The model does not fit any more, and the pictures do not; results.json, which is small, says why."""
+    replace = os.replace
+
+    def full(source: Path, target: Path) -> None:
+        if Path(target).suffix in (".safetensors", ".png"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(source, target)
+
+    monkeypatch.setattr("os.replace", full)
+    words = [f"{key}={value}" for key, value in settings(tmp_path, "full").items()]
+    assert cli.main(["run", "--in-process", *words]) == 1
+    reason = f"the disk is full, {tmp_path / 'full' / 'model.safetensors'} could not be written"
+    err = capsys.readouterr().err
+    assert (err.startswith(f"fcil: the run failed: {reason}"), err.count("\n")) == (True, 1)
+    assert results_of(tmp_path / "full")["error"].startswith(reason)
+    assert [(record.exc_info, "no report" in record.message) for record in caplog.records[-1:]] == [(None, True)]
+
+
+def test_a_log_that_cannot_be_kept_does_not_hide_the_reason(tmp_path, capsys, monkeypatch):
+    """The disk is full: Flower says why the run failed, and neither log nor results.json can be written."""
+
+    class Failed:
+        log = tmp_path / "log"
+
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def submit(self, *_: object) -> None: ...
+        def is_running(self) -> bool:
+            return False
+
+        def status(self) -> tuple[str, str]:
+            return "finished:failed", "Simulation failed with exception: no room"
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text('{"status": "running"}')
+    monkeypatch.setattr(run_command, "FlowerRun", Failed)
+    monkeypatch.setattr("shutil.copy", full)
+    monkeypatch.setattr("os.fsync", full)
+    config = parse({"num-clients": 2})
+    assert run_command._run_with_flower({}, config, Progress(tmp_path / "run"), 1) == 1
+    err = capsys.readouterr().err
+    assert "flower.log cannot be written: No space left" in err
+    assert err.endswith("fcil: the run failed: no room\n")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])

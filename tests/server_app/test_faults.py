@@ -161,11 +161,18 @@ HELLO: dict[str, tuple[Change, str]] = {
     ),
     "other classes": (lambda p: p.config.update(classes=["a"]), "classes ['a']"),
     "its own error": (lambda p: p.config.update(error="no disk"), "no disk"),
-    "a number for classes": (lambda p: p.config.update(classes=5), "no list of at most"),
-    "a number for versions": (lambda p: p.config.update(versions=3), "no list of at most"),
-    "a name that clears the screen": (lambda p: p.config.update(name="\x1b[2Jclient-0000"), "no printable text"),
-    "no letter in its name": (lambda p: p.config.update(name=" "), "no printable text"),
-    "a name without end": (lambda p: p.config.update(name="x" * 10**6), "no printable text"),
+    "counts of test images": (lambda p: p.arrays.update(test_counts=np.ones(3)), "test_counts are float64 [3]"),
+    "a number for classes": (lambda p: p.config.update(classes=5), "its classes are no list of at most"),
+    "a number for versions": (lambda p: p.config.update(versions=3), "its versions are no list of at most"),
+    "a version that clears the screen": (lambda p: p.config.update(versions=["\x1b[2J"]), "its versions are not print"),
+    "a name that clears the screen": (
+        lambda p: p.config.update(name="\x1b[2Jclient-0000"),
+        "its name is no printable text",
+    ),
+    "no letter in its name": (lambda p: p.config.update(name=" "), "its name is no printable text"),
+    "a name without end": (lambda p: p.config.update(name="x" * 10**6), "its name is no printable text"),
+    "a number for a digest": (lambda p: p.config.update({"code-sha256": 5}), "its code-sha256 is no printable text"),
+    "a device of two lines": (lambda p: p.config.update(device="cpu\ncpu"), "its device is no printable text"),
 }
 
 

@@ -11,6 +11,7 @@ from server_app.bench.runner import finished_run
 from server_app.bench.suite import PlannedRun, read_suite
 from server_app.report.compare import Group, group_runs
 from server_app.report.runs import load_run
+from server_app.run_files.checkpoints import write_checkpoint
 from server_app.run_files.resume import load_resumed_keys
 from server_app.run_keys import complete_run_keys
 from task.config.parsing import apply_node_settings, ignored_keys, parse
@@ -114,6 +115,7 @@ def test_a_privacy_key_alone_is_accepted_only_where_it_does_something(name: str)
 def test_a_resumed_run_may_be_given_another_value(name: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "cut")
     (folder / "results.json").write_text('{"status": "running"}')
+    write_checkpoint(folder / "checkpoint", 1, {})
     value = other_value(name)
     if affects(name) not in FREE_WHEN_RESUMED:
         with pytest.raises(ConfigError, match=f"{name} = .* is not possible with resume|does not exist"):

@@ -1,6 +1,8 @@
 """Data sets: what they hold, how they are split, and what a broken path says."""
 
+import zipfile
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -108,6 +110,10 @@ def test_unusable_folders_of_arrays(tmp_path: Path) -> None:
         ({"split": np.zeros(40)}, "split"),
         ({"split": np.eye(40)}, "split"),
         ({"class_names": np.array([["ant"]] * 4)}, "class_names"),
+        ({"class_names": np.array(["ant", "bee", "ant", "dog"])}, "class_names cannot be used, 'ant' is there more"),
+        ({"class_names": np.array(["ant", "bee", "", "dog"])}, "class_names cannot be used, '' is empty"),
+        ({"class_names": np.array([b"ant", b" ", b"cat", b"dog"])}, "class_names cannot be used, ' ' is empty"),
+        ({"class_names": np.array(["ant", "b\nee", "cat", "dog"])}, "class_names cannot be used, 'b\\nee' is"),
         ({"images": np.zeros((0, 8, 8, 3), np.uint8), "labels": np.zeros(0, np.int64)}, "images"),
     ],
 )
@@ -127,6 +133,26 @@ def test_missing_truncated_and_foreign_files(tmp_path: Path) -> None:
     for name in ("none.npz", "cut.npz", "text.npz", "one.npy"):
         with pytest.raises(ConfigError, match=name):
             load_dataset("npz", str(tmp_path / name), 32, 0.0, 0)
+
+
+def write_header(file: IO[bytes], shape: tuple[int, ...]) -> None:
+    """An array's header that promises this shape, and few bytes of it."""
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    file.write(bytes(1000))
+
+
+@pytest.mark.parametrize("images", [10**8, 10**12, 10**17])
+def test_a_header_that_promises_too_much(images: int, tmp_path: Path) -> None:
+    shape = (images, 8, 8, 3)
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive, archive.open("images.npy", "w") as file:
+        write_header(file, shape)
+    with pytest.raises(ConfigError, match=r"a\.npz' is not a readable \.npz file"):
+        load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0)
+    (tmp_path / "folder").mkdir()
+    with open(tmp_path / "folder" / "images.npy", "wb") as file:
+        write_header(file, shape)
+    with pytest.raises(ConfigError, match=r"folder' is not a readable folder of \.npy"):
+        load_dataset("npz", str(tmp_path / "folder"), 32, 0.0, 0)
 
 
 def test_folder_per_class_is_split_and_resized(tmp_path: Path) -> None:

@@ -3,22 +3,31 @@
 import json
 import os
 import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from client_app.client import handle
+from client_app.node import Node
+from server_app.clients.client_info import read_hello
+from server_app.clients.registry import log_clients
+from server_app.transport.base import Reply
 from task.config.parsing import parse
 from task.data.images import UnreadableImage, decode
+from task.data.load import load_dataset
 from task.data.node_images import load_inventory, open_inventory, scan_images
 from task.data.splits import select_by_digest
 from task.keys import ConfigError
+from task.message import Packet
 from task.scenario.class_stream import class_order
 from task.scenario.scenario import build_scenario
 from task.scenario.task_plan import TaskPlan, first_task_plan
-from tests.helpers.own_data import paint
+from tests.helpers.own_data import OWN, paint
 
 
 @pytest.fixture
@@ -224,6 +233,50 @@ def test_only_what_people_put_there_is_an_image(data: Path, tmp_path: Path) -> N
     assert len(scan_images(str(data), tmp_path / "state", 0.0).readable) == 60
 
 
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A folder of a user who has no more rights than others: root, who may read everything, gives his up."""
+    with tempfile.TemporaryDirectory() as folder:
+        if os.geteuid() == 0:
+            os.chown(folder, 65534, 65534)
+            os.seteuid(65534)
+        yield Path(folder)
+        os.seteuid(os.getuid())
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="rights as on Unix")
+def test_a_folder_without_the_right_to_read_it_is_named(unprivileged: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, state = unprivileged / "data", unprivileged / "state"
+    for name in ("cat", "cow", "dog/left", "dog/right"):
+        paint(root / name, 10)
+    for name in ("cow", "dog/left"):
+        (root / name).chmod(0)
+    found = scan_images(str(root), state, 0.1)
+    assert found.unreadable == ("cow/", "dog/left/")
+    assert len(found.readable) == 20
+    assert [str(root / name) in caplog.text for name in ("cow", "dog/left", "dog/right")] == [True, True, False]
+    with pytest.raises(ConfigError, match="2 of 22 image files"):
+        scan_images(str(root), state, 0.05)
+    values = OWN | {"unreadable-share": 0.1}
+    node = Node(values, {"name": "north", "data-dir": str(root), "state-dir": str(state)})
+    client = read_hello(Reply(7, handle("hello", Packet(), node), "", 0, 0), None)
+    assert (client.classes, client.unreadable_classes, client.unreadable) == (("cat", "dog"), ("cow", "dog"), 2)
+    log_clients([client])
+    assert "north cannot read a folder of class cow, dog: its log says which" in caplog.text
+    assert scan_images(str(root), state, 0.1, previous=found).unreadable == found.unreadable
+    with pytest.raises(ConfigError, match=f"data-dir = '{root}' cannot be read: .*cow"):
+        load_dataset("folder", str(root), 16, 0.0, 0)
+    for folder, words in ((root, "cannot be read by this node: .*Permission"), (root.parent, ".* may not read it")):
+        folder.chmod(0)
+        with pytest.raises(ConfigError, match=f"data-dir = '{root}':? {words}"):
+            scan_images(str(root), state, 1.0)
+        folder.chmod(0o700)
+    (root / "test").mkdir()
+    (root / "train").mkdir(0)
+    with pytest.raises(ConfigError, match=f"data-dir = '{root}' cannot be read by this node: .*train"):
+        scan_images(str(root), state, 1.0)
+
+
 def test_losses_add_up(data: Path, tmp_path: Path) -> None:
     """A tenth may be lost in all, and not of what is left each time."""
     known = scan_images(str(data), tmp_path / "state", 0.1)
@@ -273,7 +326,7 @@ def test_what_is_lost_is_left_out_and_nothing_new_enters(
     assert set(after.readable) == set(first.readable) - {"dog/001.png"}
     assert set(after.held_out) == set(first.held_out) - {"dog/001.png"}
     sick = str(data / "dog" / "002.png")  # a disk error leaves size and time as they were
-    monkeypatch.setattr("task.data.node_images._problem", lambda path: "sick" if str(path) == sick else "")
+    monkeypatch.setattr("task.data.node_images._problem", lambda path, limit: "sick" if str(path) == sick else "")
     assert set(after.readable) - set(scan_images(str(data), state, 0.1, previous=after).readable) == {"dog/002.png"}
 
 
@@ -295,7 +348,7 @@ def test_unreadable_files_are_named_and_skipped_up_to_a_share(
 def test_only_new_and_changed_files_are_read(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scan_images(str(data), tmp_path / "state", 0.0)
     read: list[str] = []
-    monkeypatch.setattr("task.data.node_images._problem", lambda path: read.append(path.name) or "")
+    monkeypatch.setattr("task.data.node_images._problem", lambda path, limit: read.append(path.name) or "")
     paint(data / "dog", 1, first=99)
     scan_images(str(data), tmp_path / "state", 0.0)
     assert read == ["099.png"]

@@ -287,7 +287,7 @@ def test_files_are_decoded_only_when_asked_for(tmp_path: Path, monkeypatch: pyte
 def test_decoded_files_are_kept_within_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
     decode = images.decode
-    monkeypatch.setattr(images, "decode", lambda path, side: opened.append(path) or decode(path, side))
+    monkeypatch.setattr(images, "decode", lambda path, side, max_pixels: opened.append(path) or decode(path, side))
     monkeypatch.setattr(images, "CACHE_BYTES", 2 * 8 * 8 * 3)  # two images of 8 x 8
     for i in range(3):
         draw(tmp_path / f"{i}.png", i)

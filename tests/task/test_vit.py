@@ -440,6 +440,8 @@ def test_unusable_weights_are_a_config_error(make, tmp_path):
     with pytest.raises(ConfigError, match=r"^backbone-weights = ") as caught:
         load_glyphs(path)
     assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "weights_only" not in str(caught.value)  # False of which would run the code that a file may hold
 
 
 def test_a_misfit_names_the_array(tmp_path):
