@@ -35,6 +35,7 @@ from server_app.rounds.setup import (
     wait_for_new_classes,
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
+from server_app.run_files.on_end import tell_operator
 from server_app.run_files.paths import lock_run, run_directory
 from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_backbone
@@ -59,6 +60,8 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
 
     ``initial`` are arrays to start from instead of the seeded ones, of the names and shapes of the first task's.
 
+    When the run has ended or failed, the operator is told as ``on-end`` says.
+
     Raises:
         ConfigError: data, weights or settings cannot be used; raised before anything is written.
         RunError: no quorum, or clients that cannot work together.
@@ -67,6 +70,16 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
     torch.set_num_threads(config.threads)
     directory = run_directory(config)
     log.info("results go to %s", directory)
+    try:
+        _run_in(directory, config, transport, initial)
+    except BaseException as error:
+        tell_operator(config.on_end, directory, error)
+        raise
+    tell_operator(config.on_end, directory)
+    return directory
+
+
+def _run_in(directory: Path, config: Config, transport: Transport, initial: Arrays | None) -> None:
     if unread := ignored_keys(config):
         log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
     with contextlib.ExitStack() as locks:
@@ -78,7 +91,6 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
         except BaseException as error:
             run.fail(error)
             raise
-    return directory
 
 
 class Run:
