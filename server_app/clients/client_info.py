@@ -1,7 +1,8 @@
 """A client's answer to hello, checked field by field."""
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ class ClientInfo:
     code_sha256: str
     versions: tuple[str, ...]
     device: str
+    free_disk: int  # bytes, when it answered
+    answered_at: float = field(default_factory=time.time)  # seconds since 1970
 
     def by_class_id(self, counts: np.ndarray, class_names: Sequence[str]) -> np.ndarray:
         """``own_counts`` or ``test_counts`` by the ids of ``class_names``, int64 [ids]; of other classes nothing."""
@@ -68,8 +71,17 @@ def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:
     images: dict[str, Any] = {"unreadable": 0, "image_shape": ()}
     if not dataset:
         images = _read_own_images(classes, counts + test_counts, packet.config)
+    free_disk = packet.config.get("free-disk")
+    if type(free_disk) is not int or free_disk < 0:
+        raise ValueError(f"its free-disk is {free_disk!r}; a number of bytes was expected")
     return ClientInfo(
-        node=reply.node, own_counts=counts, test_counts=test_counts, class_counts=counts, **texts, **images
+        node=reply.node,
+        own_counts=counts,
+        test_counts=test_counts,
+        class_counts=counts,
+        free_disk=free_disk,
+        **texts,
+        **images,
     )
 
 

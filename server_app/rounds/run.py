@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from server_app.clients.client_info import ClientInfo
+from server_app.clients.nodes import write_nodes
 from server_app.clients.sampling import sample_clients
 from server_app.errors import RunError
 from server_app.privacy.account import (
@@ -133,6 +134,7 @@ class Run:
         self._tensorboard = TensorBoardWriter(config, directory, self.finished_rounds)
         self._drawer = ReportDrawer(directory, self.results.leave_out_cpu)
         self.results.write()
+        write_nodes(directory, self.registry.clients)
 
     def run(self) -> None:
         """All rounds, then the report."""
@@ -146,6 +148,7 @@ class Run:
             if self.registry.admit_new():
                 self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
                 self._note_clients()
+                write_nodes(self.directory, self.registry.clients)
             report = self.train_round(context)
             if context.ends_task:
                 self._evaluate(context, report)
@@ -265,6 +268,7 @@ class Run:
         log_tasks(self.scenario, first=len(plan.tasks) - 1)
         self.results.extend(self.scenario)
         self._note_clients()
+        write_nodes(self.directory, self.registry.clients)
         return True
 
     def _note_clients(self) -> None:
