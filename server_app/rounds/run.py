@@ -14,6 +14,7 @@ import torch
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.nodes import write_nodes
 from server_app.clients.sampling import sample_clients
+from server_app.doctor.certificates import CertificateWatch
 from server_app.errors import RunError
 from server_app.privacy.account import (
     charge,
@@ -138,6 +139,7 @@ class Run:
 
     def run(self) -> None:
         """All rounds, then the report."""
+        certificates = CertificateWatch()
         if self.model.stored_as and self.model.reuses_query:
             with self.results.measure_seconds("features"):
                 prepare_features(self.config, self.model, self.scenario.dataset)
@@ -149,6 +151,7 @@ class Run:
                 self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
                 self._note_clients()
                 write_nodes(self.directory, self.registry.clients)
+            certificates.look()
             report = self.train_round(context)
             if context.ends_task:
                 self._evaluate(context, report)

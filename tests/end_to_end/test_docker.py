@@ -86,6 +86,11 @@ def test_nodes_cannot_reach_the_superlink_but_through_the_proxy():
         assert parsed(node).superlink == "proxy:8443"
 
 
+def test_no_container_fills_the_disk_with_its_log():
+    assert {service["logging"]["options"]["max-size"] for service in SERVICES.values()} == {"20m"}
+    assert all("max-file" in service["logging"]["options"] for service in SERVICES.values())
+
+
 def test_images_have_versions():
     images = {service["image"] for service in SERVICES.values()}
     (base,) = re.findall(r"^FROM (\S+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
@@ -150,7 +155,11 @@ def test_the_keys_of_a_node_are_those_that_the_readme_explains():
 
 def test_a_service_has_the_secrets_that_its_command_reads_and_no_others():
     for name, service in SERVICES.items():
-        text = (FOLDER / "proxy.json").read_text() if name == "proxy" else json.dumps(service["command"])
+        text = (
+            (FOLDER / "proxy.json").read_text()
+            if name == "proxy"
+            else json.dumps([service["command"], service.get("environment")])
+        )
         assert set(re.findall(r"/run/secrets/([\w.-]+)", text)) == set(service["secrets"]), name
 
 
