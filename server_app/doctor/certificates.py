@@ -49,10 +49,8 @@ def _check(path: str, certificate: "Certificate", now: datetime) -> Finding:
         return Finding("problem", f"{text} is not valid before {begin:%Y-%m-%d %H:%M} UTC", "is the clock right?")
     if end <= now:
         return Finding("problem", f"{text} has expired on {end:%Y-%m-%d}", _RENEW)
-    level = "ok" if end - now > WARNING else "warning"
-    return Finding(
-        level, f"{text} expires on {end:%Y-%m-%d}, in {(end - now).days} days", "" if level == "ok" else _RENEW
-    )
+    text += f" expires on {end:%Y-%m-%d}, in {(end - now).days} days"
+    return Finding("ok", text) if end - now > WARNING else Finding("warning", text, _RENEW)
 
 
 class CertificateWatch:
