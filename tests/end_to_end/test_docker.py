@@ -20,6 +20,7 @@ from flwr.common.config import parse_config_args
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from task.config.schema import OF_THE_NODE, keys_affecting
+from tests.helpers.documents import commands, section
 from tests.helpers.proxy import make_keys, proxy
 
 FOLDER = Path(__file__).parents[2] / "docker"
@@ -106,6 +107,18 @@ def test_tls_and_node_authentication_are_on():
     for name in (*NODES, "superexec-server"):
         assert not parsed(name).insecure
         assert parsed(name).root_certificates == "/run/secrets/ca.crt"
+
+
+def test_the_server_is_started_before_the_nodes_are_registered():
+    """In the README, as a node that is not registered ends."""
+    lines = [words[:3] + words[5:] for words in commands("docker/README.md") if words[:2] == ["docker", "compose"]]
+    (_, *first), (_, *then) = lines
+    started = [word for word in first if word in SERVICES]
+    assert set(started) == {name for name in SERVICES if not re.search(r"-\d$", name)}
+    assert not set(then) & set(SERVICES)  # all
+    text = section("docker/README.md", "With Docker, on one machine")
+    order = [text.index(words) for words in (" ".join(started), "supernode register", "up --detach\n", "flwr run")]
+    assert order == sorted(order)
 
 
 def test_training_runs_in_processes_of_their_own():
