@@ -71,18 +71,8 @@ def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:
     images: dict[str, Any] = {"unreadable": 0, "image_shape": ()}
     if not dataset:
         images = _read_own_images(classes, counts + test_counts, packet.config)
-    free_disk = packet.config.get("free-disk")
-    if type(free_disk) is not int or free_disk < 0:
-        raise ValueError(f"its free-disk is {free_disk!r}; a number of bytes was expected")
-    return ClientInfo(
-        node=reply.node,
-        own_counts=counts,
-        test_counts=test_counts,
-        class_counts=counts,
-        free_disk=free_disk,
-        **texts,
-        **images,
-    )
+    said = {**texts, **images, "free_disk": _read_free_disk(packet.config)}
+    return ClientInfo(node=reply.node, own_counts=counts, test_counts=test_counts, class_counts=counts, **said)
 
 
 def _read_texts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,6 +86,13 @@ def _read_texts(config: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(text, str) and _is_name(text) for text in (*texts.values(), *versions)):
         raise ValueError(f"what it says of itself is no printable text of 1 to {MAX_NAME} characters")
     return {**texts, "classes": classes, "versions": versions}
+
+
+def _read_free_disk(config: Mapping[str, Any]) -> int:
+    size = config.get("free-disk")
+    if type(size) is not int or size < 0:
+        raise ValueError(f"its free-disk is {size!r}; a number of bytes was expected")
+    return size
 
 
 def _check_counts(classes: Sequence[str], *arrays: np.ndarray) -> None:

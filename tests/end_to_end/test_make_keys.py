@@ -1,6 +1,7 @@
 """Keys of a deployment: what they are good for, who may read them, and that none is ever overwritten."""
 
 import os
+import re
 import socket
 import ssl
 import stat
@@ -18,11 +19,13 @@ from tests.helpers.documents import blocks
 from tests.helpers.proxy import make_keys
 
 
-def by_hand(folder: Path) -> None:
-    """Run the README's commands that make keys without the script, in an empty folder."""
-    folder.mkdir()
+def by_hand(folder: Path, renewed: bool = False) -> None:
+    """Run the README's commands that make keys without the script; ``renewed``: that of the server's certificate."""
+    folder.mkdir(exist_ok=renewed)
     [server, node] = [text for text in blocks("docker/README.md", "sh") if text.startswith("umask 077\n")]
     commands = server.replace("DNS:SERVER", "DNS:fleet.example.org,IP:192.0.2.7") + node
+    if renewed:
+        [commands] = re.findall(r"^openssl .*?-keyout server\.key (?:.*\\\n)*.*\n", server, re.MULTILINE)
     subprocess.run(["bash", "-euc", commands], cwd=folder, check=True, capture_output=True, text=True)
 
 
@@ -51,6 +54,28 @@ def test_keys_and_secrets_made_by_hand_are_as_good(tmp_path):
     assert {name for name, mode in modes.items() if mode != 0o600} == {"ca.crt", "server.crt"}
     certificate = x509.load_pem_x509_certificate(made["server.crt"].read_bytes())
     assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_a_renewed_certificate_is_trusted_by_nodes_as_they_are(tmp_path):
+    folder = tmp_path / "keys"
+    by_hand(folder)
+    before = {name: (folder / name).read_bytes() for name in ("ca.crt", "server.crt", "server.key")}
+    by_hand(folder, renewed=True)
+    assert (folder / "ca.crt").read_bytes() == before["ca.crt"]
+    assert all((folder / name).read_bytes() != before[name] for name in ("server.crt", "server.key"))
+    assert handshake(folder, folder / "ca.crt", "localhost") == "TLSv1.3"
+
+
+def test_two_authorities_in_one_file_are_both_trusted(tmp_path):
+    """By which docs/guides/operations.md changes the authority."""
+    for name in ("old", "new"):
+        by_hand(tmp_path / name)
+    both = tmp_path / "both.crt"
+    both.write_bytes(b"".join((tmp_path / name / "ca.crt").read_bytes() for name in ("old", "new")))
+    for name in ("old", "new"):
+        assert handshake(tmp_path / name, both, "localhost") == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(tmp_path / "old", tmp_path / "new" / "ca.crt", "localhost")
 
 
 @pytest.fixture(scope="module")
