@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 VARIABLE = "FCIL_CERTIFICATES"  # files, separated as in PATH
 WARNING = timedelta(days=30)
-_RENEW = "docker/README.md says how to renew it"
+_RENEW = "docs/guides/operations.md says how to renew it"
 _DAY = 86_400.0  # seconds
 
 
@@ -66,4 +66,4 @@ class CertificateWatch:
         self._next = time.time() + _DAY
         for finding in check_certificates(watched_certificates()):
             if finding.level != "ok":
-                log.warning("%s", finding)
+                log.warning("; ".join(filter(None, (finding.text, finding.advice))))

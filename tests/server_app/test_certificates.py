@@ -89,8 +89,9 @@ def test_a_run_warns_in_its_log(
     monkeypatch.setenv("FCIL_CERTIFICATES", f"{make(tmp_path / 'keys', 5)}")
     run(tiny)  # of two rounds
     [said] = [r.message for r in caplog.records if "certificate" in r.message]
+    assert said.startswith("certificate CN=fcil server in ")
     assert "expires on" in said
-    assert "docker/README.md says how to renew it" in said
+    assert "docs/guides/operations.md says how to renew it" in said
 
 
 def test_a_long_run_warns_once_a_day(
