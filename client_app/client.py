@@ -2,9 +2,11 @@
 
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -113,8 +115,16 @@ def _hello(request: Request) -> Packet:
         "code-sha256": code_sha256(),
         "versions": [f"{name} {package_version(name)}" for name in ("torch", "timm", "flwr")],
         "device": str(next(backbone.parameters()).device),
+        "free-disk": _free_disk(request),
     }
     return answer
+
+
+def _free_disk(request: Request) -> int:
+    """Bytes free where this node keeps what it must remember; without such a folder, where it was started."""
+    keeps = request.config.own_data or "state-dir" in request.node.settings
+    folder = (state_dir(request.config, request.node) if keeps else Path.cwd()).absolute()
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
 
 
 def _count_partition(request: Request) -> Packet:

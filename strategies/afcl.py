@@ -9,6 +9,7 @@ from torch import Tensor
 
 from strategies.base import RoundContext, Strategy, Update
 from strategies.closed_form import (
+    PRIOR,
     Spectrum,
     choose_ridge,
     choose_shrinkage,
@@ -19,7 +20,7 @@ from strategies.closed_form import (
 from strategies.ncm import NEVER
 from task.config.schema import Config
 from task.message import Arrays
-from task.method_options import MAX_FEATURES, SHRINKAGE, AFCLOptions
+from task.method_options import MAX_FEATURES, AFCLOptions
 from task.models.model import Model
 from task.prototypes.scatter import factor_rows, principal_rows, restore_scatter, sketch_matrix
 
@@ -145,7 +146,7 @@ class AFCL(Strategy):
 
     def _choose_shrinkage(self, counts: Tensor, means: Tensor, scatter: Tensor) -> float:
         if self.options.sketch or means.shape[1] > MAX_FEATURES:
-            return SHRINKAGE
+            return PRIOR
         return choose_shrinkage(counts, means, scatter)
 
     def _within(self, total: ClassSums) -> Tensor:

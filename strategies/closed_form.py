@@ -15,6 +15,7 @@ GRID = torch.logspace(-10, 1, 45, dtype=torch.float64)  # ridges that are tried,
 SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # that are tried
 FOLDS = 5
 ENOUGH = 2000
+PRIOR = 0.01  # the shrinkage where the features do not tell
 LIMIT = 20_000_000  # numbers that are drawn; of more images than that a part stands for all
 
 
@@ -77,18 +78,21 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Tensor) -> float:
     """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation; no image is seen.
 
     The folds are those of drawn features, see :func:`draw_features`. Of few images they are drawn again, until ENOUGH
-    have been classified. Of equal ones the largest.
+    have been classified. Of those within one standard error of the best, the one nearest to PRIOR,
+    or to 1 where there are fewer images than features.
 
     Args:
         counts: [K].
         means: [K, M].
         scatter: about the class means, [M, M].
     """
-    right = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
+    wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
     generator = torch_rng(0, "features")
     for _ in range(max(1, ENOUGH // int(counts.sum()))):
-        right += _cross_validate(*draw_features(counts, means, scatter, generator), len(counts))
-    return float(SHRINKAGES[right == right.max()][-1])
+        wrong += _cross_validate(*draw_features(counts, means, scatter, generator), len(counts))
+    good = SHRINKAGES[wrong <= wrong.min() + (wrong.min() + 1).sqrt()]
+    usual = PRIOR if counts.sum() > means.shape[1] else 1.0  # with fewer images most of the scatter was never seen
+    return float(good[(good / usual).log().abs().argmin()])
 
 
 def draw_features(counts: Tensor, means: Tensor, scatter: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -111,17 +115,17 @@ def draw_features(counts: Tensor, means: Tensor, scatter: Tensor, generator: tor
 
 
 def _cross_validate(features: Tensor, classes: Tensor, number: int) -> Tensor:
-    """How many features [N, M] each of SHRINKAGES classifies rightly; every third of a class is held out in turn."""
-    fold = torch.cat([torch.arange(int(n)) % FOLDS for n in classes.bincount()])
-    right = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
+    """How many features [N, M] each of SHRINKAGES classifies wrongly, each held out in one of FOLDS."""
+    fold = (torch.arange(len(classes)) + classes) % FOLDS  # not of all classes alike, where each has few
+    wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
     for held_out in range(FOLDS):
         rest, here = fold != held_out, fold == held_out
         spectrum, means, seen = _class_spectrum(features[rest], classes[rest], number)
         for i, shrinkage in enumerate(SHRINKAGES.tolist()):
             weight, bias = solve_discriminant(spectrum, means, shrinkage)
             logits = torch.where(seen, features[here] @ weight.T + bias, -torch.inf)
-            right[i] += (logits.argmax(dim=1) == classes[here]).sum()
-    return right
+            wrong[i] += (logits.argmax(dim=1) != classes[here]).sum()
+    return wrong
 
 
 def _class_means(features: Tensor, classes: Tensor, number: int) -> Tensor:

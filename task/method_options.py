@@ -201,7 +201,6 @@ class FedEWCOptions(Options):
     strength: float = key(1000.0, "lambda: weight of lambda / 2 sum_i F_i (theta_i - theta*_i)^2", minimum=0)
 
 
-SHRINKAGE = 0.01
 MAX_FEATURES = 2000  # up to which the shrinkage is chosen: beyond, the eigenvalues of every fold take minutes
 
 
@@ -224,7 +223,7 @@ class AFCLOptions(Options):
     shrinkage: float = key(
         AUTO,
         f"s: share of the mean variance that is added to the diagonal of covariances; auto or 0: by cross-validation, "
-        f"but {SHRINKAGE} with a sketch or more than {MAX_FEATURES:,} features",
+        f"but 0.01 with a sketch or more than {MAX_FEATURES:,} features",
         minimum=0,
         auto=0.0,
         only=("head", "discriminant", "regularised"),

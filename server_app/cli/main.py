@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from server_app.cli import bench, cache, doctor, export, predict, privacy, problem, report, run
+from server_app.cli import bench, cache, doctor, export, nodes, predict, privacy, problem, report, run
 from server_app.cli.common import FAILED, MISTAKE, complain
 from server_app.errors import ExportError, LaunchError, PicturesUnavailable, ReportError
 from task.keys import ConfigError, ModelError
@@ -17,6 +17,7 @@ COMMANDS = {
     "privacy": (privacy.describe, "attack the class statistics of a run; pictures"),
     "problem": (problem.describe, "a run's images, partition and backbone as plain files, for other code"),
     "cache": (cache.describe, "features that are kept on disk for all runs; delete them"),
+    "nodes": (nodes.describe, "the nodes of a deployment: who is online, and which id is which node"),
     "doctor": (doctor.describe, "whether this machine can do a run, and how fast"),
 }
 

@@ -1,7 +1,8 @@
 """A client's answer to hello, checked field by field."""
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ class ClientInfo:
     code_sha256: str
     versions: tuple[str, ...]
     device: str
+    free_disk: int  # bytes, when it answered
+    answered_at: float = field(default_factory=time.time)  # seconds since 1970
 
     def by_class_id(self, counts: np.ndarray, class_names: Sequence[str]) -> np.ndarray:
         """``own_counts`` or ``test_counts`` by the ids of ``class_names``, int64 [ids]; of other classes nothing."""
@@ -69,9 +72,8 @@ def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:
     images: dict[str, Any] = {"unreadable": 0, "unreadable_classes": (), "image_shape": ()}
     if not dataset:
         images = _read_own_images(classes, counts + test_counts, packet.config)
-    return ClientInfo(
-        node=reply.node, own_counts=counts, test_counts=test_counts, class_counts=counts, **texts, **images
-    )
+    said = {**texts, **images, "free_disk": _read_free_disk(packet.config)}
+    return ClientInfo(node=reply.node, own_counts=counts, test_counts=test_counts, class_counts=counts, **said)
 
 
 def _read_texts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,6 +90,13 @@ def _read_texts(config: Mapping[str, Any]) -> dict[str, Any]:
         "versions": _read_names(config, "versions", MAX_VERSIONS),
     }
     return {name.replace("-", "_"): text for name, text in texts.items()} | lists
+
+
+def _read_free_disk(config: Mapping[str, Any]) -> int:
+    size = config.get("free-disk")
+    if type(size) is not int or size < 0:
+        raise ValueError(f"its free-disk is {size!r}; a number of bytes was expected")
+    return size
 
 
 def _check_counts(classes: Sequence[str], **arrays: np.ndarray) -> None:

@@ -165,11 +165,14 @@ class ClientRegistry:
 
 def log_clients(clients: Sequence[ClientInfo]) -> None:
     """Log a table of who takes part with what, a line for each of the first clients, and classes they cannot read."""
-    rows: list[tuple[str, ...]] = [("client", "images", "held out", "classes", "unreadable", "device", "versions")]
+    rows: list[tuple[str, ...]] = [
+        ("client", "images", "held out", "classes", "unreadable", "disk free", "device", "versions")
+    ]
     for client in clients[:_MAX_LINES]:
         classes = np.count_nonzero(client.own_counts + client.test_counts)
         counts = (client.own_counts.sum(), client.test_counts.sum(), classes, client.unreadable)
-        rows.append((client.name, *(str(n) for n in counts), client.device, ", ".join(client.versions)))
+        disk = f"{client.free_disk / 1e9:.1f} GB"
+        rows.append((client.name, *(str(n) for n in counts), disk, client.device, ", ".join(client.versions)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows if clients else []:
         log.info("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

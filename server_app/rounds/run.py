@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from server_app.clients.client_info import ClientInfo
+from server_app.clients.nodes import write_nodes
 from server_app.clients.sampling import sample_clients
+from server_app.doctor.certificates import CertificateWatch
 from server_app.errors import RunError, describe_os_error
 from server_app.privacy.account import (
     charge,
@@ -35,6 +37,7 @@ from server_app.rounds.setup import (
     wait_for_new_classes,
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
+from server_app.run_files.on_end import tell_operator
 from server_app.run_files.paths import lock_run, require_writable, run_directory
 from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_backbone
@@ -59,6 +62,8 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
 
     ``initial`` are arrays to start from instead of the seeded ones, of the names and shapes of the first task's.
 
+    When the run has ended or failed, the operator is told as ``on-end`` says.
+
     Raises:
         ConfigError: data, weights or settings cannot be used; raised before anything is written.
         RunError: no quorum, or clients that cannot work together.
@@ -69,6 +74,16 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
     directory = run_directory(config)
     require_writable(directory)
     log.info("results go to %s", directory)
+    try:
+        _run_in(directory, config, transport, initial)
+    except BaseException as error:
+        tell_operator(config.on_end, directory, error)
+        raise
+    tell_operator(config.on_end, directory)
+    return directory
+
+
+def _run_in(directory: Path, config: Config, transport: Transport, initial: Arrays | None) -> None:
     if unread := ignored_keys(config):
         log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
     with contextlib.ExitStack() as locks:
@@ -80,7 +95,6 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
         except BaseException as error:
             run.fail(error)
             raise
-    return directory
 
 
 class Run:
@@ -123,9 +137,11 @@ class Run:
         self._tensorboard = TensorBoardWriter(config, directory, self.finished_rounds)
         self._drawer = ReportDrawer(directory, self.results.leave_out_cpu)
         self.results.write()
+        write_nodes(directory, self.registry.clients)
 
     def run(self) -> None:
         """All rounds, then the report."""
+        certificates = CertificateWatch()
         if self.model.stored_as and self.model.reuses_query:
             with self.results.measure_seconds("features"):
                 prepare_features(self.config, self.model, self.scenario.dataset)
@@ -136,6 +152,8 @@ class Run:
             if self.registry.admit_new():
                 self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
                 self._note_clients()
+                write_nodes(self.directory, self.registry.clients)
+            certificates.look()
             report = self.train_round(context)
             if context.ends_task:
                 self._evaluate(context, report)
@@ -255,6 +273,7 @@ class Run:
         log_tasks(self.scenario, first=len(plan.tasks) - 1)
         self.results.extend(self.scenario)
         self._note_clients()
+        write_nodes(self.directory, self.registry.clients)
         return True
 
     def _note_clients(self) -> None:

@@ -239,6 +239,10 @@ class Config:
 
     tensorboard: bool = key(False, "write scalars for TensorBoard into the run's folder too", affects="output")
 
+    on_end: str = key(
+        "", "command or http(s) URL that gets how the run ended, as JSON; $NAME in it: the server's", affects="output"
+    )
+
     resume: str = key("", "folder of an unfinished run to go on with, by its own settings", affects="folder")
 
     options: Options = field(default_factory=Options)

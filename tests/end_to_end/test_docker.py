@@ -20,6 +20,7 @@ from flwr.common.config import parse_config_args
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 
 from task.config.schema import OF_THE_NODE, keys_affecting
+from tests.helpers.documents import commands, section
 from tests.helpers.proxy import make_keys, proxy
 
 FOLDER = Path(__file__).parents[2] / "docker"
@@ -86,6 +87,11 @@ def test_nodes_cannot_reach_the_superlink_but_through_the_proxy():
         assert parsed(node).superlink == "proxy:8443"
 
 
+def test_no_container_fills_the_disk_with_its_log():
+    assert {service["logging"]["options"]["max-size"] for service in SERVICES.values()} == {"20m"}
+    assert all("max-file" in service["logging"]["options"] for service in SERVICES.values())
+
+
 def test_images_have_versions():
     images = {service["image"] for service in SERVICES.values()}
     (base,) = re.findall(r"^FROM (\S+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
@@ -101,6 +107,18 @@ def test_tls_and_node_authentication_are_on():
     for name in (*NODES, "superexec-server"):
         assert not parsed(name).insecure
         assert parsed(name).root_certificates == "/run/secrets/ca.crt"
+
+
+def test_the_server_is_started_before_the_nodes_are_registered():
+    """In the README, as a node that is not registered ends."""
+    lines = [words[:3] + words[5:] for words in commands("docker/README.md") if words[:2] == ["docker", "compose"]]
+    (_, *first), (_, *then) = lines
+    started = [word for word in first if word in SERVICES]
+    assert set(started) == {name for name in SERVICES if not re.search(r"-\d$", name)}
+    assert not set(then) & set(SERVICES)  # all
+    text = section("docker/README.md", "With Docker, on one machine")
+    order = [text.index(words) for words in (" ".join(started), "supernode register", "up --detach\n", "flwr run")]
+    assert order == sorted(order)
 
 
 def test_training_runs_in_processes_of_their_own():
@@ -150,7 +168,11 @@ def test_the_keys_of_a_node_are_those_that_the_readme_explains():
 
 def test_a_service_has_the_secrets_that_its_command_reads_and_no_others():
     for name, service in SERVICES.items():
-        text = (FOLDER / "proxy.json").read_text() if name == "proxy" else json.dumps(service["command"])
+        text = (
+            (FOLDER / "proxy.json").read_text()
+            if name == "proxy"
+            else json.dumps([service["command"], service.get("environment")])
+        )
         assert set(re.findall(r"/run/secrets/([\w.-]+)", text)) == set(service["secrets"]), name
 
 
@@ -182,6 +204,7 @@ def test_the_proxy_forwards_fleet_paths_only_as_configured():
     (server,) = PROXY["apps"]["http"]["servers"].values()
     assert server["tls_connection_policies"] == [{"default_sni": "localhost"}]  # who comes by address names none
     assert server["listen"] == [":8443"]
+    assert server["protocols"] == ["h1", "h2"]  # HTTP/3 comes over UDP, which compose.yml does not publish
     fleet, rest = server["routes"]
     assert [handler["handler"] for handler in fleet["handle"]] == ["rewrite", "reverse_proxy"]
     assert [handler["handler"] for handler in rest["handle"]] == ["static_response"]
@@ -237,13 +260,23 @@ def upstream(keys: Path) -> Iterator[tuple[int, list[str]]]:
 
 def status(port: int, keys: Path, method: str, path: str) -> int:
     """The answer to one request whose path goes out exactly as it is written."""
+    return int(answer(port, keys, method, path)[0].split()[1])
+
+
+def headers(port: int, keys: Path) -> set[str]:
+    """Names of the headers that every answer has."""
+    return {line.partition(":")[0].lower() for line in answer(port, keys, "POST", "/")[1:]}
+
+
+def answer(port: int, keys: Path, method: str, path: str) -> list[str]:
+    """Status line and headers."""
     context = ssl.create_default_context(cafile=keys / "ca.crt")
     near = socket.create_connection(("127.0.0.1", port), timeout=30)
     with context.wrap_socket(near, server_hostname="localhost") as connection:
         connection.sendall(
             f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
         )
-        return int(connection.makefile("rb").readline().split()[1])
+        return connection.makefile("rb").read().decode().partition("\r\n\r\n")[0].splitlines()
 
 
 REFUSED = [
@@ -273,6 +306,9 @@ def test_the_running_proxy_refuses_all_but_the_fleet(tmp_path):
         assert {path: status(port, keys, "POST", path) for path in REFUSED} == dict.fromkeys(REFUSED, 403)
         assert {status(port, keys, method, path) for method in ("GET", "PUT") for path in FLEET} == {403}
         assert reached == []
+        assert "alt-svc" not in headers(port, keys)
+        with socket.socket(type=socket.SOCK_DGRAM) as probe:
+            probe.bind(("127.0.0.1", port))  # nothing listens there
         # what is let by arrives as the plain path, whatever it was dressed in
         assert status(port, keys, "POST", "/v1/control/start-run/../../fleet/get-run?x=/v1/control") == 200
         assert reached == ["/v1/fleet/get-run"]

@@ -1,11 +1,13 @@
 """Keys of a deployment: what they are good for, who may read them, and that none is ever overwritten."""
 
 import os
+import re
 import socket
 import ssl
 import stat
 import subprocess
 import threading
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,69 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from flwr.cli.supernode.register import try_load_public_key
 
+from tests.helpers.documents import blocks
 from tests.helpers.proxy import make_keys
 
 ROOT = Path(__file__).parents[2]
+
+
+def by_hand(folder: Path, renewed: bool = False) -> None:
+    """Run the README's commands that make keys without the script; ``renewed``: that of the server's certificate."""
+    folder.mkdir(exist_ok=renewed)
+    [server, node] = [text for text in blocks("docker/README.md", "sh") if text.startswith("umask 077\n")]
+    commands = server.replace("DNS:SERVER", "DNS:fleet.example.org,IP:192.0.2.7") + node
+    if renewed:
+        [commands] = re.findall(r"^openssl .*?-keyout server\.key (?:.*\\\n)*.*\n", server, re.MULTILINE)
+    subprocess.run(["bash", "-euc", commands], cwd=folder, check=True, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "superlink", "proxy", "fleet.example.org", "192.0.2.7"])
+def test_certificates_made_by_hand_are_as_good(host, tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp() / "by-hand"
+    if not folder.exists():
+        by_hand(folder)
+    assert handshake(folder, folder / "ca.crt", host) == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(folder, folder / "ca.crt", "elsewhere.example.org")
+
+
+def test_keys_and_secrets_made_by_hand_are_as_good(tmp_path):
+    by_hand(tmp_path / "keys")
+    made = {path.name: path for path in (tmp_path / "keys").iterdir()}
+    assert set(made) == {f"{of}.{kind}" for of, kind in product(("ca", "server"), ("crt", "key"))} | {
+        *("server.secret", "node-0", "node-0.pub", "node-0.secret")
+    }
+    private = serialization.load_ssh_private_key(made["node-0"].read_bytes(), None)
+    assert private.public_key() == serialization.load_ssh_public_key(made["node-0.pub"].read_bytes())
+    assert try_load_public_key(made["node-0.pub"])
+    assert len({made[name].read_text() for name in ("server.secret", "node-0.secret")}) == 2
+    assert all(len(made[name].read_text()) == 43 for name in ("server.secret", "node-0.secret"))
+    modes = {name: stat.S_IMODE(path.stat().st_mode) for name, path in made.items()}
+    assert {name for name, mode in modes.items() if mode != 0o600} == {"ca.crt", "server.crt"}
+    certificate = x509.load_pem_x509_certificate(made["server.crt"].read_bytes())
+    assert not certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+
+
+def test_a_renewed_certificate_is_trusted_by_nodes_as_they_are(tmp_path):
+    folder = tmp_path / "keys"
+    by_hand(folder)
+    before = {name: (folder / name).read_bytes() for name in ("ca.crt", "server.crt", "server.key")}
+    by_hand(folder, renewed=True)
+    assert (folder / "ca.crt").read_bytes() == before["ca.crt"]
+    assert all((folder / name).read_bytes() != before[name] for name in ("server.crt", "server.key"))
+    assert handshake(folder, folder / "ca.crt", "localhost") == "TLSv1.3"
+
+
+def test_two_authorities_in_one_file_are_both_trusted(tmp_path):
+    """By which docs/guides/operations.md changes the authority."""
+    for name in ("old", "new"):
+        by_hand(tmp_path / name)
+    both = tmp_path / "both.crt"
+    both.write_bytes(b"".join((tmp_path / name / "ca.crt").read_bytes() for name in ("old", "new")))
+    for name in ("old", "new"):
+        assert handshake(tmp_path / name, both, "localhost") == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        handshake(tmp_path / "old", tmp_path / "new" / "ca.crt", "localhost")
 
 
 @pytest.fixture(scope="module")

@@ -314,6 +314,8 @@ def test_a_node_that_comes_back_under_another_name_is_one_client_still(keys: Val
         (lambda p: p.config.update({"image-shape": [0, 16]}), "image-shape"),
         (lambda p: p.config.update({"unreadable": [1]}), "unreadable files is [1]"),
         (lambda p: p.config.update({"unreadable-classes": ["\n"]}), "its unreadable-classes are not printable"),
+        (lambda p: p.config.update({"free-disk": -1}), "free-disk is -1"),
+        (lambda p: p.config.update({"free-disk": True}), "free-disk is True"),
     ],
 )
 def test_a_late_node_that_does_not_fit_is_named(spoil: Callable[[Packet], object], reason: str, keys: Values) -> None:

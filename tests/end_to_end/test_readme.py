@@ -17,6 +17,7 @@ from PIL import Image
 
 from server_app.bench.suite import read_suite
 from server_app.cli import main as cli
+from server_app.cli.main import _parser
 from server_app.run_keys import read_words
 from task.config.parsing import parse
 from task.config.schema import known_keys
@@ -24,6 +25,7 @@ from task.data.load import load_dataset
 from task.data.registry import SOURCES
 from task.methods import METHODS
 from tests.helpers.documents import PAGES, ROOT, blocks, commands, prose, section
+from tests.helpers.proxy import make_keys
 
 ALL = [(page, words) for page in PAGES for words in commands(page)]
 FCIL = [(page, words[1:]) for page, words in ALL if words[0].endswith("fcil")]
@@ -33,6 +35,7 @@ SMALL = ["rounds-per-task=1", "local-epochs=1", "num-clients=2", "image-size=32"
 KNOWN = {
     *("fcil", "flwr", "make", "python", "python3", "pip", "source", "export", "cd", "mkdir", "docker", "caddy"),
     *("flower-superlink", "flower-superexec", "flower-supernode"),
+    *("openssl", "ssh-keygen", "umask", "chmod", "sed", "install", "cp", "systemctl", "systemd-sysusers", "sqlite3"),
     "--node-config",  # the last line of a longer command
 }
 
@@ -75,6 +78,7 @@ def workplace(
     for name in ("cat.jpg", "dog.jpg"):
         shutil.copy(folder / name, tmp_path)
     shutil.copytree(folder / "runs", tmp_path / "runs")
+    make_keys.main([str(tmp_path / "keys")])
     for name in ("docs", "presets", "suites"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.setenv("FCIL_HOME", str(tmp_path))
@@ -132,6 +136,8 @@ def _walk(words: list[str]) -> None:
         assert cli.main(["run", "--in-process", *keys.values()]) == 0, words
     elif command == "doctor":
         assert cli.main([*words, "image-size=16", "device=cpu"]) == 0, words
+    elif command == "nodes":  # without a SuperLink
+        assert _parser().parse_args(words).superlink == "fcil"
     else:
         expanded = [str(p) for w in words for p in (sorted(Path().glob(w)) if "*" in w else [w])]
         assert len(expanded) == len(words), words

@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
@@ -102,8 +102,17 @@ class Programs:
 
     def try_flower(self, *words: str) -> subprocess.CompletedProcess[str]:
         """The same where a failure is no error."""
+        return self._run(["flwr", *words])
+
+    def people(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        """Run a command as people on the server do."""
+        done = self._run(command)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def _run(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["flwr", *words],
+            command,
             cwd=ROOT,
             env=self._variables("people"),
             capture_output=True,

@@ -1,0 +1,148 @@
+"""Which nodes there are: what the SuperLink knows of each, and what each said and did in the runs of a folder."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from server_app.clients.client_info import ClientInfo
+from server_app.errors import LaunchError
+from server_app.run_files.writers import read_lines, write_json
+
+if TYPE_CHECKING:
+    from flwr.proto.node_pb2 import NodeInfo
+
+NODES = "nodes.json"  # in a run's folder
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """One node. Times are ISO 8601 in UTC; a text is empty, and a number None, where nothing is known.
+
+    The SuperLink knows a node from its key, and what ``registered_as`` says was typed by whoever registered the key.
+    ``name``, ``free_disk`` and ``versions`` are what the node itself said in its last hello.
+    """
+
+    registered_as: str
+    name: str
+    node_id: int
+    status: str  # online, offline, or registered: never seen yet
+    since: str  # when that began; of a node that was only registered, when it was
+    last_seen: str  # its last heartbeat, or for one that is gone when it was given up
+    last_round: str  # the newest round that it answered
+    free_disk: int | None  # bytes
+    versions: tuple[str, ...]
+    said_at: str  # when it said so
+
+
+def write_nodes(directory: Path, clients: Sequence[ClientInfo]) -> None:
+    """Note in a run's folder what its nodes have said of themselves."""
+    said = [
+        {
+            "name": c.name,
+            "node_id": str(c.node),
+            "free_disk": c.free_disk,
+            "versions": c.versions,
+            "said_at": c.answered_at,
+        }
+        for c in clients
+    ]
+    write_json(directory / NODES, said)
+
+
+def list_nodes(superlink: str, runs: Path) -> list[NodeStatus]:
+    """The registered nodes in the order of their names.
+
+    Args:
+        superlink: name of a connection in Flower's config.toml.
+        runs: folder of runs, to learn from what the nodes said and did; may be missing.
+
+    Raises:
+        LaunchError: there is no such connection, or the SuperLink does not answer.
+    """
+    reports = _Reports(runs)
+    nodes = [_join(node, reports) for node in _ask_superlink(superlink) if node.status != "unregistered"]
+    return sorted(nodes, key=lambda node: (node.registered_as or node.name, node.node_id))
+
+
+def _ask_superlink(superlink: str) -> "Sequence[NodeInfo]":
+    """What ``flwr supernode list`` asks for; it leaves out the names."""
+    try:
+        import click
+        from flwr.cli.flower_config import read_superlink_connection
+        from flwr.cli.utils import flwr_cli_exc_handler, init_http_client_from_connection
+        from flwr.proto.control_pb2 import ListNodesRequest
+    except ImportError as error:
+        raise LaunchError(f"nodes are known where Flower is installed: {error}.") from error
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # Flower says which connection it takes
+            connection = read_superlink_connection(superlink)
+            if str(connection.address).startswith(":"):
+                raise LaunchError(f"{superlink!r} is a simulation on this machine, which has no nodes to list.")
+            with contextlib.closing(init_http_client_from_connection(connection)) as client, flwr_cli_exc_handler():
+                return list(client.ListNodes(ListNodesRequest()).nodes_info)
+    except click.ClickException as error:
+        raise LaunchError(error.format_message()) from error
+
+
+class _Reports:
+    """What nodes said and did in the runs of a folder, newest run first."""
+
+    def __init__(self, runs: Path) -> None:
+        files = sorted(runs.glob(f"*/{NODES}"), key=lambda path: path.stat().st_mtime, reverse=True)
+        self._runs = [(path.parent, {entry["node_id"]: entry for entry in _read(path)}) for path in files]
+
+    def said(self, node_id: str) -> Mapping[str, Any]:
+        """What the node said last."""
+        return next((nodes[node_id] for _, nodes in self._runs if node_id in nodes), {})
+
+    def last_round(self, node_id: str) -> str:
+        """The newest round that the node answered."""
+        rounds = (_rounds_of(run, nodes[node_id]["name"]) for run, nodes in self._runs if node_id in nodes)
+        return next((text for texts in rounds for text in texts), "")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The nodes in a run's file; none if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return []
+
+
+def _rounds_of(run: Path, name: str) -> Iterator[str]:
+    """Rounds of a run that the client ``name`` answered, the last first."""
+    for line in reversed(read_lines(run / "rounds.jsonl")):
+        if name in line["participants"] and name not in [failure["name"] for failure in line["failures"]]:
+            yield f"{run.name}: task {line['task']}, round {line['round']}"
+
+
+def _join(node: "NodeInfo", reports: _Reports) -> NodeStatus:
+    online, said = node.status == "online", reports.said(str(node.node_id))
+    # Flower counts a node as gone after two intervals without a heartbeat
+    heartbeat = _iso(node.online_until - 2 * node.heartbeat_interval) if online else node.last_deactivated_at
+    return NodeStatus(
+        registered_as=node.name,
+        name=said.get("name", ""),
+        node_id=node.node_id,
+        status=node.status,
+        since=(node.last_activated_at if online else node.last_deactivated_at) or node.registered_at,
+        last_seen=heartbeat,
+        last_round=reports.last_round(str(node.node_id)),
+        free_disk=said.get("free_disk"),
+        versions=tuple(said.get("versions", ())),
+        said_at=_iso(said["said_at"]) if said else "",
+    )
+
+
+def _iso(seconds: float) -> str:
+    """Seconds since 1970 as Flower writes times."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def as_json(nodes: Sequence[NodeStatus]) -> str:
+    """For programs: a list of objects with the attributes of :class:`NodeStatus`; the ids, of 64 bits, are texts."""
+    return json.dumps([asdict(node) | {"node_id": str(node.node_id)} for node in nodes], indent=1)

@@ -1,0 +1,179 @@
+"""The run key on-end: the operator hears how a run ended, and nothing that goes wrong with that touches the run."""
+
+import http.server
+import json
+import logging
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server_app.errors import RunError
+from server_app.run_files import on_end
+from server_app.run_files.on_end import tell_operator
+from task.config.parsing import parse
+from task.keys import ConfigError
+from tests.helpers.runs import Values, results_of, run
+
+SAVE = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
+
+
+def saves_to(path: Path) -> str:
+    """A command that writes what it gets into a file."""
+    return shlex.join([sys.executable, "-c", SAVE, str(path)])
+
+
+def test_a_command_gets_the_end_of_a_run(tiny: Values, tmp_path: Path) -> None:
+    run(tiny | {"on-end": saves_to(tmp_path / "event")})
+    folder = tmp_path / "runs" / "run"
+    expected = {"run": "run", "status": "finished", "error": "", "directory": str(folder)}
+    assert json.loads((tmp_path / "event").read_text()) == expected
+
+
+def test_a_command_gets_the_reason_of_a_failure(tiny: Values, tmp_path: Path) -> None:
+    with pytest.raises(RunError):
+        run(tiny | {"on-end": saves_to(tmp_path / "event")}, broken=lambda node, kind: kind == "train")
+    event, results = json.loads((tmp_path / "event").read_text()), results_of(tmp_path / "runs" / "run")
+    assert (event["status"], event["error"]) == ("failed", results["error"])
+    assert "the quorum is 1" in event["error"]
+
+
+def test_a_run_that_does_not_come_to_its_first_round_is_reported_too(tiny: Values, tmp_path: Path) -> None:
+    with pytest.raises(RunError):
+        run(tiny | {"on-end": saves_to(tmp_path / "event")}, broken=lambda node, kind: kind == "hello")
+    assert json.loads((tmp_path / "event").read_text())["status"] == "failed"
+
+
+def test_a_command_that_is_not_there_changes_no_outcome(
+    tiny: Values, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tiny | {"on-end": "no-such-program --now"})
+    assert results_of(tmp_path / "runs" / "run")["status"] == "finished"
+    assert "on-end = 'no-such-program --now' did not work: FileNotFoundError. No such file" in caplog.text
+
+
+def test_a_command_that_hangs_is_killed_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(on_end, "PATIENCE", 1.0)
+    began = time.monotonic()
+    tell_operator(f"sh -c 'sleep 300 & echo $! > {tmp_path}/pid; wait'", tmp_path)
+    assert time.monotonic() - began < 20
+    assert "no end within 1 s, so it was killed" in caplog.text
+    child = int((tmp_path / "pid").read_text())
+    state = Path(f"/proc/{child}/stat")
+    deadline = time.monotonic() + 20
+    while state.exists() and ") Z " not in state.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_a_command_leaves_running_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    began = time.monotonic()
+    tell_operator("sh -c 'sleep 15 & exit 0'", tmp_path)
+    assert time.monotonic() - began < 10
+    assert not caplog.records
+
+
+def test_a_command_that_fails_is_logged_with_its_own_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tell_operator("sh -c 'echo no mail today >&2; exit 3'", tmp_path)
+    assert "exit code 3. no mail today" in caplog.text
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+class Receiver(http.server.BaseHTTPRequestHandler):
+    """Keeps what is posted; /drip answers one byte at a time, for ever."""
+
+    posted: list[tuple[str, str, bytes]]
+
+    def do_POST(self) -> None:
+        content = self.rfile.read(int(self.headers["content-length"]))
+        self.posted.append((self.path, self.headers["content-type"], content))
+        if self.path == "/drip":
+            for _ in range(100):
+                self.wfile.write(b"H")
+                time.sleep(0.2)
+        self.send_response(404 if self.path == "/gone" else 200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, list[tuple[str, str, bytes]]]]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    handler = type("Keeping", (Receiver,), {"posted": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", handler.posted
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_url_gets_a_post_of_json(receiver, tmp_path: Path) -> None:
+    url, posted = receiver
+    tell_operator(f"{url}/hook?x=1", tmp_path / "night", RunError("no quorum"))
+    [(path, kind, content)] = posted
+    assert (path, kind) == ("/hook?x=1", "application/json")
+    assert json.loads(content) == {
+        "run": "night",
+        "status": "failed",
+        "error": "no quorum",
+        "directory": str(tmp_path / "night"),
+    }
+
+
+def test_a_url_that_refuses_is_logged(receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tell_operator(f"{receiver[0]}/gone", tmp_path)
+    assert "HTTP Error 404" in caplog.text
+
+
+def test_a_url_that_answers_for_ever_is_given_up(
+    receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(on_end, "PATIENCE", 1.0)
+    began = time.monotonic()
+    tell_operator(f"{receiver[0]}/drip", tmp_path)
+    assert time.monotonic() - began < 10
+    assert "no answer within 1 s" in caplog.text
+
+
+@pytest.mark.parametrize("hook", ["$SECRET_HOOK", "$SECRET_HOOK now"])
+def test_a_variable_keeps_a_secret_out_of_the_log(
+    hook: str, receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SECRET_HOOK", f"{receiver[0]}/token-123")
+    tell_operator(hook, tmp_path)
+    monkeypatch.setenv("SECRET_HOOK", "/no/token-123")
+    tell_operator(hook, tmp_path)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("SECRET_HOOK", f"http://127.0.0.1:{closed.getsockname()[1]}/token-123")
+        tell_operator(hook, tmp_path)
+    assert "did not work" in caplog.text
+    assert "token-123" not in caplog.text
+
+
+def test_nodes_are_not_told(tiny: Values) -> None:
+    config = parse(tiny | {"on-end": "mail-me"})
+    assert config.flat()["on-end"] == "mail-me"
+    assert "on-end" not in config.for_clients()
+
+
+@pytest.mark.parametrize("hook", ["", "$HOOK", "mail -s 'a run ended' ops", "https://e.org/x", f"{os.sep}bin{os.sep}x"])
+def test_commands_and_urls_are_accepted(hook: str) -> None:
+    assert parse({"on-end": hook}).on_end == hook
+
+
+@pytest.mark.parametrize(("hook", "reason"), [("mail 'ops", "No closing quotation"), ("ftp://e.org", "http://")])
+def test_what_is_neither_is_refused_at_once(hook: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse({"on-end": hook})
