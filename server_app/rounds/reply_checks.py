@@ -73,6 +73,32 @@ def check_reply(
     return Update(client.name, examples, packet.arrays, dict(packet.statistics), packet.metrics)
 
 
+def check_sum(answer: Packet, clients: Sequence[ClientInfo], classes: Sequence[int], config: Config) -> Update | None:
+    """The update that a sum over ``clients`` stands for; None if they have no images.
+
+    What each client sent cannot be looked at, so this finds only what no honest clients can add up to.
+
+    Raises:
+        InvalidReply: names what is wrong.
+    """
+    held = np.sum([client.class_counts[list(classes)] for client in clients], axis=0)
+    images, statistics = int(answer.metrics["num-examples"]), answer.statistics
+    if not 0 <= images <= held.sum():
+        raise InvalidReply(f"the sum is of {images} images; 0 to {held.sum()} were expected")
+    if not images:
+        return None
+    for name, array in (answer.arrays | statistics).items():
+        largest = math.inf if name not in answer.arrays else MAX_VALUE
+        if not (np.abs(array) <= largest).all():
+            raise InvalidReply(f"the mean of {name} holds values above {largest:g}")
+    kind = load_class(config.method_row.statistics)()
+    if negative := [name for name in kind.not_negative & statistics.keys() if (statistics[name] < 0).any()]:
+        raise InvalidReply(f"the mean of {negative[0]} is negative")
+    if "counts" in statistics and (statistics["counts"] > held[np.isin(classes, statistics["class_ids"])]).any():
+        raise InvalidReply("the sum is of more images of a class than the clients hold")
+    return Update(f"sum of {len(clients)} clients", images, answer.arrays, statistics, answer.metrics)
+
+
 def update_norm(update: Update, sent: Arrays) -> float:
     """L2 norm, over all trained arrays together, of the change that a client made to the arrays it was sent."""
     return math.sqrt(sum(np.square(a - sent[name].astype(np.float64)).sum() for name, a in update.arrays.items()))

@@ -40,6 +40,7 @@ from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_backbone
 from server_app.run_files.tensorboard import TensorBoardWriter, require_tensorboard
 from server_app.run_files.writers import write_config, write_model
+from server_app.secure_aggregation.round_sum import RoundSum
 from server_app.transport.base import Reply, Transport
 from strategies.base import RoundContext, Strategy, Update
 from task.config.parsing import ignored_keys
@@ -158,7 +159,7 @@ class Run:
         aggregator = self._collect(context, clients, report)
         self.results.privacy = charge(self.results.privacy, self._asked_path, self.results.rounds)
         self.results.add_training([update.metrics for update in aggregator.updates], report)
-        self._require_quorum(report, context)
+        self._require_quorum(aggregator.problem, report, context)
         if context.ends_task:
             self.results.add_bias(context.task, aggregator.entropies, local_distance(aggregator.updates))
         self._update_global_model(aggregator, context, report)
@@ -174,6 +175,11 @@ class Run:
                 return response_entropies(self.model, [update], self.scenario.dataset, seen)
 
         aggregator = RoundAggregator(self.config, self.strategy, self.model, context, clients)
+        if self.config.secure_aggregation != "off":
+            threshold = self.config.unmask_threshold(len(clients))
+            secure_sum = RoundSum(self.transport, clients, threshold, self.config.round_timeout, report)
+            aggregator.collect_sum(secure_sum, self._packet("train", context, clients, aggregator.sent_arrays), report)
+            return aggregator
         replies = self.exchange("train", context, clients, aggregator.sent_arrays)
         aggregator.collect(replies, report, measure)
         return aggregator
@@ -182,7 +188,11 @@ class Run:
         self, kind: Kind, context: RoundContext, clients: Sequence[ClientInfo], arrays: Arrays
     ) -> Iterable[Reply]:
         """Send a train or evaluate message to clients; replies come in any order, see :class:`Transport`."""
-        packet = Packet(
+        packet = self._packet(kind, context, clients, arrays)
+        return self.transport.exchange(kind, {client.node: packet for client in clients}, self.config.round_timeout)
+
+    def _packet(self, kind: Kind, context: RoundContext, clients: Sequence[ClientInfo], arrays: Arrays) -> Packet:
+        return Packet(
             arrays=arrays,
             statistics=self.strategy.broadcast(context) if kind == "train" else {},
             config={
@@ -198,15 +208,18 @@ class Run:
                 **({"pool": clients[0].name} if self.config.method_row.pooled else {}),
             },
         )
-        return self.transport.exchange(kind, {client.node: packet for client in clients}, self.config.round_timeout)
 
-    def _require_quorum(self, report: RoundReport, context: RoundContext) -> None:
+    def _require_quorum(self, problem: str, report: RoundReport, context: RoundContext) -> None:
+        """Refuse to go on with a ``problem`` of the round, or too few answers."""
         participants = len(report.participants)
         answered = participants - len(report.failures)
-        problem = ""
-        if answered < self.config.quorum:
+        if not problem and answered < self.config.quorum:
             problem = f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
-        elif context.ends_task and all(r.all_failed for r in self.results.rounds if r.task == report.task):
+        elif (
+            not problem
+            and context.ends_task
+            and all(r.all_failed for r in self.results.rounds if r.task == report.task)
+        ):
             problem = "every client with data for the task has failed in each of its rounds"
         if problem:
             self.results.write_round()
@@ -228,8 +241,9 @@ class Run:
         if not all((np.abs(a) <= limit).all() for a in self.model.export().values()):
             aggregator.undo()
             report.dropped = True
-            if all(r.dropped for r in self.results.rounds if r.task == report.task) and context.ends_task:
-                raise RunError(f"no round of task {report.task} gave a usable model: lower the server's learning rate.")
+        if context.ends_task and all(r.dropped for r in self.results.rounds if r.task == report.task):
+            reason = aggregator.spoiled or "lower the server's learning rate."
+            raise RunError(f"no round of task {report.task} gave a usable model: {reason}")
 
     def _evaluate(self, context: RoundContext, report: RoundReport) -> None:
         dataset = self.scenario.dataset
