@@ -223,7 +223,6 @@ class Config:
         "off",
         "pairwise: masks that cancel in a round's sum hide what each client sends, so that the server sees sums alone",
         choices=("off", "pairwise"),
-        affects="privacy",
     )
     secure_aggregation_threshold: int = key(
         0,
@@ -231,7 +230,6 @@ class Config:
         minimum=0,
         maximum=10**6,
         only=("secure-aggregation", "pairwise"),
-        affects="privacy",
     )
     secure_aggregation_range: float = key(
         1e9,
@@ -239,7 +237,6 @@ class Config:
         minimum=1,
         maximum=1e15,
         only=("secure-aggregation", "pairwise"),
-        affects="privacy",
     )
 
     max_update_norm: float = key(
