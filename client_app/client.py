@@ -206,10 +206,13 @@ def _hide(answer: Packet, request: Request, scenario: Scenario, model: Model) ->
     config, server_round = request.config, request.number("server-round")
     classes = learnable_classes(config, scenario.schedule, request.task)
     sums = RoundSums.of(config, server_round, bool(request.packet.config["ends-task"]), model, classes)
-    values, largest = sums.of_answer(answer), config.secure_aggregation_range
-    hidden = secure_aggregation.hide_in_sum(values, largest, request.packet, request.node)
     seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
-    return Packet({"hidden": hidden}, metrics=seconds, config=answer.config)
+    return Packet(_hidden(sums.of_answer(answer), request), metrics=seconds, config=answer.config)
+
+
+def _hidden(values: np.ndarray, request: Request) -> Arrays:
+    largest = request.config.secure_aggregation_range
+    return {"hidden": secure_aggregation.hide_in_sum(values, largest, request.packet, request.node)}
 
 
 def _load_model(request: Request, scenario: Scenario) -> Model:
@@ -266,6 +269,9 @@ def _evaluate(request: Request) -> Packet:
         positions = np.arange(partition_id(request.node), len(labels), config.num_clients)
     order = np.array(scenario.schedule.seen_classes(request.task))
     counts = confusion_counts(_load_model(request, scenario), scenario.dataset, order, positions)
+    if config.secure_aggregation != "off":
+        in_order = counts[np.ix_(order, order)].ravel().astype(np.float64)
+        return Packet(_hidden(in_order, request), config={"name": request.client})
     cells = np.argwhere(counts)
     arrays = {
         "correct": counts.diagonal(),

@@ -38,7 +38,7 @@ _MEMORY = "secure-sum"  # name in the node's memory
 class _Secrets:
     """What a client remembers between the messages of a round; secrets and keys as hexadecimal text."""
 
-    expects: Kind  # the only message that it answers next
+    expects: str  # the only step that it takes next: keys, shares, sum, unmask
     sealing: str = field(default_factory=lambda: new_secret().hex())  # private key for sealed shares
     masking: str = field(default_factory=lambda: new_secret().hex())  # private key for masks between two clients
     seed: str = field(default_factory=lambda: new_secret().hex())  # of its own mask
@@ -62,17 +62,17 @@ class _Secrets:
         return share_key(bytes.fromhex(self.sealing), theirs, *parties)
 
 
-def _recall(node: Node, kind: Kind) -> _Secrets:
+def _recall(node: Node, step: str) -> _Secrets:
     """Take the secrets out of the node's memory; whoever goes on puts them back.
 
     Raises:
-        ConfigError: this message is not the next one; the secrets are gone then too.
+        ConfigError: this is not the next step; the secrets are gone then too.
     """
     text = node.memory.pop(_MEMORY, "")
     secrets = _Secrets(**json.loads(text)) if text else _Secrets(expects="keys")
     secrets.keys = [(sealing, masking) for sealing, masking in secrets.keys]
-    if secrets.expects != kind:
-        raise ConfigError(f"a {kind!r} message of a secure sum came where {secrets.expects!r} was expected.")
+    if secrets.expects != step:
+        raise ConfigError(f"step {step!r} of a secure sum was asked for where {secrets.expects!r} was expected.")
     return secrets
 
 
@@ -97,7 +97,7 @@ def _send_shares(packet: Packet, node: Node) -> Packet:
         raise ConfigError(f"a threshold of {secrets.threshold} for {number} clients: more than half must be needed.")
     shares = [split(bytes.fromhex(secret), secrets.threshold, number) for secret in (secrets.seed, secrets.masking)]
     sealed = [seal(secrets.share_key(v, sends=True), shares[0][v] + shares[1][v]) for v in range(number)]
-    secrets.expects = "train"
+    secrets.expects = "sum"
     _remember(node, secrets)
     return Packet({"shares": _rows(b"".join(sealed), SEALED)})
 
@@ -106,9 +106,9 @@ def hide_in_sum(values: np.ndarray, largest: float, packet: Packet, node: Node) 
     """The numbers that a client adds to a sum, float64 [P], under its masks, uint64 [P].
 
     Raises:
-        ConfigError: a number above ``largest``, or a train message that is not the next one of a secure sum.
+        ConfigError: a number above ``largest``, or a message that is not the next one of a secure sum.
     """
-    secrets, length = _recall(node, "train"), len(values)
+    secrets, length = _recall(node, "sum"), len(values)
     place, members = secrets.place, sorted({int(m) for m in _listed(packet, "members")})
     if place not in members or not set(members) <= set(range(len(secrets.keys))) or len(members) < secrets.threshold:
         raise ConfigError("this round's secure sum has too few clients, or is not this node's.")

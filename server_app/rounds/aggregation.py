@@ -10,7 +10,14 @@ import numpy as np
 
 from server_app.clients.client_info import ClientInfo
 from server_app.errors import RunError
-from server_app.rounds.reply_checks import InvalidReply, check_counts, check_reply, check_sum, find_excessive
+from server_app.rounds.reply_checks import (
+    InvalidReply,
+    check_counts,
+    check_hidden_counts,
+    check_reply,
+    check_sum,
+    find_excessive,
+)
 from server_app.run_files.results import RoundReport
 from server_app.secure_aggregation.round_sum import RoundSum, SpoiledSum, TooFewClients
 from server_app.transport.base import Reply, sort_replies
@@ -86,7 +93,7 @@ class RoundAggregator:
         config, context = self._config, self._context
         sums = RoundSums.of(config, context.server_round, context.ends_task, self._model, self._classes)
         try:
-            result = secure_sum.collect(train, sums.length, config.secure_aggregation_range)
+            result = secure_sum.collect("train", train, sums.length, config.secure_aggregation_range)
             update = check_sum(sums.to_answer(result.values), result.survivors, self._classes, config)
             if update:
                 self._use([replace(update, metrics={**update.metrics, **result.seconds})], lambda _: [])
@@ -125,6 +132,27 @@ class RoundAggregator:
         self._model.load(self._arrays_before)
         vars(self._strategy).clear()
         vars(self._strategy).update(self.strategy_state)
+
+
+def sum_hidden_counts(
+    secure_sum: RoundSum, evaluate: Packet, dataset: Dataset, context: RoundContext, config: Config
+) -> np.ndarray:
+    """As :func:`sum_client_counts`, of answers that are known as their sum only.
+
+    Raises:
+        RunError: too few clients for the sum, or a sum that cannot be right.
+    """
+    seen = np.array(context.seen_classes)
+    try:
+        result = secure_sum.collect("evaluate", evaluate, len(seen) ** 2, config.secure_aggregation_range)
+        if len(result.survivors) < config.quorum:
+            raise TooFewClients(f"{len(result.survivors)} clients evaluated it, the quorum is {config.quorum}")
+        images = np.rint(result.values).astype(np.int64).reshape(len(seen), len(seen))
+        counts = np.zeros((len(dataset.class_names),) * 2, np.int64)
+        counts[np.ix_(seen, seen)] = images
+        return check_hidden_counts(counts, result.survivors, dataset, config)
+    except (TooFewClients, SpoiledSum, InvalidReply) as error:
+        raise RunError(f"evaluation of task {context.task + 1}: {error}.") from error
 
 
 def sum_client_counts(

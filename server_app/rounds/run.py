@@ -21,7 +21,7 @@ from server_app.privacy.account import (
     releases_per_message,
     require_asked_clients,
 )
-from server_app.rounds.aggregation import RoundAggregator, sum_client_counts
+from server_app.rounds.aggregation import RoundAggregator, sum_client_counts, sum_hidden_counts
 from server_app.rounds.federated_bias import local_distance, response_entropies
 from server_app.rounds.progress import describe_round
 from server_app.rounds.reply_checks import MAX_VALUE
@@ -176,13 +176,16 @@ class Run:
 
         aggregator = RoundAggregator(self.config, self.strategy, self.model, context, clients)
         if self.config.secure_aggregation != "off":
-            threshold = self.config.unmask_threshold(len(clients))
-            secure_sum = RoundSum(self.transport, clients, threshold, self.config.round_timeout, report)
-            aggregator.collect_sum(secure_sum, self._packet("train", context, clients, aggregator.sent_arrays), report)
+            train = self._packet("train", context, clients, aggregator.sent_arrays)
+            aggregator.collect_sum(self._round_sum(clients, report), train, report)
             return aggregator
         replies = self.exchange("train", context, clients, aggregator.sent_arrays)
         aggregator.collect(replies, report, measure)
         return aggregator
+
+    def _round_sum(self, clients: Sequence[ClientInfo], report: RoundReport) -> RoundSum:
+        threshold = self.config.unmask_threshold(len(clients))
+        return RoundSum(self.transport, clients, threshold, self.config.round_timeout, report)
 
     def exchange(
         self, kind: Kind, context: RoundContext, clients: Sequence[ClientInfo], arrays: Arrays
@@ -249,13 +252,19 @@ class Run:
         dataset = self.scenario.dataset
         with self.results.measure_seconds("evaluate"):
             if self.config.evaluate == "clients":
-                clients = self.registry.clients
-                replies = self.exchange("evaluate", context, clients, self.model.export())
-                counts = sum_client_counts(replies, clients, dataset, context, self.config, report)
+                counts = self._count_on_clients(context, report)
             else:
                 positions = np.arange(len(dataset.test_labels))
                 counts = confusion_counts(self.model, dataset, np.array(context.seen_classes), positions)
         self.results.add_evaluation(context.task, counts)
+
+    def _count_on_clients(self, context: RoundContext, report: RoundReport) -> np.ndarray:
+        clients, arrays, dataset = self.registry.clients, self.model.export(), self.scenario.dataset
+        if self.config.secure_aggregation != "off":
+            evaluate = self._packet("evaluate", context, clients, arrays)
+            return sum_hidden_counts(self._round_sum(clients, report), evaluate, dataset, context, self.config)
+        replies = self.exchange("evaluate", context, clients, arrays)
+        return sum_client_counts(replies, clients, dataset, context, self.config, report)
 
     def _add_task(self) -> bool:
         """Whether nodes hold classes that the run does not know yet, which become one more task."""

@@ -1,8 +1,10 @@
 """One round's sum over clients: the server's side of the messages in :mod:`task.secure_sum`."""
 
 import logging
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from server_app.errors import one_line
 from server_app.run_files.results import RoundReport
 from server_app.transport.base import Transport
 from task.message import Kind, Packet
-from task.secure_sum.crypto import SEALED, SECRET, combine, mask, pair_mask, public_key
+from task.secure_sum.crypto import SEALED, SECRET, combine, is_key, mask, pair_mask, public_key
 from task.secure_sum.fixed_point import decode
 
 log = logging.getLogger(__name__)
@@ -20,6 +22,7 @@ _ARRAYS: dict[Kind, tuple[str, type]] = {  # what is read of an answer
     "keys": ("keys", np.uint8),
     "shares": ("shares", np.uint8),
     "train": ("hidden", np.uint64),
+    "evaluate": ("hidden", np.uint64),
     "unmask": ("shares", np.uint8),
 }
 _MAX_SECONDS = 1e9  # of one client's work in a round
@@ -52,24 +55,25 @@ class RoundSum:
         self._clients = {client.node: client for client in clients}
         self._everyone: list[int] = []  # nodes of U1, by place
         self._keys: dict[int, np.ndarray] = {}  # of each node for sealing and for masks, uint8 [2, SECRET]
-        self._seconds: dict[str, float] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    def collect(self, train: Packet, length: int, largest: float) -> SecureSum:
-        """The sum of what each client answers to ``train``: ``length`` numbers, none above ``largest``.
+    def collect(self, kind: Kind, packet: Packet, length: int, largest: float) -> SecureSum:
+        """The sum of what each client answers to a message: ``length`` numbers, none above ``largest``.
 
         Raises:
             TooFewClients: a message was answered by fewer clients than the threshold.
             SpoiledSum: a client has shared something else than its key.
         """
-        self._keys = dict(self._ask("keys", dict.fromkeys(self._clients, Packet()), (2, SECRET)))
+        keys = dict(self._ask("keys", dict.fromkeys(self._clients, Packet()), (2, SECRET)))
+        self._keys = self._usable_keys(keys)
         self._everyone = self._require_enough(self._keys, "sent keys")
         question = Packet({"keys": np.stack([self._keys[node] for node in self._everyone])})
         question.config["threshold"] = self._threshold
         sealed = dict(self._ask("shares", dict.fromkeys(self._everyone, question), (len(self._everyone), SEALED)))
         members = self._require_enough(sealed, "sent shares")
-        train = replace(train, config=train.config | {"members": self._places(members)})
+        packet = replace(packet, config=packet.config | {"members": self._places(members)})
         total, arrived = np.zeros(length, np.uint64), []
-        for node, hidden in self._ask("train", dict.fromkeys(members, train), (length,)):
+        for node, hidden in self._ask(kind, dict.fromkeys(members, packet), (length,)):
             total += hidden
             arrived.append(node)
         survivors = self._require_enough(arrived, "sent their part of the sum")
@@ -77,6 +81,17 @@ class RoundSum:
             total -= self._mask_left(node, survivors, shares, length)
         values = decode(total, largest, len(self._everyone))
         return SecureSum(values, [self._clients[node] for node in survivors], self._seconds)
+
+    def _usable_keys(self, keys: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """The keys of all but those that the others would refuse, and so would not go on because of one client."""
+        owners = Counter(bytes(key) for pair in keys.values() for key in pair)
+        usable = {}
+        for node, pair in keys.items():
+            if all(owners[bytes(key)] == 1 and is_key(bytes(key)) for key in pair):
+                usable[node] = pair
+            else:
+                self._note("keys", node, "what came is no key, or not its own")
+        return usable
 
     def _places(self, nodes: Iterable[int]) -> list[int]:
         return [self._everyone.index(node) for node in nodes]
@@ -114,7 +129,8 @@ class RoundSum:
                 yield reply.node, array
 
     def _note(self, kind: Kind, node: int, problem: str) -> None:
-        name, reason = self._clients[node].name, one_line(problem if kind == "train" else f"{kind}: {problem}")
+        stage = {"train": "", "evaluate": "evaluation: "}.get(kind, f"{kind}: ")
+        name, reason = self._clients[node].name, one_line(stage + problem)
         if kind == "unmask":  # its numbers are in the sum all the same
             log.warning("%s: %s", name, reason)
         else:
@@ -122,8 +138,9 @@ class RoundSum:
 
     def _add_seconds(self, answer: Packet) -> None:
         for name in ("seconds-train", "seconds-statistics"):
-            value = float(answer.metrics.get(name, 0.0))
-            self._seconds[name] = self._seconds.get(name, 0.0) + (value if 0 <= value <= _MAX_SECONDS else 0.0)
+            value: Any = answer.metrics.get(name)  # a client may send anything
+            if type(value) in (int, float) and 0 <= value <= _MAX_SECONDS:
+                self._seconds[name] += value
 
     def _open_shares(self, sealed: Mapping[int, np.ndarray], survivors: Sequence[int]) -> dict[int, dict[int, bytes]]:
         """By client that has sent shares, ``threshold`` of them by place: of a survivor's seed, of a lost one's key."""

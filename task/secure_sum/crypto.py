@@ -41,6 +41,15 @@ def agree(private: bytes, public: bytes, purpose: bytes) -> bytes:
     return HKDF(SHA256(), SECRET, salt=None, info=purpose).derive(secret)
 
 
+def is_key(public: bytes) -> bool:
+    """Whether others can agree on anything with the owner of a public key; there are a few with which they cannot."""
+    try:
+        agree(new_secret(), public, b"")
+    except ValueError:
+        return False
+    return True
+
+
 def seal(key: bytes, text: bytes) -> bytes:
     """``text`` so that only who has the key can read it or change it unnoticed."""
     nonce = os.urandom(_NONCE)

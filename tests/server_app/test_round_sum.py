@@ -56,8 +56,11 @@ class Clients:
 
     def sum(self, threshold: int) -> np.ndarray:
         infos = [ClientInfo(f"client-{i}", i, (), *[np.empty(0)] * 3, 0, (), "", "", (), "") for i in self.nodes]
-        collected = RoundSum(self, infos, threshold, 5.0, self.report).collect(Packet(), self.vectors.shape[1], LARGEST)
+        collected = RoundSum(self, infos, threshold, 5.0, self.report).collect(
+            "train", Packet(), self.vectors.shape[1], LARGEST
+        )
         self.survivors = [client.node for client in collected.survivors]
+        self.seconds = collected.seconds
         return collected.values
 
     def hidden(self, node: int) -> np.ndarray:
@@ -275,7 +278,7 @@ def test_no_client_gives_both_shares_of_a_peer():
         again.config["survivors"] = survivors
         answer = given.answer("unmask", 1, again)
         assert answer.arrays == {}
-        assert answer.config["error"] == "a 'unmask' message of a secure sum came where 'keys' was expected."
+        assert answer.config["error"] == "step 'unmask' of a secure sum was asked for where 'keys' was expected."
 
 
 @pytest.mark.parametrize("kind", ["shares", "train"])
@@ -286,10 +289,10 @@ def test_no_message_is_answered_twice_with_the_same_secrets(kind):
         given.sum(2)
     given.vectors = -given.vectors
     if kind == "train":
-        with pytest.raises(ConfigError, match="'train' message of a secure sum came where 'unmask'"):
+        with pytest.raises(ConfigError, match="step 'sum' of a secure sum was asked for where 'unmask'"):
             given.answer("train", 1, given.sent["train", 1])
     else:
-        assert "'shares' message" in given.answer("shares", 1, given.sent["shares", 1]).config["error"]
+        assert "step 'shares'" in given.answer("shares", 1, given.sent["shares", 1]).config["error"]
 
 
 @pytest.mark.parametrize(
@@ -362,6 +365,33 @@ def test_shares_that_nobody_can_open_stop_nobody_else():
     with pytest.raises(SpoiledSum, match="the shares of client-2, which was lost, are not of its key"):
         given.sum(3)
     assert given.report.failures == [{"name": "client-2", "reason": "no answer within 5 s"}]
+
+
+@pytest.mark.parametrize("key", [bytes(32), bytes([1] + [0] * 31), b"twice"], ids=["zero", "one", "twice"])
+def test_keys_that_the_others_would_refuse_are_left_out(key):
+    """With some points of the curve nobody can agree on anything; one key for two purposes is no better."""
+    given = Clients(vectors(4))
+
+    def tamper(kind: Kind, node: int, answer: Packet) -> Packet:
+        if (kind, node) == ("keys", 3):
+            keys = answer.arrays["keys"].copy()
+            keys[1] = keys[0] if key == b"twice" else np.frombuffer(key, np.uint8)
+            return Packet({"keys": keys})
+        return answer
+
+    given.tamper = tamper
+    assert_is_sum(given.sum(3), given.vectors[:3], 3)
+    assert given.report.failures == [{"name": "client-3", "reason": "keys: what came is no key, or not its own"}]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, np.inf, np.nan, 10**400, "long", [1.0]])
+def test_seconds_that_cannot_be_are_not_added(seconds):
+    given = Clients(vectors(3))
+    given.tamper = lambda kind, node, answer: dataclasses.replace(
+        answer, metrics={"seconds-train": seconds if node == 1 else 2.5}
+    )
+    given.sum(2)
+    assert given.seconds["seconds-train"] == 2.5 * 2 * 4  # of the answers of two clients to four messages
 
 
 def test_a_failure_on_the_client_is_named():

@@ -90,6 +90,47 @@ def test_a_lost_client_is_missing_as_in_a_plain_run(tmp_path, method, kind):
     assert "no answer within" in failed["reason"]
 
 
+@pytest.mark.parametrize("broken", [[], [2]], ids=["all", "one lost"])
+def test_clients_add_up_what_they_evaluate(tmp_path, broken):
+    """Every image counts once and whole numbers are exact, so that nothing differs from a plain run."""
+    more = {"evaluate": "clients", "secure-aggregation-range": 1e6}
+    secure = keys_of(tmp_path, "ncm", **more, **SECURE)
+    got = run(secure, broken=lambda node, kind: kind == "evaluate" and node in broken)
+    plain = run(
+        keys_of(tmp_path / "plain", "ncm", evaluate="clients"),
+        broken=lambda node, kind: kind == "evaluate" and node in broken,
+    )
+    assert got["confusion"] == plain["confusion"]
+    assert got["accuracy_matrix"] == plain["accuracy_matrix"]
+    names = [[f["reason"] for f in r["failures"]] for r in got["rounds"]]
+    assert names == [["evaluation: no answer within 3600 s"] * len(broken)] * 2
+
+
+@pytest.mark.parametrize(
+    ("faults", "more", "reason"),
+    [
+        ({"broken": lambda node, kind: kind == "evaluate" and node > 1}, {}, "2 of 4 clients have sent their part"),
+        (
+            {"broken": lambda node, kind: kind == "evaluate" and node > 2},
+            {"quorum": 4},
+            "3 clients evaluated it, the q",
+        ),
+        (
+            {"tamper": lambda node, kind, answer: lie(node, "train" if kind == "evaluate" else kind, answer)},
+            {},
+            "no cou",
+        ),
+    ],
+    ids=["threshold", "quorum", "lie"],
+)
+def test_an_evaluation_that_is_no_sum_ends_the_run(tmp_path, faults, more, reason):
+    if "tamper" in faults:
+        change = faults["tamper"]
+        faults = {"tamper": lambda node, kind, answer: change(node, kind, answer) if kind == "evaluate" else answer}
+    with pytest.raises(RunError, match=f"evaluation of task 1: .*{reason}"):
+        run(keys_of(tmp_path, "ncm", **more, **SECURE, evaluate="clients"), **faults)
+
+
 def test_a_client_that_does_not_help_to_open_the_sum_is_in_it(tmp_path):
     whole = keys_of(tmp_path / "whole", "fedavg", **SECURE)
     run(whole)
