@@ -23,7 +23,7 @@ from server_app.run_files.results import RoundReport
 from server_app.secure_aggregation.round_sum import RoundSum
 from server_app.transport.base import Reply
 from task.config.parsing import parse
-from task.message import Kind, Packet, payload_bytes
+from task.message import Kind, Packet, Scalar, payload_bytes
 
 LARGEST = 1e9
 
@@ -70,7 +70,8 @@ class Clients:
 def measure(number: int, length: int) -> str:
     """One line of the table."""
     clients = Clients(np.linspace(-1000, 1000, length), number, max(1, number // 10))
-    threshold = parse({"method": "fedavg", "secure-aggregation": "pairwise"}).unmask_threshold(number)
+    keys: dict[str, Scalar] = {"method": "fedavg", "secure-aggregation": "pairwise", "num-clients": number}
+    threshold = parse(keys).unmask_threshold(number)
     none = np.empty(0)
     infos = [ClientInfo(f"{i}", i, (), none, none, none, 0, (), "", "", (), "") for i in range(number)]
     server, started = RoundSum(clients, infos, threshold, 0.0, RoundReport(1, 1, [])), time.process_time()

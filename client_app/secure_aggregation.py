@@ -93,8 +93,10 @@ def _send_shares(packet: Packet, node: Node) -> Packet:
     secrets.threshold, number = int(str(packet.config["threshold"])), len(secrets.keys)
     if secrets.keys.count(secrets.public()) != 1 or len({key for pair in secrets.keys for key in pair}) != 2 * number:
         raise ConfigError("the keys of this round's clients are not distinct, or this node's are missing.")
-    if not number / 2 < secrets.threshold <= number:
-        raise ConfigError(f"a threshold of {secrets.threshold} for {number} clients: more than half must be needed.")
+    if not max(1, number / 2) < secrets.threshold <= number:
+        raise ConfigError(
+            f"a threshold of {secrets.threshold} for {number} clients: more than half, and two, are needed."
+        )
     shares = [split(bytes.fromhex(secret), secrets.threshold, number) for secret in (secrets.seed, secrets.masking)]
     sealed = [seal(secrets.share_key(v, sends=True), shares[0][v] + shares[1][v]) for v in range(number)]
     secrets.expects = "sum"

@@ -216,14 +216,10 @@ class Run:
         """Refuse to go on with a ``problem`` of the round, or too few answers."""
         participants = len(report.participants)
         answered = participants - len(report.failures)
-        if not problem and answered < self.config.quorum:
-            problem = f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
-        elif (
-            not problem
-            and context.ends_task
-            and all(r.all_failed for r in self.results.rounds if r.task == report.task)
-        ):
-            problem = "every client with data for the task has failed in each of its rounds"
+        if answered < self.config.quorum:
+            problem = problem or f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
+        elif context.ends_task and all(r.all_failed for r in self.results.rounds if r.task == report.task):
+            problem = problem or "every client with data for the task has failed in each of its rounds"
         if problem:
             self.results.write_round()
             reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])

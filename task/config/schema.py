@@ -271,9 +271,14 @@ class Config:
         row = self.method_row
         return server_round <= self.adaptation_rounds if row.adapts else bool(row.objective)
 
-    def unmask_threshold(self, clients: int) -> int:
-        """How many of a round's clients must answer to the end of a secure sum; more than half, however many came."""
-        return max(self.secure_aggregation_threshold or math.ceil(2 * clients / 3), clients // 2 + 1)
+    def unmask_threshold(self, present: int) -> int:
+        """How many of a round's clients must answer to the end of a secure sum.
+
+        By default two thirds of those that the run is made for, so that it is no sum of one where others are missing;
+        always more than half of those that are ``present``, of which there may be more.
+        """
+        planned = self.clients_per_round or self.num_clients
+        return max(self.secure_aggregation_threshold or math.ceil(2 * planned / 3), present // 2 + 1)
 
     @property
     def trains_locally(self) -> bool:

@@ -302,9 +302,13 @@ def test_no_message_is_answered_twice_with_the_same_secrets(kind):
         (lambda p: p.config.update({"threshold": 5}), "a threshold of 5 for 4 clients"),
         (lambda p: p.arrays.update({"keys": p.arrays["keys"][[0, 0, 1, 2]]}), "not distinct"),
         (lambda p: p.arrays.update({"keys": p.arrays["keys"][[0, 2, 3]]}), "or this node's are missing"),
+        (
+            lambda p: (p.arrays.update({"keys": p.arrays["keys"][[1]]}), p.config.update({"threshold": 1})),
+            "1 clients: more",
+        ),
         (lambda p: p.arrays.clear(), "keys"),
     ],
-    ids=["two sets could be opened", "never opened", "twice", "not its own", "none"],
+    ids=["two sets could be opened", "never opened", "twice", "not its own", "alone", "none"],
 )
 def test_shares_go_to_a_whole_round_only(change, reason):
     given = Clients(vectors(4), {"shares": {0, 1, 2, 3}})

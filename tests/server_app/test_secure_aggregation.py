@@ -290,7 +290,24 @@ def test_its_keys_are_read_with_it_only(name):
         parse({"method": "fedavg", name: value})
 
 
-@pytest.mark.parametrize(("given", "clients", "threshold"), [(0, 2, 2), (0, 3, 2), (0, 10, 7), (6, 10, 6), (6, 14, 8)])
-def test_the_threshold_is_two_thirds_or_what_is_given_and_always_more_than_half(given, clients, threshold):
-    config = parse({"method": "fedavg", "num-clients": 10, **SECURE, "secure-aggregation-threshold": given})
-    assert config.unmask_threshold(clients) == threshold
+@pytest.mark.parametrize(
+    ("keys", "present", "threshold"),
+    [
+        ({"num-clients": 2}, 2, 2),
+        ({"num-clients": 3}, 3, 2),
+        ({"num-clients": 10}, 10, 7),
+        ({"num-clients": 10}, 1, 7),  # the others are missing
+        ({"num-clients": 10}, 15, 8),  # more have come
+        ({"num-clients": 10, "clients-per-round": 6}, 6, 4),
+        ({"num-clients": 10, "secure-aggregation-threshold": 6}, 10, 6),
+        ({"num-clients": 10, "secure-aggregation-threshold": 6}, 14, 8),
+    ],
+)
+def test_the_threshold_is_two_thirds_or_what_is_given_and_always_more_than_half(keys, present, threshold):
+    assert parse({"method": "fedavg", **SECURE, **keys}).unmask_threshold(present) == threshold
+
+
+def test_there_is_no_sum_of_one_client(tmp_path):
+    """Three of four do not even say hello, which the quorum allows."""
+    with pytest.raises(RunError, match="1 of 1 clients have sent keys, secure-aggregation-threshold is 3"):
+        run(keys_of(tmp_path, "fedavg", **SECURE), broken=lambda node, kind: node > 0 and kind == "hello")
