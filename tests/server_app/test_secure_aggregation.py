@@ -12,7 +12,7 @@ from task.config.schema import defaults, known_keys
 from task.keys import ConfigError
 from task.message import Kind, Packet
 from tests.conftest import QUICK, TINY
-from tests.helpers.runs import FaultyTransport, folder_of, model_of, results_of, run, without_times
+from tests.helpers.runs import FaultyTransport, folder_of, interrupt, model_of, results_of, run, without_times
 
 SECURE = {"secure-aggregation": "pairwise"}
 ONE_TASK = {"num-tasks": 1}
@@ -246,6 +246,13 @@ def test_a_task_of_such_rounds_only_ends_the_run_with_the_reason(tmp_path):
 def test_the_same_seed_gives_the_same_results_whatever_the_masks(tmp_path):
     first, second = (without_times(run(keys_of(tmp_path / name, "afcl", **SECURE))) for name in ("first", "second"))
     assert first == second
+
+
+def test_a_run_that_was_cut_off_goes_on_with_new_secrets(tmp_path):
+    """Power goes when keys and shares of the second round have been exchanged."""
+    whole = run(keys_of(tmp_path / "whole", "fedewc", **SECURE))
+    cut = interrupt(keys_of(tmp_path / "cut", "fedewc", **SECURE), cut_in_round=2)
+    assert without_times(run({"resume": str(cut)})) == without_times(whole)
 
 
 # What cannot be used with it
