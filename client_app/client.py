@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from client_app import secure_aggregation
 from client_app.node import Node, client_name, own_data_dir, partition_id, random_stream, state_dir
 from client_app.objectives.base import LocalData
 from client_app.training import DivergedError, train_locally
@@ -20,7 +21,7 @@ from task.data.images import UnreadableImage
 from task.data.load import default_augmentation
 from task.data.node_images import Inventory, load_inventory, open_inventory, scan_images, unreadable_classes
 from task.keys import ConfigError
-from task.message import Arrays, Kind, Packet
+from task.message import SECURE_SUM, Arrays, Kind, Packet
 from task.methods import load_class
 from task.models.device import resolve_device
 from task.models.evaluation import confusion_counts
@@ -28,9 +29,16 @@ from task.models.load import load_backbone
 from task.models.model import Model, build_model, to_arrays
 from task.prototypes.noise import GaussianMechanism
 from task.prototypes.statistics import Sample
-from task.scenario.client_data import all_client_positions, client_task_data, node_task_data
+from task.scenario.client_data import (
+    ClientTaskData,
+    all_client_positions,
+    client_task_data,
+    learnable_classes,
+    node_task_data,
+)
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
+from task.secure_sum.round_sums import RoundSums
 from task.utils.seeding import torch_rng
 from task.utils.versions import code_sha256, package_version
 
@@ -75,6 +83,8 @@ def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
 
     The run's settings come with the message. The node's own device, data-dir and backbone-weights override them.
     """
+    if kind in SECURE_SUM:
+        return secure_aggregation.handle(kind, packet, node)
     try:
         run_config = packet.config.get("run-config")
         config = parse(apply_node_settings(json.loads(str(run_config)) if run_config else node.values, node.settings))
@@ -163,16 +173,28 @@ def _load_scenario(request: Request) -> Scenario:
 
 
 def _train(request: Request) -> Packet:
-    packet, config, scenario = request.packet, request.config, _load_scenario(request)
-    if config.own_data:
-        task_data = node_task_data(scenario, request.task)
-    else:
-        holds_pool, round = packet.config.get("pool") == request.client, request.number("round") - 1
-        task_data = client_task_data(config, partition_id(request.node), request.task, round, holds_pool)
+    """Trained arrays and statistics in the clear; or what they add to the round's sums, under this node's masks."""
+    scenario, in_sum = _load_scenario(request), request.config.secure_aggregation != "off"
+    task_data = _task_data(request, scenario)
     answer = Packet(metrics={"num-examples": len(task_data.positions)}, config={"name": request.client})
-    if not len(task_data.positions):
+    if not (len(task_data.positions) or in_sum):
         return answer
     model = _load_model(request, scenario)
+    if len(task_data.positions):
+        _learn(answer, request, scenario, model, task_data)
+    return _hide(answer, request, scenario, model) if in_sum else answer
+
+
+def _task_data(request: Request, scenario: Scenario) -> ClientTaskData:
+    if request.config.own_data:
+        return node_task_data(scenario, request.task)
+    holds_pool, round = request.packet.config.get("pool") == request.client, request.number("round") - 1
+    return client_task_data(request.config, partition_id(request.node), request.task, round, holds_pool)
+
+
+def _learn(answer: Packet, request: Request, scenario: Scenario, model: Model, task_data: ClientTaskData) -> None:
+    """Train, and put trained arrays, statistics and metrics into the answer."""
+    packet, config = request.packet, request.config
     model.set_active_rows(scenario.rows[task_data.classes])
     dataset = scenario.dataset
     labels = dataset.train_labels[task_data.positions]
@@ -189,7 +211,20 @@ def _train(request: Request) -> Packet:
         if mechanism.noise:
             model.load(answer.arrays or packet.arrays)  # statistics may depend only on what leaves the client
         _add_statistics(answer, request, model, data, labels, mechanism)
-    return answer
+
+
+def _hide(answer: Packet, request: Request, scenario: Scenario, model: Model) -> Packet:
+    """The answer as numbers that only the sum over clients gives back; seconds are as they are."""
+    config, server_round = request.config, request.number("server-round")
+    classes = learnable_classes(config, scenario.schedule, request.task)
+    sums = RoundSums.of(config, server_round, bool(request.packet.config["ends-task"]), model, classes)
+    seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
+    return Packet(_hidden(sums.of_answer(answer), request), metrics=seconds, config=answer.config)
+
+
+def _hidden(values: np.ndarray, request: Request) -> Arrays:
+    largest = request.config.secure_aggregation_range
+    return {"hidden": secure_aggregation.hide_in_sum(values, largest, request.packet, request.node)}
 
 
 def _load_model(request: Request, scenario: Scenario) -> Model:
@@ -246,6 +281,9 @@ def _evaluate(request: Request) -> Packet:
         positions = np.arange(partition_id(request.node), len(labels), config.num_clients)
     order = np.array(scenario.schedule.seen_classes(request.task))
     counts = confusion_counts(_load_model(request, scenario), scenario.dataset, order, positions)
+    if config.secure_aggregation != "off":
+        in_order = counts[np.ix_(order, order)].ravel().astype(np.float64)
+        return Packet(_hidden(in_order, request), config={"name": request.client})
     cells = np.argwhere(counts)
     arrays = {
         "correct": counts.diagonal(),

@@ -11,7 +11,14 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from task.message import Arrays, Kind, Packet, to_plain_config, to_plain_metrics, to_wire_array
 
-MESSAGE_TYPES: dict[Kind, str] = {"hello": "query.hello", "train": "train", "evaluate": "evaluate"}
+MESSAGE_TYPES: dict[Kind, str] = {
+    "hello": "query.hello",
+    "train": "train",
+    "evaluate": "evaluate",
+    "keys": "query.keys",
+    "shares": "query.shares",
+    "unmask": "query.unmask",
+}
 
 Encode = Callable[[np.ndarray], Array]
 

@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from task.config.schema import Config
@@ -17,12 +17,14 @@ from task.message import Scalar
 class Node:
     """The run's flat configuration and the node's own settings (name, partition-id, data-dir, state-dir, device).
 
-    ``run`` is the id of the run; several may be under way at the same time.
+    ``run`` is the id of the run; several may be under way at the same time. ``memory`` is what the node remembers
+    between the messages of a run, not on disk; it is changed in place.
     """
 
     values: Mapping[str, Scalar]
     settings: Mapping[str, Scalar]
     run: str = ""
+    memory: dict[str, str] = field(default_factory=dict)
 
 
 def partition_id(node: Node) -> int:

@@ -22,7 +22,7 @@ from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import MAX_FEATURES, AFCLOptions
 from task.models.model import Model
-from task.prototypes.scatter import factor_rows, principal_rows, restore_scatter, sketch_matrix
+from task.prototypes.scatter import factor_rows, gram_of, principal_rows, sketch_matrix
 
 log = logging.getLogger(__name__)
 
@@ -93,28 +93,13 @@ class AFCL(Strategy):
             rows = context.head_rows(torch.from_numpy(report["class_ids"]))
             number = torch.from_numpy(report["counts"]).double()
             means = torch.from_numpy(report["means"]).double()
-            gram += self._gram(report, number, means)
+            summed = "gram" in report  # over the clients of the round, in a sum that is not taken apart
+            gram += torch.from_numpy(report["gram"]) if summed else gram_of(report, means.shape[1], self.options)
             if self.options.class_rank:
                 _collect_class_rows(own, report, rows, (counts, sums), self.options.class_rank)
             counts.index_add_(0, rows, number)
             sums.index_add_(0, rows, number[:, None] * means)
         return ClassSums(counts, sums, gram, _merge_factors(total.factors, own))
-
-    def _gram(self, report: Arrays, counts: Tensor, means: Tensor) -> Tensor:
-        """Sum of h h^T over a client's images, [M, M]; with a sketch, times Omega and transposed, [r, M]."""
-        dim = means.shape[1]
-        scatter, form = restore_scatter(report, dim, self.options)
-        roots = [counts.sqrt()[:, None] * means]
-        if "factors" in report:
-            roots.append(counts.sum().sqrt() * torch.from_numpy(report["factors"]).double())
-        if form == "rows":
-            roots.append(scatter)
-        root = torch.cat(roots)
-        omega = sketch_matrix(dim, self.options.sketch) if self.options.sketch else None
-        gram = root.T @ root if omega is None else (root @ omega).T @ root
-        if form == "matrix":
-            gram += scatter if omega is None else omega.T @ scatter
-        return gram + scatter if form == "sketch" else gram
 
     def _solve(self, model: Model, total: ClassSums) -> dict[str, float]:
         """Overwrite the head; returns the ridge or the shrinkage."""

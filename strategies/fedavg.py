@@ -11,4 +11,4 @@ class FedAvg(Strategy):
 
     def weight(self, update: Update) -> float:
         """n_m, or 1 for every client."""
-        return 1.0 if self.options.mean == "plain" else update.num_examples
+        return self.options.client_weight(update.num_examples)

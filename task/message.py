@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-Kind = Literal["hello", "train", "evaluate"]
+Kind = Literal["hello", "train", "evaluate", "keys", "shares", "unmask"]
+SECURE_SUM: tuple[Kind, ...] = ("keys", "shares", "unmask")  # messages of task/secure_sum beside train
 Scalar = bool | int | float | str
 Arrays = dict[str, np.ndarray]
 

@@ -50,6 +50,10 @@ class Options:
         """Whether prompt and trained backbone learn in the first task only."""
         return getattr(self, "features", "every-task") == "first-task"
 
+    def client_weight(self, num_examples: int) -> float:
+        """How much a client with so many images of the round counts in a mean that only sums are made for."""
+        return num_examples
+
     @property
     def statistics_first(self) -> bool:
         """Whether statistics are of the model as it came to the client, not as it leaves."""
@@ -61,6 +65,10 @@ class FedAvgOptions(Options):
     """Keys of FedAvg (McMahan et al. 2017), which weighs by images; PIP's Fed-L2P and Fed-DualPrompt do not."""
 
     mean: str = key("images", "what a client weighs by: its images, or nothing", choices=("images", "plain"))
+
+    def client_weight(self, num_examples: int) -> float:
+        """n_m, or 1 for every client."""
+        return 1.0 if self.mean == "plain" else num_examples
 
 
 @dataclass(frozen=True)
@@ -288,6 +296,8 @@ class Method:
         adapts: local training is of the prompt alone, in the first rounds of the first task; then it is frozen, and
             the head follows from statistics. Without a prompt nothing is trained.
         last_statistics: whether statistics may be sent in a task's last round only (run key statistics-rounds).
+        sums: whether the server needs no more of a round than sums over its clients, with weights of
+            :meth:`Options.client_weight` (run key secure-aggregation).
     """
 
     name: str
@@ -302,6 +312,7 @@ class Method:
     asynchronous: bool = False
     adapts: bool = False
     last_statistics: bool = False
+    sums: bool = False
 
     def own_keys(self) -> Mapping[str, Key]:
         """The method's own run keys."""

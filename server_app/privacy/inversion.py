@@ -82,8 +82,8 @@ def attack(path: Path, client: int, target: str, num_classes: int, steps: int, d
     a class, or a "sample" of its Gaussian. Clients are numbered from 0.
 
     Raises:
-        ConfigError: the method sends nothing to invert, the client does not exist or has no images, or the data are
-            not here.
+        ConfigError: the method or run sends nothing to invert, the client does not exist or has no images, or the data
+            are not here.
         ModelError: there is no model.
     """
     predictor = load_predictor(path, device)
@@ -92,6 +92,8 @@ def attack(path: Path, client: int, target: str, num_classes: int, steps: int, d
     kind = load_class(config.method_row.statistics)()
     if not kind.needs_features:
         raise ConfigError(f"method {config.method!r} sends no statistics of features: there is nothing to invert.")
+    if config.secure_aggregation != "off":
+        raise ConfigError("the server of this run had sums over clients alone: there is nothing of one to invert.")
     if config.own_data:
         raise ConfigError("the images of this run are on its nodes: only who has them can compare.")
     if not 0 <= client < config.num_clients:

@@ -1,6 +1,7 @@
 """The answers of one round: checked, averaged and shown to the method one by one as they come; or added up."""
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -9,15 +10,27 @@ import numpy as np
 
 from server_app.clients.client_info import ClientInfo
 from server_app.errors import RunError
-from server_app.rounds.reply_checks import InvalidReply, check_counts, check_reply, find_excessive
+from server_app.rounds.reply_checks import (
+    InvalidReply,
+    check_counts,
+    check_hidden_counts,
+    check_reply,
+    check_sum,
+    find_excessive,
+)
 from server_app.run_files.results import RoundReport
+from server_app.secure_aggregation.round_sum import RoundSum, SpoiledSum, TooFewClients
 from server_app.transport.base import Reply, sort_replies
 from strategies.averaging import WeightedMean
 from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.data.images import Dataset
+from task.message import Packet
 from task.models.model import Model, to_arrays
 from task.scenario.client_data import learnable_classes
+from task.secure_sum.round_sums import RoundSums
+
+log = logging.getLogger(__name__)
 
 Measure = Callable[[Update], list[float]]
 
@@ -38,6 +51,8 @@ class RoundAggregator:
         self.mean = WeightedMean()  # of the accepted arrays so far
         self.updates: list[Update] = []  # accepted answers of clients that have trained, without their arrays
         self.entropies: list[float] = []  # of the local models' responses; empty unless they are measured
+        self.problem = ""  # why too few clients were left for the round's secure sum
+        self.spoiled = ""  # why the round's secure sum was dropped
         self.seconds = 0.0  # that the mean and the method have taken so far
         self._config, self._strategy, self._model, self._context = config, strategy, model, context
         self._entropies: dict[str, list[float]] = {}  # by client
@@ -70,6 +85,26 @@ class RoundAggregator:
         refused |= self._use(waiting, measure)
         self._sort(refused, report)
 
+    def collect_sum(self, secure_sum: RoundSum, train: Packet, report: RoundReport) -> None:
+        """Use the sum over the clients of the round, as if it were the answer of one client with all their images.
+
+        A sum that cannot be right is dropped, and the round with it.
+        """
+        config, context = self._config, self._context
+        sums = RoundSums.of(config, context.server_round, context.ends_task, self._model, self._classes)
+        try:
+            result = secure_sum.collect("train", train, sums.length, config.secure_aggregation_range)
+            update = check_sum(sums.to_answer(result.values), result.survivors, self._classes, config)
+            if update:
+                self._use([replace(update, metrics={**update.metrics, **result.seconds})], lambda _: [])
+        except TooFewClients as error:
+            self.problem = str(error)
+        except (SpoiledSum, InvalidReply) as error:
+            report.dropped, self.spoiled = True, str(error)
+            log.warning("the round is dropped: %s", error)
+        order = [client.name for client in self._clients.values()]
+        report.failures.sort(key=lambda failed: order.index(failed["name"]))
+
     def _use(self, updates: Sequence[Update], measure: Measure) -> dict[str, str]:
         """Use the updates that do not go too far; returns the reason for each of the others."""
         refused = find_excessive(updates, self.sent_arrays, self._config)
@@ -97,6 +132,27 @@ class RoundAggregator:
         self._model.load(self._arrays_before)
         vars(self._strategy).clear()
         vars(self._strategy).update(self.strategy_state)
+
+
+def sum_hidden_counts(
+    secure_sum: RoundSum, evaluate: Packet, dataset: Dataset, context: RoundContext, config: Config
+) -> np.ndarray:
+    """As :func:`sum_client_counts`, of answers that are known as their sum only.
+
+    Raises:
+        RunError: too few clients for the sum, or a sum that cannot be right.
+    """
+    seen = np.array(context.seen_classes)
+    try:
+        result = secure_sum.collect("evaluate", evaluate, len(seen) ** 2, config.secure_aggregation_range)
+        if len(result.survivors) < config.quorum:
+            raise TooFewClients(f"{len(result.survivors)} clients evaluated it, the quorum is {config.quorum}")
+        images = np.rint(result.values).astype(np.int64).reshape(len(seen), len(seen))
+        counts = np.zeros((len(dataset.class_names),) * 2, np.int64)
+        counts[np.ix_(seen, seen)] = images
+        return check_hidden_counts(counts, result.survivors, dataset, config)
+    except (TooFewClients, SpoiledSum, InvalidReply) as error:
+        raise RunError(f"evaluation of task {context.task + 1}: {error}.") from error
 
 
 def sum_client_counts(

@@ -10,6 +10,7 @@ from server_app.errors import one_line
 from server_app.transport.base import Reply
 from strategies.base import RoundContext, Update
 from task.config.schema import Config
+from task.data.images import Dataset
 from task.message import Arrays, Packet
 from task.methods import load_class
 from task.prototypes.statistics import ClientStatistics
@@ -71,6 +72,32 @@ def check_reply(
         raise InvalidReply(f"statistics {sorted(packet.statistics)} came; none were expected")
     # a new dict: a method may remove large statistics from it
     return Update(client.name, examples, packet.arrays, dict(packet.statistics), packet.metrics)
+
+
+def check_sum(answer: Packet, clients: Sequence[ClientInfo], classes: Sequence[int], config: Config) -> Update | None:
+    """The update that a sum over ``clients`` stands for; None if they have no images.
+
+    What each client sent cannot be looked at, so this finds only what no honest clients can add up to.
+
+    Raises:
+        InvalidReply: names what is wrong.
+    """
+    held = np.sum([client.class_counts[list(classes)] for client in clients], axis=0)
+    images, statistics = int(answer.metrics["num-examples"]), answer.statistics
+    if not 0 <= images <= held.sum():
+        raise InvalidReply(f"the sum is of {images} images; 0 to {held.sum()} were expected")
+    if not images:
+        return None
+    for name, array in (answer.arrays | statistics).items():
+        largest = math.inf if name not in answer.arrays else MAX_VALUE
+        if not (np.abs(array) <= largest).all():
+            raise InvalidReply(f"the mean of {name} holds values above {largest:g}")
+    kind = load_class(config.method_row.statistics)()
+    if negative := [name for name in kind.not_negative & statistics.keys() if (statistics[name] < 0).any()]:
+        raise InvalidReply(f"the mean of {negative[0]} is negative")
+    if "counts" in statistics and (statistics["counts"] > held[np.isin(classes, statistics["class_ids"])]).any():
+        raise InvalidReply("the sum is of more images of a class than the clients hold")
+    return Update(f"sum of {len(clients)} clients", images, answer.arrays, statistics, answer.metrics)
 
 
 def update_norm(update: Update, sent: Arrays) -> float:
@@ -166,6 +193,23 @@ def check_counts(reply: Reply, limits: np.ndarray, seen: Sequence[int]) -> np.nd
     if (confusion.diagonal() != correct).any() or (confusion.sum(axis=1) != total).any():
         raise InvalidReply("confusion does not add up to correct and total")
     return confusion
+
+
+def check_hidden_counts(
+    counts: np.ndarray, clients: Sequence[ClientInfo], dataset: Dataset, config: Config
+) -> np.ndarray:
+    """Check a sum over ``clients`` of images by true and predicted class, int64 [classes, classes]; returns it.
+
+    Raises:
+        InvalidReply: it cannot be one.
+    """
+    if config.own_data:
+        limits = np.sum([client.by_class_id(client.test_counts, dataset.class_names) for client in clients], axis=0)
+    else:
+        limits = np.bincount(dataset.test_labels, minlength=len(counts))
+    if (counts < 0).any() or (counts.sum(axis=1) > limits).any():
+        raise InvalidReply("the sum is no count of the images that these clients evaluate")
+    return counts
 
 
 def _count_cells(cells: np.ndarray, classes: int, seen: Sequence[int]) -> np.ndarray:

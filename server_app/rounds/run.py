@@ -23,7 +23,7 @@ from server_app.privacy.account import (
     releases_per_message,
     require_asked_clients,
 )
-from server_app.rounds.aggregation import RoundAggregator, sum_client_counts
+from server_app.rounds.aggregation import RoundAggregator, sum_client_counts, sum_hidden_counts
 from server_app.rounds.federated_bias import local_distance, response_entropies
 from server_app.rounds.progress import describe_round
 from server_app.rounds.reply_checks import MAX_VALUE
@@ -43,6 +43,7 @@ from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_backbone
 from server_app.run_files.tensorboard import TensorBoardWriter, require_tensorboard
 from server_app.run_files.writers import write_config, write_model
+from server_app.secure_aggregation.round_sum import RoundSum
 from server_app.transport.base import Reply, Transport
 from strategies.base import RoundContext, Strategy, Update
 from task.config.parsing import ignored_keys
@@ -178,7 +179,7 @@ class Run:
         aggregator = self._collect(context, clients, report)
         self.results.privacy = charge(self.results.privacy, self._asked_path, self.results.rounds)
         self.results.add_training([update.metrics for update in aggregator.updates], report)
-        self._require_quorum(report, context)
+        self._require_quorum(aggregator.problem, report, context)
         if context.ends_task:
             self.results.add_bias(context.task, aggregator.entropies, local_distance(aggregator.updates))
         self._update_global_model(aggregator, context, report)
@@ -194,15 +195,27 @@ class Run:
                 return response_entropies(self.model, [update], self.scenario.dataset, seen)
 
         aggregator = RoundAggregator(self.config, self.strategy, self.model, context, clients)
+        if self.config.secure_aggregation != "off":
+            train = self._packet("train", context, clients, aggregator.sent_arrays)
+            aggregator.collect_sum(self._round_sum(clients, report), train, report)
+            return aggregator
         replies = self.exchange("train", context, clients, aggregator.sent_arrays)
         aggregator.collect(replies, report, measure)
         return aggregator
+
+    def _round_sum(self, clients: Sequence[ClientInfo], report: RoundReport) -> RoundSum:
+        threshold = self.config.unmask_threshold(len(clients))
+        return RoundSum(self.transport, clients, threshold, self.config.round_timeout, report)
 
     def exchange(
         self, kind: Kind, context: RoundContext, clients: Sequence[ClientInfo], arrays: Arrays
     ) -> Iterable[Reply]:
         """Send a train or evaluate message to clients; replies come in any order, see :class:`Transport`."""
-        packet = Packet(
+        packet = self._packet(kind, context, clients, arrays)
+        return self.transport.exchange(kind, {client.node: packet for client in clients}, self.config.round_timeout)
+
+    def _packet(self, kind: Kind, context: RoundContext, clients: Sequence[ClientInfo], arrays: Arrays) -> Packet:
+        return Packet(
             arrays=arrays,
             statistics=self.strategy.broadcast(context) if kind == "train" else {},
             config={
@@ -218,16 +231,15 @@ class Run:
                 **({"pool": clients[0].name} if self.config.method_row.pooled else {}),
             },
         )
-        return self.transport.exchange(kind, {client.node: packet for client in clients}, self.config.round_timeout)
 
-    def _require_quorum(self, report: RoundReport, context: RoundContext) -> None:
+    def _require_quorum(self, problem: str, report: RoundReport, context: RoundContext) -> None:
+        """Refuse to go on with a ``problem`` of the round, or too few answers."""
         participants = len(report.participants)
         answered = participants - len(report.failures)
-        problem = ""
         if answered < self.config.quorum:
-            problem = f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
+            problem = problem or f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
         elif context.ends_task and all(r.all_failed for r in self.results.rounds if r.task == report.task):
-            problem = "every client with data for the task has failed in each of its rounds"
+            problem = problem or "every client with data for the task has failed in each of its rounds"
         if problem:
             self.results.write_round()
             reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])
@@ -248,20 +260,27 @@ class Run:
         if not all((np.abs(a) <= limit).all() for a in self.model.export().values()):
             aggregator.undo()
             report.dropped = True
-            if all(r.dropped for r in self.results.rounds if r.task == report.task) and context.ends_task:
-                raise RunError(f"no round of task {report.task} gave a usable model: lower the server's learning rate.")
+        if context.ends_task and all(r.dropped for r in self.results.rounds if r.task == report.task):
+            reason = aggregator.spoiled or "lower the server's learning rate."
+            raise RunError(f"no round of task {report.task} gave a usable model: {reason}")
 
     def _evaluate(self, context: RoundContext, report: RoundReport) -> None:
         dataset = self.scenario.dataset
         with self.results.measure_seconds("evaluate"):
             if self.config.evaluate == "clients":
-                clients = self.registry.clients
-                replies = self.exchange("evaluate", context, clients, self.model.export())
-                counts = sum_client_counts(replies, clients, dataset, context, self.config, report)
+                counts = self._count_on_clients(context, report)
             else:
                 positions = np.arange(len(dataset.test_labels))
                 counts = confusion_counts(self.model, dataset, np.array(context.seen_classes), positions)
         self.results.add_evaluation(context.task, counts)
+
+    def _count_on_clients(self, context: RoundContext, report: RoundReport) -> np.ndarray:
+        clients, arrays, dataset = self.registry.clients, self.model.export(), self.scenario.dataset
+        if self.config.secure_aggregation != "off":
+            evaluate = self._packet("evaluate", context, clients, arrays)
+            return sum_hidden_counts(self._round_sum(clients, report), evaluate, dataset, context, self.config)
+        replies = self.exchange("evaluate", context, clients, arrays)
+        return sum_client_counts(replies, clients, dataset, context, self.config, report)
 
     def _add_task(self) -> bool:
         """Whether nodes hold classes that the run does not know yet, which become one more task."""

@@ -23,6 +23,7 @@ def check_combination(config: Config) -> None:
     _check_own_data(config)
     _check_bounds(config)
     _check_privacy(config)
+    _check_secure_aggregation(config)
     if config.dataset in FROM_PATH and not config.data_dir:
         raise ConfigError(
             f"data-dir = '' is not possible with dataset {config.dataset!r}: name the data's path "
@@ -164,6 +165,51 @@ def _check_noise(config: Config, kind: Any) -> None:
     if config.method_row.pooled or config.partition in REDRAWN:
         what = f"method {config.method!r}" if config.method_row.pooled else f"partition {config.partition!r}"
         raise ConfigError(f"{z} is not possible with {what}: there an image is many clients', and its epsilon unknown.")
+
+
+def _check_secure_aggregation(config: Config) -> None:
+    if config.secure_aggregation == "off":
+        return
+    row, setting = config.method_row, f"secure-aggregation = {config.secure_aggregation!r}"
+    if not row.sums:
+        able = ", ".join(other.name for other in METHODS.values() if other.sums)
+        raise ConfigError(
+            f"{setting} does not go with method {config.method!r}, whose server needs the answer of each client by "
+            f"itself. It goes with {able}."
+        )
+    kind = load_class(row.statistics)()
+    if what := kind.inseparable(config.options):
+        raise ConfigError(f"{setting} is not possible: method {config.method!r} sends {what}, which do not add up.")
+    if kind.carries and not kind.at_task_end and config.rounds_per_task > 1:
+        raise ConfigError(
+            f"{setting} needs rounds-per-task = 1 with method {config.method!r}, not {config.rounds_per_task}: clients "
+            "send the same sums in each round of a task, and two rounds that differ in one client give that one's away."
+        )
+    single = {
+        "max-update-norm": (
+            config.max_update_norm,
+            "the server sees no client's own: use privacy-clip, a client's limit",
+        ),
+        "max-update-ratio": (config.max_update_ratio, "the server sees no client's own: use privacy-clip instead"),
+        "federated-bias": (config.federated_bias, "it measures the model of each client"),
+    }
+    for name, (value, reason) in single.items():
+        if value:
+            raise ConfigError(f"{setting} is not possible with {name} = {value!r}: {reason}.")
+    _check_threshold(config)
+
+
+def _check_threshold(config: Config) -> None:
+    """Refuse a threshold that a server could reach twice in a round, with two sets of survivors."""
+    clients = config.clients_per_round or config.num_clients
+    if not clients:
+        return  # checked again when the nodes have come
+    threshold = config.secure_aggregation_threshold or config.unmask_threshold(clients)
+    if not max(1, clients / 2) < threshold <= clients:
+        raise ConfigError(
+            f"secure-aggregation-threshold = {threshold} is not possible with {clients} clients in a round: it must be "
+            f"more than half of them, at least 2 and at most all, so that the server can open one sum only."
+        )
 
 
 def _check_sizes(config: Config) -> None:

@@ -1,5 +1,6 @@
 """Every run key with its type, default, limits and help, and the resolved, frozen Config."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -227,6 +228,26 @@ class Config:
         False, "noise from the run's seed, which the server knows: for tests and simulations", affects="privacy"
     )
 
+    secure_aggregation: str = key(
+        "off",
+        "pairwise: masks that cancel in a round's sum hide what each client sends, so that the server sees sums alone",
+        choices=("off", "pairwise"),
+    )
+    secure_aggregation_threshold: int = key(
+        0,
+        "clients of a round that must stay to its end, more than half; 0 = two thirds",
+        minimum=0,
+        maximum=10**6,
+        only=("secure-aggregation", "pairwise"),
+    )
+    secure_aggregation_range: float = key(
+        1e9,
+        "largest number in a client's sums, such as images times a weight; a client beyond it is left out",
+        minimum=1,
+        maximum=1e15,
+        only=("secure-aggregation", "pairwise"),
+    )
+
     max_update_norm: float = key(
         0.0, "L2 norm, over all arrays, above which what a client changed is refused; 0 = off", minimum=0
     )
@@ -262,6 +283,15 @@ class Config:
         """Whether clients train in a round of the run, counted from 1."""
         row = self.method_row
         return server_round <= self.adaptation_rounds if row.adapts else bool(row.objective)
+
+    def unmask_threshold(self, present: int) -> int:
+        """How many of a round's clients must answer to the end of a secure sum.
+
+        By default two thirds of those that the run is made for, so that it is no sum of one where others are missing;
+        always more than half of those that are ``present``, of which there may be more.
+        """
+        planned = self.clients_per_round or self.num_clients
+        return max(self.secure_aggregation_threshold or math.ceil(2 * planned / 3), present // 2 + 1)
 
     @property
     def trains_locally(self) -> bool:

@@ -22,7 +22,7 @@ from task.message import Arrays
 from task.method_options import AFCLOptions, Options
 from task.prototypes.gaussians import by_class, cholesky_fails, pack_symmetric, unpack_symmetric
 from task.prototypes.noise import EXACT, GaussianMechanism, nearest_semi_definite
-from task.prototypes.statistics import ClientStatistics, Shapes
+from task.prototypes.statistics import ClientStatistics, Shapes, SumFrame, class_report, class_sums
 from task.utils.seeding import torch_rng
 
 DTYPES = {"fp64": np.float64, "fp32": np.float32, "fp16": np.float16}
@@ -73,6 +73,24 @@ class ScatterStatistics(ClientStatistics):
         """The effect of one image on principal directions has no known bound, and a sketch is made of the scatter."""
         own = _own(options)
         return "principal directions of classes" if own.class_rank else "a sketch" if own.sketch else ""
+
+    def inseparable(self, options: Options) -> str:
+        """Principal directions of two clients have no sum."""
+        return "principal directions of classes" if _own(options).class_rank else ""
+
+    def sums(self, report: Arrays, images: int, frame: SumFrame) -> Arrays:
+        """Images and sum of features of each class, and :func:`gram_of`: its upper triangle, or a sketch."""
+        options, dim = _own(frame.options), frame.dim
+        shape = (options.sketch, dim) if options.sketch else (dim, dim)
+        gram = gram_of(report, dim, options).numpy() if report else np.zeros(shape)
+        return class_sums(report, frame) | {"gram": gram if options.sketch else pack_symmetric(gram[None])[0]}
+
+    def of_sums(self, sums: Arrays, frame: SumFrame) -> Arrays:
+        """Counts and means of the classes that a client has, and ``gram`` instead of scatter."""
+        report, gram = class_report(sums, frame), sums["gram"]
+        if not _own(frame.options).sketch:
+            gram = unpack_symmetric(gram[None], frame.dim)[0]
+        return report | {"gram": gram} if len(report["counts"]) else {}
 
 
 def _own(options: Options) -> AFCLOptions:
@@ -150,3 +168,20 @@ def restore_scatter(statistics: Arrays, dim: int, options: AFCLOptions) -> tuple
         return unpack_symmetric(scatter, dim)[0] * total, "matrix"
     sketched = options.sketch and len(scatter) == options.sketch == scatter_shape(counts, dim, options)[0]
     return (scatter * total, "sketch") if sketched else (scatter * total**0.5, "rows")
+
+
+def gram_of(report: Arrays, dim: int, options: AFCLOptions) -> Tensor:
+    """Sum of h h^T over a client's images, float64 [M, M]; with a sketch, times Omega and transposed, [r, M]."""
+    counts, means = (torch.from_numpy(report[name]).double() for name in ("counts", "means"))
+    scatter, form = restore_scatter(report, dim, options)
+    roots = [counts.sqrt()[:, None] * means]
+    if "factors" in report:
+        roots.append(counts.sum().sqrt() * torch.from_numpy(report["factors"]).double())
+    if form == "rows":
+        roots.append(scatter)
+    root = torch.cat(roots)
+    omega = sketch_matrix(dim, options.sketch) if options.sketch else None
+    gram = root.T @ root if omega is None else (root @ omega).T @ root
+    if form == "matrix":
+        gram += scatter if omega is None else omega.T @ scatter
+    return gram + scatter if form == "sketch" else gram

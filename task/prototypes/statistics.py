@@ -38,6 +38,20 @@ class Sample:
     rows: Tensor
 
 
+@dataclass(frozen=True)
+class SumFrame:
+    """What client and server know beforehand of sums over clients.
+
+    ``classes`` are the ids [K] that a client may report, ``dim`` is the length D of a feature under the head,
+    ``arrays`` are the shapes of the trained arrays.
+    """
+
+    classes: tuple[int, ...]
+    dim: int
+    arrays: Mapping[str, tuple[int, ...]]
+    options: Options
+
+
 class ClientStatistics:
     """No statistics: the base of all.
 
@@ -91,6 +105,21 @@ class ClientStatistics:
         """Why these statistics cannot be noised, or an empty text."""
         return ""
 
+    def inseparable(self, options: Options) -> str:
+        """What of these statistics is no sum over images, in words, or an empty text."""
+        return ""
+
+    def sums(self, report: Arrays, images: int, frame: SumFrame) -> Arrays:
+        """A client's statistics as sums over its images, float64: zeros where the ``report`` is empty.
+
+        ``images`` is the number of images that it trained on. Sums of all clients add up to those of all images.
+        """
+        return {}
+
+    def of_sums(self, sums: Arrays, frame: SumFrame) -> Arrays:
+        """The report that sums over clients stand for, as of one client with all the images; may be empty."""
+        return {}
+
     def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
         """Shapes of the arrays of numbers, by name.
 
@@ -104,6 +133,24 @@ class ClientStatistics:
         return {}
 
 
+def class_sums(report: Arrays, frame: SumFrame) -> Arrays:
+    """Images of each class [K] and sums of their features [K, D], float64, of a report with means or an empty one."""
+    counts, sums = np.zeros(len(frame.classes)), np.zeros((len(frame.classes), frame.dim))
+    if report:
+        rows = [frame.classes.index(c) for c in report["class_ids"].tolist()]
+        counts[rows] = report["counts"]
+        sums[rows] = report["counts"][:, None] * report["means"].astype(np.float64)
+    return {"counts": counts, "sums": sums}
+
+
+def class_report(sums: Arrays, frame: SumFrame) -> Arrays:
+    """Ids, counts and means, float64, of the classes with images; from sums over clients, see :func:`class_sums`."""
+    counts = np.rint(sums["counts"]).astype(np.int64)
+    present = counts > 0
+    means = sums["sums"][present] / counts[present, None]
+    return {"class_ids": np.array(frame.classes)[present], "counts": counts[present], "means": means}
+
+
 class MeanStatistics(ClientStatistics):
     """Class means [K, D]."""
 
@@ -114,6 +161,15 @@ class MeanStatistics(ClientStatistics):
         """Counts and means of the classes present."""
         class_ids, counts, means = class_means(features, labels)
         return self.as_arrays(class_ids=class_ids, counts=counts, means=noise.means(means, counts))
+
+    def sums(self, report: Arrays, images: int, frame: SumFrame) -> Arrays:
+        """Images and sum of features of each class."""
+        return class_sums(report, frame)
+
+    def of_sums(self, sums: Arrays, frame: SumFrame) -> Arrays:
+        """Counts and means of the classes that a client has."""
+        report = class_report(sums, frame)
+        return report | {"means": report["means"].astype(np.float32)} if len(report["counts"]) else {}
 
     def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
         """Means only."""
@@ -189,6 +245,15 @@ class FisherStatistics(ClientStatistics):
         """F_i = mean over images of (d log p(y | x) / d theta_i)^2, p over the current task's classes."""
         class_ids, counts = sample.labels.unique(return_counts=True)
         return self.as_arrays(class_ids=class_ids, counts=counts, fisher=empirical_fisher(model, sample))
+
+    def sums(self, report: Arrays, images: int, frame: SumFrame) -> Arrays:
+        """The information times the client's images, and these."""
+        fisher = report["fisher"].astype(np.float64) if report else np.zeros(frame.arrays["backbone"])
+        return {"images": np.array(images if report else 0.0), "fisher": images * fisher}
+
+    def of_sums(self, sums: Arrays, frame: SumFrame) -> Arrays:
+        """The mean over clients, weighted by images."""
+        return {"fisher": (sums["fisher"] / sums["images"]).astype(np.float32)} if sums["images"] > 0 else {}
 
     def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
         """One number for every entry of the travelling backbone; 0 for running statistics, which nothing trains."""

@@ -40,11 +40,13 @@ def settings(folder: Path, name: str) -> dict[str, Scalar]:
     return TINY | {"num-clients": NODES, "output-dir": str(folder), "run-name": name}
 
 
-def test_nodes_end_with_the_numbers_of_a_run_in_one_process(deployment, tmp_path):
-    words = run_config(settings(tmp_path, "nodes"))
+@pytest.mark.parametrize("more", [{}, {"method": "afcl", "secure-aggregation": "pairwise"}], ids=["plain", "sums"])
+def test_nodes_end_with_the_numbers_of_a_run_in_one_process(deployment, tmp_path, more):
+    """A node's secrets of a secure sum outlive the processes that answer its messages."""
+    words = run_config(settings(tmp_path, "nodes") | more)
     count_in_log = deployment.flower("run", ".", "fcil", "--stream", "--run-config", words)
     assert (tmp_path / "nodes" / "results.json").exists(), count_in_log
-    values = settings(tmp_path, "here")
+    values = settings(tmp_path, "here") | more
     run_experiment(parse(values), InProcessTransport(values, NODES))
     assert comparable(tmp_path / "nodes") == comparable(tmp_path / "here")
     check_listed(list_nodes(deployment, tmp_path))

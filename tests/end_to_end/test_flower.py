@@ -32,6 +32,8 @@ ROOT = Path(__file__).parents[2]
         {"method": "joint", "clients-per-round": 1},
         {"method": "fedprok", "partition": "consensus"},
         {"method": "ncm", "partition": "split-ratio"},
+        {"method": "fedavg", "secure-aggregation": "pairwise"},
+        {"method": "afcl", "secure-aggregation": "pairwise"},
     ],
     ids=lambda more: " ".join(map(str, more.values())) or "defaults",
 )

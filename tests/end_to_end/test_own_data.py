@@ -57,6 +57,19 @@ def test_nodes_with_images_of_their_own_learn_together(keys: Values, nodes: Path
     assert predictor.predict(files).names.count("doe") > 15
 
 
+@pytest.mark.parametrize("method", ["fedavg", "afcl"])
+def test_nodes_learn_together_in_sums_alone(keys: Values, tmp_path: Path, method: str) -> None:
+    """As in a plain run, evaluation included; no secret is left in what a node keeps on disk."""
+    plain = run(keys | {"method": method})
+    secure = run(keys | {"method": method, "run-name": "sums", "secure-aggregation": "pairwise"})
+    assert secure["confusion"] == plain["confusion"]
+    assert [r["failures"] for r in secure["rounds"]] == [[], []]
+    assert [r["idle"] for r in secure["rounds"]] == [[], []]
+    state = [path.read_text() for path in (tmp_path / "state").rglob("*") if path.is_file()]
+    assert state
+    assert not any("masking" in text for text in state)
+
+
 def test_a_rehearsal_from_the_command_line_has_a_client_for_each_folder(keys: Values, nodes: Path) -> None:
     words = [f"{k}={v}" for k, v in keys.items() if k != "num-clients"]
     assert main(["run", "--in-process", *words]) == 0

@@ -99,9 +99,11 @@ def test_the_command_leaves_a_table_and_a_picture(method: str, tiny: dict, capsy
 def test_what_cannot_be_attacked_is_named(tiny: dict, capsys: pytest.CaptureFixture) -> None:
     run(tiny | {"method": "fppl", "run-name": "means"})
     run(tiny | {"method": "fedavg", "run-name": "nothing"})
-    means, nothing = (f"{tiny['output-dir']}/{name}" for name in ("means", "nothing"))
+    run(tiny | {"method": "ncm", "run-name": "sums", "secure-aggregation": "pairwise"})
+    means, nothing, sums = (f"{tiny['output-dir']}/{name}" for name in ("means", "nothing", "sums"))
     for words, reason in (
         ((nothing,), "'fedavg' sends no statistics"),
+        ((sums,), "had sums over clients alone"),
         ((means, "--client", "7"), "clients 0 to 2"),
         ((means, "--target", "sample"), "sends means alone"),
     ):

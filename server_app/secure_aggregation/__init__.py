@@ -1,0 +1,1 @@
+"""The server's side of sums that it cannot take apart."""

@@ -1,0 +1,175 @@
+"""One round's sum over clients: the server's side of the messages in :mod:`task.secure_sum`."""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from server_app.clients.client_info import ClientInfo, failure
+from server_app.errors import one_line
+from server_app.run_files.results import RoundReport
+from server_app.transport.base import Transport
+from task.message import Kind, Packet
+from task.secure_sum.crypto import SEALED, SECRET, combine, is_key, mask, pair_mask, public_key
+from task.secure_sum.fixed_point import decode
+
+log = logging.getLogger(__name__)
+
+_ARRAYS: dict[Kind, tuple[str, type]] = {  # what is read of an answer
+    "keys": ("keys", np.uint8),
+    "shares": ("shares", np.uint8),
+    "train": ("hidden", np.uint64),
+    "evaluate": ("hidden", np.uint64),
+    "unmask": ("shares", np.uint8),
+}
+_MAX_SECONDS = 1e9  # of one client's work in a round
+
+
+class TooFewClients(RuntimeError):
+    """Fewer clients than the threshold are left; the message says after what."""
+
+
+class SpoiledSum(RuntimeError):
+    """What came gives no sum that honest clients could have; the message says why."""
+
+
+@dataclass
+class SecureSum:
+    """The sum of one round, float64 [length], over the ``survivors``; ``seconds`` of their work, added up by name."""
+
+    values: np.ndarray
+    survivors: list[ClientInfo]
+    seconds: Mapping[str, float]
+
+
+class RoundSum:
+    """The four messages of a round; ``report`` gets bytes, and each client that is not in the sum with the reason."""
+
+    def __init__(
+        self, transport: Transport, clients: Sequence[ClientInfo], threshold: int, timeout: float, report: RoundReport
+    ) -> None:
+        self._transport, self._threshold, self._timeout, self._report = transport, threshold, timeout, report
+        self._clients = {client.node: client for client in clients}
+        self._everyone: list[int] = []  # nodes of U1, by place
+        self._keys: dict[int, np.ndarray] = {}  # of each node for sealing and for masks, uint8 [2, SECRET]
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def collect(self, kind: Kind, packet: Packet, length: int, largest: float) -> SecureSum:
+        """The sum of what each client answers to a message: ``length`` numbers, none above ``largest``.
+
+        Raises:
+            TooFewClients: a message was answered by fewer clients than the threshold.
+            SpoiledSum: a client has shared something else than its key.
+        """
+        keys = dict(self._ask("keys", dict.fromkeys(self._clients, Packet()), (2, SECRET)))
+        self._keys = self._usable_keys(keys)
+        self._everyone = self._require_enough(self._keys, "sent keys")
+        question = Packet({"keys": np.stack([self._keys[node] for node in self._everyone])})
+        question.config["threshold"] = self._threshold
+        sealed = dict(self._ask("shares", dict.fromkeys(self._everyone, question), (len(self._everyone), SEALED)))
+        members = self._require_enough(sealed, "sent shares")
+        packet = replace(packet, config=packet.config | {"members": self._places(members)})
+        total, arrived = np.zeros(length, np.uint64), []
+        for node, hidden in self._ask(kind, dict.fromkeys(members, packet), (length,)):
+            total += hidden
+            arrived.append(node)
+        survivors = self._require_enough(arrived, "sent their part of the sum")
+        for node, shares in self._open_shares(sealed, survivors).items():
+            total -= self._mask_left(node, survivors, shares, length)
+        values = decode(total, largest, len(self._everyone))
+        return SecureSum(values, [self._clients[node] for node in survivors], self._seconds)
+
+    def _usable_keys(self, keys: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """The keys of all but those that the others would refuse, and so would not go on because of one client."""
+        owners = Counter(bytes(key) for pair in keys.values() for key in pair)
+        usable = {}
+        for node, pair in keys.items():
+            if all(owners[bytes(key)] == 1 and is_key(bytes(key)) for key in pair):
+                usable[node] = pair
+            else:
+                self._note("keys", node, "what came is no key, or not its own")
+        return usable
+
+    def _places(self, nodes: Iterable[int]) -> list[int]:
+        return [self._everyone.index(node) for node in nodes]
+
+    def _require_enough(self, nodes: Iterable[int], have: str) -> list[int]:
+        """The nodes in the order in which their clients were drawn.
+
+        Raises:
+            TooFewClients: they are fewer than the threshold.
+        """
+        present = set(nodes)
+        if len(present) < self._threshold:
+            raise TooFewClients(
+                f"{len(present)} of {len(self._clients)} clients have {have}, secure-aggregation-threshold is "
+                f"{self._threshold}"
+            )
+        return [node for node in self._clients if node in present]
+
+    def _ask(
+        self, kind: Kind, packets: Mapping[int, Packet], shape: tuple[int, ...]
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Node and array of each usable answer, as they come; the reason of every other one is noted."""
+        name, dtype = _ARRAYS[kind]
+        for reply in self._transport.exchange(kind, packets, self._timeout):
+            self._report.bytes_up += reply.bytes_up
+            self._report.bytes_down += reply.bytes_down
+            answer, problem = reply.packet or Packet(), failure(reply)
+            array = answer.arrays.get(name, np.empty(0))
+            if not problem and (array.dtype != dtype or array.shape != shape):
+                problem = f"{name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} was expected"
+            if problem:
+                self._note(kind, reply.node, problem)
+            else:
+                self._add_seconds(answer)
+                yield reply.node, array
+
+    def _note(self, kind: Kind, node: int, problem: str) -> None:
+        stage = {"train": "", "evaluate": "evaluation: "}.get(kind, f"{kind}: ")
+        name, reason = self._clients[node].name, one_line(stage + problem)
+        if kind == "unmask":  # its numbers are in the sum all the same
+            log.warning("%s: %s", name, reason)
+        else:
+            self._report.failures.append({"name": name, "reason": reason})
+
+    def _add_seconds(self, answer: Packet) -> None:
+        for name in ("seconds-train", "seconds-statistics"):
+            value: Any = answer.metrics.get(name)  # a client may send anything
+            if type(value) in (int, float) and 0 <= value <= _MAX_SECONDS:
+                self._seconds[name] += value
+
+    def _open_shares(self, sealed: Mapping[int, np.ndarray], survivors: Sequence[int]) -> dict[int, dict[int, bytes]]:
+        """By client that has sent shares, ``threshold`` of them by place: of a survivor's seed, of a lost one's key."""
+        members = [node for node in self._everyone if node in sealed]
+        packets = {}
+        for node, place in zip(survivors, self._places(survivors), strict=True):
+            to_node = np.stack([sealed[member][place] for member in members])
+            packets[node] = Packet({"shares": to_node}, config={"survivors": self._places(survivors)})
+        opened = dict(self._ask("unmask", packets, (len(members), SECRET)))
+        helpers = self._require_enough(opened, "helped to open the sum")[: self._threshold]
+        places = self._places(helpers)
+        return {
+            member: {place: bytes(opened[node][i]) for node, place in zip(helpers, places, strict=True)}
+            for i, member in enumerate(members)
+        }
+
+    def _mask_left(self, node: int, survivors: Sequence[int], shares: Mapping[int, bytes], length: int) -> np.ndarray:
+        """What the sum still holds of a client's masks, uint64 [length]: a survivor's own, or minus a lost one's pairs.
+
+        Raises:
+            SpoiledSum: the shares of a lost client's key give another one.
+        """
+        secret = combine(shares)
+        if node in survivors:
+            return mask(secret, length)
+        if public_key(secret) != bytes(self._keys[node][1]):
+            raise SpoiledSum(f"the shares of {self._clients[node].name}, which was lost, are not of its key")
+        [place] = self._places([node])
+        left = np.zeros(length, np.uint64)
+        for survivor, other in zip(survivors, self._places(survivors), strict=True):
+            left -= pair_mask(secret, bytes(self._keys[survivor][1]), place, other, length)
+        return left
