@@ -13,7 +13,7 @@ import torch
 
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.sampling import sample_clients
-from server_app.errors import RunError
+from server_app.errors import RunError, reason_of
 from server_app.privacy.account import (
     charge,
     open_account,
@@ -316,7 +316,7 @@ class Run:
     def fail(self, error: BaseException) -> None:
         """Save what there is and why the run ended; a full disk must not hide that reason."""
         self.results.status = "failed"
-        self.results.error = str(error) or type(error).__name__
+        self.results.error = reason_of(error)
         with contextlib.suppress(OSError):
             self._write_last_files()
 
