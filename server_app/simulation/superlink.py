@@ -28,6 +28,13 @@ DEFAULT_CLIENTS = 10
 MAX_WORKERS = 8  # a worker holds about 1 GB
 START_TIMEOUT = 60.0  # seconds for the SuperLink to answer
 POLL = 0.2  # seconds
+RAY_PATIENCE = "300"  # seconds for Ray's own programs to start; its default is 30 to 60, too few on a busy machine
+RAY_TIMED_OUT = (
+    "Ray, which runs the simulated clients, did not start in time, as happens when the machine is too busy. "
+    "Run again when it is not, with fewer --workers, or with --in-process."
+)
+# what Ray 2.55 says: node.py waits 30 s, which no setting changes; its core worker names the setting
+_RAY_TIMEOUTS = ("timed out during startup", "RAY_raylet_start_wait_time_s", "RAY_worker_register_timeout_seconds")
 
 
 def default_workers(config: Config) -> int:
@@ -138,12 +145,22 @@ def _environment(home: Path) -> dict[str, str]:
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL),
         "RAY_TMPDIR": str(home),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": RAY_PATIENCE,
+        "RAY_worker_register_timeout_seconds": RAY_PATIENCE,
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]),
     }
     for name in ("NO_PROXY", "no_proxy"):
         own[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
+
+
+def ray_timed_out(log: Path) -> bool:
+    """Whether the log of a run says that Ray did not start in time."""
+    with contextlib.suppress(OSError):
+        text = log.read_text(errors="replace")
+        return any(words in text for words in _RAY_TIMEOUTS)
+    return False
 
 
 def _free_port() -> int:
