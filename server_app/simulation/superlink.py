@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from server_app.errors import LaunchError
 from server_app.simulation.processes import end_processes, last_lines, start_process
+from server_app.simulation.warden import start_warden
 from task.config.schema import Config
 from task.message import Scalar
 from task.utils.cores import cores
@@ -45,6 +46,8 @@ def default_workers(config: Config) -> int:
 class FlowerRun:
     """A private SuperLink and one run on it; a context manager that ends every process it started.
 
+    When this process is killed, its warden ends them.
+
     Args:
         project: folder of the Flower app; Ray's workers import the clients' code from there.
         check: called while waiting; an exception that it raises ends the wait.
@@ -66,6 +69,7 @@ class FlowerRun:
         # Ray appends about 70 characters for its sockets, whose paths may have about 100
         short = "/tmp" if len(tempfile.gettempdir()) > 20 and os.path.isdir("/tmp") else None
         self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=short))
+        self._warden = start_warden(f"FLWR_HOME={self._home}", self._home)
         try:
             self._start_superlink()
         except BaseException:
@@ -77,6 +81,7 @@ class FlowerRun:
         """End all processes and remove all files."""
         end_processes(self._processes, f"FLWR_HOME={self._home}")
         shutil.rmtree(self._home, ignore_errors=True)
+        self._warden.communicate()
 
     def submit(self, values: Mapping[str, Scalar], clients: int, workers: int) -> None:
         """Submit a run with these keys to the SuperLink; so many simulated ``clients`` share so many ``workers``."""

@@ -32,6 +32,7 @@ class LyingNode:
         settings: the node config.
         pause: seconds before each object.
         reads: whether it fetches what the message of the server holds.
+        idle: seconds between two questions for work, unless ``wake`` is set.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class LyingNode:
         settings: dict[str, object] | None = None,
         pause: float = 0.0,
         reads: bool = True,
+        idle: float = 0.7,
     ) -> None:
         self._address, self._app, self._spoil, self._settings = address, app, spoil, settings or {}
         self._pause, self._reads = pause, reads
-        self._end, self._ready = threading.Event(), threading.Event()
+        self._end, self._ready, self.wake = threading.Event(), threading.Event(), threading.Event()
+        self._idle = idle
         self._thread = threading.Thread(target=self._live, daemon=True)
         self.sent = 0  # objects
         self.refused = 0  # of them, by the SuperLink
@@ -63,7 +66,9 @@ class LyingNode:
         with http_request_response(self._address, insecure=True, max_wait_time=60) as connection:
             node, receive, send, _, _, pull, push, confirm = connection
             self._ready.set()
-            while not self._end.wait(0.7):  # one that asked more often would keep the SuperLink busy
+            while not self._end.is_set():
+                self.wake.wait(self._idle)  # one that asked more often would keep the SuperLink busy
+                self.wake.clear()
                 if not (received := receive()):
                     continue
                 message, tree = received

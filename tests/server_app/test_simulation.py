@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from pathlib import Path
 
@@ -126,6 +127,37 @@ def test_whole_families_are_ended(orphans):
     assert parent.wait(1) == -signal.SIGKILL
     processes.end_processes([parent], f"MARK={mark}")
     parent.stdout.close()
+
+
+KILLED = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from server_app.simulation.warden import start_warden
+mark, folder = sys.argv[1:]
+start_warden(f"MARK={mark}", Path(folder))
+command = [sys.executable, "-c", sys.stdin.read()]
+subprocess.Popen(command, env={**os.environ, "MARK": mark}, start_new_session=True).wait()
+"""
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_what_a_killed_process_has_started_is_ended(whole_group, tmp_path):
+    """Its child ignores SIGTERM and has a child in a session of its own, as Ray's have."""
+    mark, folder = uuid.uuid4().hex, tmp_path / "home"
+    folder.mkdir()
+    command = [sys.executable, "-c", KILLED, mark, str(folder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as parent:
+        parent.stdin.write(STUBBORN.encode())
+        parent.stdin.close()
+        assert parent.stdout.readline() == b"up\n"
+        assert len(processes.find_marked(f"MARK={mark}")) == 2
+        os.killpg(parent.pid, signal.SIGKILL) if whole_group else parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 20
+    while processes.find_marked(f"MARK={mark}") or folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
