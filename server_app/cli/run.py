@@ -9,7 +9,14 @@ from pathlib import Path
 from server_app.cli.common import FAILED, OK, complain, positive
 from server_app.cli.progress import Progress, summary
 from server_app.errors import RunError
-from server_app.run_files.paths import lock_run, mark_failed, project_folder, read_results, run_directory
+from server_app.run_files.paths import (
+    INTERRUPTED,
+    lock_run,
+    mark_failed,
+    project_folder,
+    read_results,
+    run_directory,
+)
 from server_app.run_files.tensorboard import require_tensorboard
 from server_app.run_keys import complete_run_keys, read_words
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
@@ -115,7 +122,8 @@ def _report_failure(directory: Path, details: str) -> int:
     log, flowers_reason = directory / LOG, details.removeprefix("Simulation failed with exception: ")
     if ray_timed_out(log):
         flowers_reason = RAY_TIMED_OUT
-    reason = str(read_results(directory).get("error") or flowers_reason)
+    results = read_results(directory)
+    reason = str((results.get("status") != INTERRUPTED and results.get("error")) or flowers_reason)
     mark_failed(directory, reason)
     if "server_app.app.RunFailed" not in last_lines(log, 1000):  # else the reason says it all
         print(last_lines(log), file=sys.stderr)

@@ -390,5 +390,8 @@ def test_a_killed_run_leaves_whole_files_up_to_its_last_round(tiny: dict) -> Non
     assert model_of(tiny)["head.weight"].shape == (6, 112)
     from server_app.report.write import write_report
 
+    assert 'class="badge running"' in (folder / "report.html").read_text()  # it drew that itself
     write_report([folder])
-    assert "running" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert 'class="badge interrupted"' in page
+    assert f"go on with resume={folder}" in page
