@@ -87,7 +87,7 @@ def test_mutated_bytes_through_a_superlink(kind: str, network: Network, monkeypa
     seconds = time.monotonic() - began
     log.info("%s: %d of %d unreadable, %d did not come, %.0f s", kind, refused, ANSWERS, silent, seconds)
     assert refused > ANSWERS / 2
-    assert silent < ANSWERS / 100
+    assert silent <= ANSWERS / LIARS  # a node may lock itself out by an answer of which the SuperLink lacks an object
 
 
 def test_nodes_that_never_end_to_send_hold_no_round_up(network: Network) -> None:
