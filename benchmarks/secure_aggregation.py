@@ -73,7 +73,7 @@ def measure(number: int, length: int) -> str:
     keys: dict[str, Scalar] = {"method": "fedavg", "secure-aggregation": "pairwise", "num-clients": number}
     threshold = parse(keys).unmask_threshold(number)
     none = np.empty(0)
-    infos = [ClientInfo(f"{i}", i, (), none, none, none, 0, (), "", "", (), "") for i in range(number)]
+    infos = [ClientInfo(f"{i}", i, (), none, none, none, 0, (), (), "", "", (), "", 0) for i in range(number)]
     server, started = RoundSum(clients, infos, threshold, 0.0, RoundReport(1, 1, [])), time.process_time()
     total = server.collect("train", Packet(), length, LARGEST).values
     seconds = time.process_time() - started

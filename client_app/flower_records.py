@@ -73,7 +73,11 @@ def arrays_of(record: ArrayRecord) -> Arrays:
     Raises:
         ValueError: the bytes are no arrays.
     """
-    return {name: array.numpy() for name, array in record.items()}
+    arrays = {name: array.numpy() for name, array in record.items()}
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):  # numpy.load makes something else of a zip file
+            raise ValueError(f"the bytes of {name!r} are no array but a {type(array).__name__}")
+    return arrays
 
 
 def _record(records: RecordDict, name: str, kind: type) -> Any:

@@ -41,3 +41,13 @@ def one_line(text: str) -> str:
     start = "".join(c if c.isprintable() else " " for c in text[: 10 * MAX_REASON])
     line = " ".join(start.split())
     return line if len(line) <= MAX_REASON else line[: MAX_REASON - 1] + "…"
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a run ended, in words; Flower ends a server app by an exit whose only text is its code."""
+    if isinstance(error, SystemExit):
+        return (
+            "its process was told to end: by 'flwr stop', by a signal, or because the flower-superexec or "
+            "flower-superlink that had started it ended. Their logs say why. The run can be resumed."
+        )
+    return describe_os_error(error) if isinstance(error, OSError) else str(error) or type(error).__name__

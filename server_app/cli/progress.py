@@ -24,6 +24,10 @@ class Progress:
         self.directory, self.log = directory, Path()
         self._shown, self._noted = len(self._lines()), 0
 
+    def follow(self, log: Path) -> None:
+        """Take the notes from the beginning of this log on."""
+        self.log, self._noted = log, 0
+
     def show(self) -> None:
         """Print the rounds and notes that are new since the last call."""
         for note in self._notes()[self._noted :]:

@@ -10,6 +10,7 @@ from server_app.cli.common import FAILED, OK, complain, positive
 from server_app.cli.progress import Progress, summary
 from server_app.errors import RunError, describe_os_error
 from server_app.run_files.paths import (
+    INTERRUPTED,
     lock_run,
     mark_failed,
     project_folder,
@@ -20,11 +21,14 @@ from server_app.run_files.paths import (
 from server_app.run_files.tensorboard import require_tensorboard
 from server_app.run_keys import complete_run_keys, read_words
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
-from server_app.simulation.superlink import POLL, FlowerRun, default_workers
+from server_app.simulation.superlink import POLL, RAY_TIMED_OUT, FlowerRun, default_workers, ray_timed_out
 from task.config.parsing import parse
 from task.config.schema import Config, known_keys
 from task.keys import Key
 from task.message import Scalar
+
+COMPLETED = "finished:completed"  # Flower's status
+LOG = "flower.log"
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -92,33 +96,46 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
 def _keep_log(log: Path, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        shutil.copy(log, directory / "flower.log")
+        shutil.copy(log, directory / LOG)
     except OSError as error:  # which must not hide why the run failed
-        complain(f"{directory / 'flower.log'} cannot be written: {error.strerror}", FAILED)
+        complain(f"{directory / LOG} cannot be written: {error.strerror}", FAILED)
 
 
 def _run_with_flower(values: dict[str, Scalar], config: Config, progress: Progress, workers: int) -> int:
     print(f"starting Flower: {config.num_clients} clients, up to {workers} at a time", flush=True)
     try:
-        with interruptible() as check, FlowerRun(project_folder(), check) as flower:
-            progress.log = flower.log
-            flower.submit(values, config.num_clients, workers)
-            try:
-                while flower.is_running():
-                    progress.show()
-                    time.sleep(POLL)
-                progress.show()
-                status, details = flower.status()
-            finally:
-                _keep_log(flower.log, progress.directory)
+        status, details = _run_once(values, config, progress, workers)
+        if status != COMPLETED and ray_timed_out(progress.directory / LOG):
+            print("Ray did not start in time; trying once more", file=sys.stderr, flush=True)
+            status, details = _run_once(values, config, progress, workers)
     except Interrupted as stop:
         mark_failed(progress.directory, f"stopped by {stop}")
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
-    if status == "finished:completed":
-        return OK
-    log, flowers_reason = progress.directory / "flower.log", details.removeprefix("Simulation failed with exception: ")
-    reason = str(read_results(progress.directory).get("error") or flowers_reason or status)
-    mark_failed(progress.directory, reason)
+    return OK if status == COMPLETED else _report_failure(progress.directory, details or status)
+
+
+def _run_once(values: dict[str, Scalar], config: Config, progress: Progress, workers: int) -> tuple[str, str]:
+    """Flower's final status of one run, and its details; the log stays in the run's folder."""
+    with interruptible() as check, FlowerRun(project_folder(), check) as flower:
+        progress.follow(flower.log)
+        flower.submit(values, config.num_clients, workers)
+        try:
+            while flower.is_running():
+                progress.show()
+                time.sleep(POLL)
+            progress.show()
+            return flower.status()
+        finally:
+            _keep_log(flower.log, progress.directory)
+
+
+def _report_failure(directory: Path, details: str) -> int:
+    log, flowers_reason = directory / LOG, details.removeprefix("Simulation failed with exception: ")
+    if ray_timed_out(log):
+        flowers_reason = RAY_TIMED_OUT
+    results = read_results(directory)
+    reason = str((results.get("status") != INTERRUPTED and results.get("error")) or flowers_reason)
+    mark_failed(directory, reason)
     if "server_app.app.RunFailed" not in last_lines(log, 1000):  # else the reason says it all
         print(last_lines(log), file=sys.stderr)
     print(f"the log is {log}", file=sys.stderr)

@@ -10,7 +10,7 @@ from importlib import metadata
 
 from server_app.doctor.finding import GB, Finding
 from server_app.errors import LaunchError
-from server_app.run_files.paths import project_folder, resolve_output_dir
+from server_app.run_files.paths import INTERRUPTED, project_folder, read_results, resolve_output_dir
 from task.config.schema import Config
 from task.utils.cores import cores
 from task.utils.memory import available_memory
@@ -34,7 +34,7 @@ def examine(config: Config) -> Iterator[Finding]:
     Nothing is written. Weights that a run would download are downloaded.
     """
     usable = True
-    for finding in (*_packages(), _memory(), _disk(config)):
+    for finding in (*_packages(), _memory(), _disk(config), *_interrupted(config)):
         usable &= finding.level != "problem"
         yield finding
     if usable:
@@ -94,3 +94,10 @@ def _disk(config: Config) -> Finding:
     if free < SCARCE_DISK:
         return Finding("warning", text, "make room, or name another folder with output-dir")
     return Finding("ok", text)
+
+
+def _interrupted(config: Config) -> Iterator[Finding]:
+    """Runs below output-dir that were killed."""
+    for path in sorted(resolve_output_dir(config.output_dir).glob("*/results.json")):
+        if read_results(path.parent).get("status") == INTERRUPTED:
+            yield Finding("warning", f"{path.parent} was interrupted", f"go on with resume={path.parent}, or remove it")

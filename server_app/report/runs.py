@@ -11,6 +11,7 @@ import numpy as np
 import yaml
 
 from server_app.errors import ReportError
+from server_app.run_files.paths import true_status
 from task.metrics import crop_to_finished, summarize
 
 SCHEMA = 1
@@ -111,7 +112,7 @@ def load_run(folder: Path) -> Run:
         results = json.loads(path.read_text(encoding="utf-8"))
         if results["schema"] != SCHEMA:
             raise ValueError(f"its schema is {results['schema']!r}")
-        return build_run(folder, results, settings)
+        return build_run(folder, true_status(folder, results), settings)
     except FileNotFoundError as error:
         raise ReportError(f"{path} does not exist: no run has written anything there") from error
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:

@@ -15,7 +15,7 @@ from server_app.clients.client_info import ClientInfo
 from server_app.clients.nodes import write_nodes
 from server_app.clients.sampling import sample_clients
 from server_app.doctor.certificates import CertificateWatch
-from server_app.errors import RunError, describe_os_error
+from server_app.errors import RunError, reason_of
 from server_app.privacy.account import (
     charge,
     open_account,
@@ -356,8 +356,7 @@ class Run:
     def fail(self, error: BaseException) -> None:
         """Save what there is and why the run ended; a full disk must not hide that reason."""
         self.results.status = "failed"
-        reason = describe_os_error(error) if isinstance(error, OSError) else str(error)
-        self.results.error = reason or type(error).__name__
+        self.results.error = reason_of(error)
         with contextlib.suppress(OSError):
             self._write_last_files()
 

@@ -19,6 +19,9 @@ from task.utils.atomic import write_atomically
 
 log = logging.getLogger(__name__)
 
+LOCK = ".lock"
+RUNNING, INTERRUPTED = "running", "interrupted"  # the second is never recorded: only readers can know
+
 
 def project_folder() -> Path:
     """The checkout of this very code, or the one that the working directory is in.
@@ -80,9 +83,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
         OSError: the folder cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(timeout=1)  # who asks whether it is locked has it for a moment
     except Timeout:
         raise
     except (OSError, NotImplementedError) as error:
@@ -112,18 +115,39 @@ def lock_run(directory: Path) -> Iterator[None]:
         yield
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process is at work in a folder, see :func:`lock_folder`; also where that cannot be known."""
+    if not (folder / LOCK).exists():
+        return False
+    lock = FileLock(folder / LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except (Timeout, OSError, NotImplementedError):
+        return True
+    lock.release()
+    return False
+
+
+def true_status(directory: Path, results: dict[str, Any]) -> dict[str, Any]:
+    """The content of results.json with a status that holds: who was killed could not record that it runs no more."""
+    if results.get("status") != RUNNING or is_locked(directory):
+        return results
+    error = f"its process ended without a word, as when it is killed or the power goes; go on with resume={directory}"
+    return results | {"status": INTERRUPTED, "error": error}
+
+
 def read_results(directory: Path) -> dict[str, Any]:
-    """What results.json holds; nothing when there is none or it cannot be read."""
+    """What results.json holds, with its true status; nothing when there is none or it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         results = json.loads((directory / "results.json").read_text())
-        return results if isinstance(results, dict) else {}
+        return true_status(directory, results) if isinstance(results, dict) else {}
     return {}
 
 
 def mark_failed(directory: Path, reason: str) -> None:
     """Note the end of a run whose process was killed before it could; another's end stays as it is."""
     results = read_results(directory)
-    if results.get("status") == "running":
+    if results.get("status") in (RUNNING, INTERRUPTED):
         content = json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n"
         with contextlib.suppress(OSError):  # a full disk must not hide the reason
             write_atomically(directory / "results.json", content.encode())

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from server_app.errors import LaunchError
 from server_app.simulation.processes import end_processes, last_lines, start_process
+from server_app.simulation.warden import start_warden
 from task.config.schema import Config
 from task.message import Scalar
 from task.utils.cores import cores
@@ -28,6 +29,13 @@ DEFAULT_CLIENTS = 10
 MAX_WORKERS = 8  # a worker holds about 1 GB
 START_TIMEOUT = 60.0  # seconds for the SuperLink to answer
 POLL = 0.2  # seconds
+RAY_PATIENCE = "300"  # seconds for Ray's own programs to start; its default is 30 to 60, too few on a busy machine
+RAY_TIMED_OUT = (
+    "Ray, which runs the simulated clients, did not start in time, as happens when the machine is too busy. "
+    "Run again when it is not, with fewer --workers, or with --in-process."
+)
+# what Ray 2.55 says: node.py waits 30 s, which no setting changes; its core worker names the setting
+_RAY_TIMEOUTS = ("timed out during startup", "RAY_raylet_start_wait_time_s", "RAY_worker_register_timeout_seconds")
 
 
 def default_workers(config: Config) -> int:
@@ -37,6 +45,8 @@ def default_workers(config: Config) -> int:
 
 class FlowerRun:
     """A private SuperLink and one run on it; a context manager that ends every process it started.
+
+    When this process is killed, its warden ends them.
 
     Args:
         project: folder of the Flower app; Ray's workers import the clients' code from there.
@@ -59,6 +69,7 @@ class FlowerRun:
         # Ray appends about 70 characters for its sockets, whose paths may have about 100
         short = "/tmp" if len(tempfile.gettempdir()) > 20 and os.path.isdir("/tmp") else None
         self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=short))
+        self._warden = start_warden(f"FLWR_HOME={self._home}", self._home)
         try:
             self._start_superlink()
         except BaseException:
@@ -70,6 +81,7 @@ class FlowerRun:
         """End all processes and remove all files."""
         end_processes(self._processes, f"FLWR_HOME={self._home}")
         shutil.rmtree(self._home, ignore_errors=True)
+        self._warden.communicate()
 
     def submit(self, values: Mapping[str, Scalar], clients: int, workers: int) -> None:
         """Submit a run with these keys to the SuperLink; so many simulated ``clients`` share so many ``workers``."""
@@ -138,12 +150,22 @@ def _environment(home: Path) -> dict[str, str]:
         "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": str(POLL),
         "RAY_TMPDIR": str(home),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_start_wait_time_s": RAY_PATIENCE,
+        "RAY_worker_register_timeout_seconds": RAY_PATIENCE,
         "PYTHONUNBUFFERED": "1",
         "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]),
     }
     for name in ("NO_PROXY", "no_proxy"):
         own[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
     return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
+
+
+def ray_timed_out(log: Path) -> bool:
+    """Whether the log of a run says that Ray did not start in time."""
+    with contextlib.suppress(OSError):
+        text = log.read_text(errors="replace")
+        return any(words in text for words in _RAY_TIMEOUTS)
+    return False
 
 
 def _free_port() -> int:

@@ -11,11 +11,12 @@ from flwr.serverapp import Grid
 
 from client_app.flower_records import MESSAGE_TYPES, Encode, from_records, to_records
 from server_app.errors import one_line
+from server_app.transport.answers import Answer, Answers, answers_of, patiently
 from server_app.transport.base import Reply
 from task.message import Kind, Packet, payload_bytes
 
 _CHECK_INTERVAL = 10.0  # seconds between two checks for restarted nodes
-_BATCH = 16  # answers that are pulled together, and so are in memory together
+_GRACE = 3.0  # seconds beyond the timeout in which answers that are there by then may still be fetched
 _EXCEPTION = re.compile(r"<class '(?P<module>[\w.]*?)\.?(?P<kind>\w+)(?:\(\w+\))?'>:<'(?P<text>.*)'>", re.DOTALL)
 _ANSI_COLOURS = re.compile(r"\x1b\[\d*m")
 
@@ -31,12 +32,12 @@ class GridTransport:
     one_process = False
 
     def __init__(self, grid: Grid) -> None:
-        self._grid = grid
+        self._grid, self._answers = grid, answers_of(grid)
         self._unanswered: dict[str, _Envelope] = {}  # of earlier exchanges, by id of the message
 
     def nodes(self) -> list[int]:
         """Ids of the connected nodes; Flower draws them at random for every run and lists them in any order."""
-        return list(self._grid.get_node_ids())
+        return list(patiently(self._grid.get_node_ids))
 
     def busy(self) -> set[int]:
         """Nodes without an answer when the last exchange ended."""
@@ -47,12 +48,15 @@ class GridTransport:
 
         An array that several packets share is serialised once. The time that the caller spends between two replies does
         not count for the timeout. A node that is still busy with an earlier message gets this one as soon as it is
-        free; the exchange ends without it when all others have answered.
+        free; the exchange ends without it when all others have answered. It ends within ``timeout`` and five seconds,
+        also while nodes are still sending their answers.
 
         Raises:
             TypeError, ValueError: a packet holds something that cannot travel.
+            RunError: the SuperLink fails again and again.
         """
-        exchange = _Exchange(self._grid, self._unanswered, _envelopes(kind, packets, timeout))
+        envelopes = _envelopes(kind, packets, timeout)
+        exchange = _Exchange(self._grid, self._answers, self._unanswered, envelopes, timeout)
         try:
             while not exchange.finished() and (waited := exchange.seconds_waited()) < timeout:
                 exchange.send()
@@ -60,7 +64,7 @@ class GridTransport:
                 if not exchange.finished():  # the next poll is after a twentieth of the time waited so far, 0.1 to 2 s
                     time.sleep(min(timeout - waited, 2.0, max(0.1, waited / 20)))
         finally:
-            failed = exchange.close(timeout)
+            failed = exchange.close()
         yield from failed
 
 
@@ -89,8 +93,15 @@ class _Envelope:
 class _Exchange:
     """The state of one exchange: each envelope is waiting, sent, or replied to."""
 
-    def __init__(self, grid: Grid, unanswered: dict[str, _Envelope], envelopes: list[_Envelope]) -> None:
-        self._grid = grid
+    def __init__(
+        self,
+        grid: Grid,
+        answers: Answers,
+        unanswered: dict[str, _Envelope],
+        envelopes: list[_Envelope],
+        timeout: float,
+    ) -> None:
+        self._grid, self._answers, self._timeout = grid, answers, timeout
         self._unanswered = unanswered
         self._waiting = {envelope.node: envelope for envelope in envelopes}
         self._sent: dict[str, _Envelope] = {}  # by id of the message
@@ -118,7 +129,7 @@ class _Exchange:
         self._drop_restarted()
         ready = [self._waiting.pop(envelope.node) for envelope in self._ready()]
         messages = [envelope.message for envelope in ready if envelope.message is not None]
-        accepted = set(self._grid.push_messages(messages)) if messages else set()
+        accepted = set(patiently(self._grid.push_messages, messages)) if messages else set()
         for envelope, message in zip(ready, messages, strict=True):
             # by id and not by position: refused messages are missing from the answer, or None in it
             if message.metadata.message_id in accepted:
@@ -132,7 +143,7 @@ class _Exchange:
         if time.monotonic() < self._next_check:
             return
         self._next_check = time.monotonic() + _CHECK_INTERVAL
-        self._starts = {node.node_id: node.last_activated_at for node in self._grid.get_nodes()}
+        self._starts = {node.node_id: node.last_activated_at for node in patiently(self._grid.get_nodes)}
         for envelopes in (self._unanswered, self._sent):
             lost = [k for k, e in envelopes.items() if e.started and self._starts.get(e.node, e.started) != e.started]
             for envelope in map(envelopes.pop, lost):
@@ -140,12 +151,16 @@ class _Exchange:
                     self._fail(envelope, "was restarted or out of reach before it answered", envelope.size)
 
     def collect(self) -> Iterator[Reply]:
-        """Pull the answers that are there, a few at a time; again if more may have come while the caller was busy."""
+        """Take the answers that are there, a few at a time; again if more may have come while the caller was busy."""
         any_answers = True
         while any_answers:
-            any_answers, message_ids = False, [*self._sent, *self._unanswered]
-            for start in range(0, len(message_ids), _BATCH):
-                answers = self._pull(message_ids[start : start + _BATCH])
+            any_answers = False
+            # in a simulation, asking for the answer to an expired message raises KeyError
+            for message_id in [i for i, envelope in self._unanswered.items() if envelope.expires < time.time()]:
+                del self._unanswered[message_id]
+            message_ids = self._answers.look([*self._sent, *self._unanswered])
+            for start in range(0, len(message_ids), self._answers.batch):
+                answers = self._take(message_ids[start : start + self._answers.batch])
                 any_answers = any_answers or bool(answers)
                 while answers:
                     reply, yielded = _reply(*answers.pop()), time.monotonic()
@@ -153,28 +168,24 @@ class _Exchange:
                     del reply
                     self._caller_seconds += time.monotonic() - yielded
 
-    def _pull(self, message_ids: list[str]) -> list[tuple[_Envelope, Message]]:
+    def _take(self, message_ids: list[str]) -> list[tuple["_Envelope", Answer]]:
         """Answers to messages of this exchange; late answers to earlier messages are thrown away."""
         answers = []
-        # in a simulation, pulling the answer to an expired message raises KeyError
-        for message_id in [i for i, envelope in self._unanswered.items() if envelope.expires < time.time()]:
-            del self._unanswered[message_id]
         message_ids = [i for i in message_ids if i in self._sent or i in self._unanswered]
-        for message in self._grid.pull_messages(message_ids) if message_ids else []:
-            # not by sender: the SuperLink itself answers for nodes that are gone
-            message_id = message.metadata.reply_to_message_id
+        until = time.monotonic() + self._timeout + _GRACE - self.seconds_waited()
+        for message_id, answer in self._answers.take(message_ids, until) if message_ids else []:
             self._unanswered.pop(message_id, None)
             if envelope := self._sent.pop(message_id, None):
                 self._any_reply = True
-                answers.append((envelope, message))
+                answers.append((envelope, answer))
         return answers
 
-    def close(self, timeout: float) -> list[Reply]:
+    def close(self) -> list[Reply]:
         """End the exchange; returns a reply with an error for each node that has failed or not answered."""
         for envelope in self._waiting.values():
             self._fail(envelope, "still busy with an earlier message", 0)
         for envelope in self._sent.values():
-            self._fail(envelope, f"no answer within {timeout:g} s", envelope.size)
+            self._fail(envelope, f"no answer within {self._timeout:g} s", envelope.size)
         self._unanswered |= self._sent
         return self._failed
 
@@ -207,11 +218,16 @@ def _shared_encoder() -> Encode:
     return encode
 
 
-def _reply(envelope: _Envelope, message: Message) -> Reply:
-    if message.has_error():
-        return Reply(envelope.node, None, readable_reason(message.error), envelope.size, 0)
+def _reply(envelope: _Envelope, answer: Answer) -> Reply:
     try:
-        packet = from_records(message.content)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer.has_error():
+            return Reply(envelope.node, None, readable_reason(answer.error), envelope.size, 0)
+        packet = from_records(answer.content)
+        return Reply(envelope.node, packet, "", envelope.size, payload_bytes(packet))
+    except ConnectionError as error:
+        return Reply(envelope.node, None, str(error), envelope.size, 0)
     except Exception as error:  # an unreadable answer must not end the run
-        return Reply(envelope.node, None, f"unreadable answer: {error}", envelope.size, 0)
-    return Reply(envelope.node, packet, "", envelope.size, payload_bytes(packet))
+        reason = one_line(f"unreadable answer: {type(error).__name__}: {error}")
+        return Reply(envelope.node, None, reason, envelope.size, 0)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,3 +110,10 @@ def test_records_have_fixed_names_and_empty_ones_stay_at_home():
     assert list(to_records(full)) == ["arrays", "prototypes", "metrics", "config"]
     assert list(to_records(Packet())) == []
     assert from_records(RecordDict({"other": MetricRecord({"m": 1})})) == Packet()
+
+
+def test_a_zip_file_is_no_array():
+    """numpy.load makes something of it that is none."""
+    record = ArrayRecord({"w": Array("float32", (2,), "numpy.ndarray", b"PK\x05\x06" + bytes(18))})
+    with pytest.raises(ValueError, match="the bytes of 'w' are no array but a NpzFile"):
+        from_records(RecordDict({"arrays": record}))

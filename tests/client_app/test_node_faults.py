@@ -140,6 +140,23 @@ def test_a_run_that_ended_is_resumed_and_survives_its_superlink(deployment: Depl
     assert_as_in_one_process(folder, values)
 
 
+def test_a_run_whose_superexec_dies_says_so_and_is_resumed(deployment: Deployment, tmp_path: Path) -> None:
+    values = TINY | LONGER | {"num-clients": NODES, "output-dir": str(tmp_path), "run-name": "run"}
+    trained = deployment.count_in_log("supernode-0", "Receiving: train message")
+    run, folder = deployment.submit(values), tmp_path / "run"
+    until(lambda: rounds_in(folder) == 1, deployment.report())
+    deployment.await_training(0, trained + 1)
+    superexec = deployment.processes["superexec"]
+    superexec.kill()  # not what it has started
+    superexec.wait()
+    assert deployment.status(run) == "finished:failed"
+    assert results_of(folder)["error"].startswith("its process was told to end")
+    deployment.start_superexec()
+    run = deployment.submit({"resume": str(folder)})
+    assert deployment.status(run) == "finished:completed", deployment.report()
+    assert_as_in_one_process(folder, values)
+
+
 def test_nodes_without_keys_and_a_superlink_that_takes_the_run_with_it(tmp_path: Path) -> None:
     values = TINY | LONGER | {"num-clients": 2, "output-dir": str(tmp_path), "run-name": "run"}
     folder = tmp_path / "run"

@@ -1,6 +1,7 @@
 """docker/ without a Docker engine: the compose files, what their commands mean to Flower, what the proxy lets by."""
 
 import argparse
+import http.client
 import http.server
 import json
 import re
@@ -10,17 +11,28 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from flwr.app import Message
 from flwr.common.config import parse_config_args
+from flwr.common.constant import FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from flwr.proto.message_pb2 import PushObjectRequest
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
+from flwr.supercore.retry.http_retry import _RETRYABLE_STATUS_CODES
 
+from client_app.flower_records import to_records
 from task.config.schema import OF_THE_NODE, keys_affecting
+from task.message import Packet
 from tests.helpers.documents import commands, section
+from tests.helpers.flower import LoopbackGrid, N, echo
 from tests.helpers.proxy import make_keys, proxy
 
 FOLDER = Path(__file__).parents[2] / "docker"
@@ -204,8 +216,9 @@ def test_the_proxy_forwards_fleet_paths_only_as_configured():
     (server,) = PROXY["apps"]["http"]["servers"].values()
     assert server["tls_connection_policies"] == [{"default_sni": "localhost"}]  # who comes by address names none
     assert server["listen"] == [":8443"]
-    assert server["protocols"] == ["h1", "h2"]  # HTTP/3 comes over UDP, which compose.yml does not publish
-    fleet, rest = server["routes"]
+    assert server["protocols"] == ["h1"]  # HTTP/3 comes over UDP, which compose.yml does not publish
+    *limits, fleet, rest = server["routes"]
+    assert {handler["handler"] for route in limits for handler in route["handle"]} == {"request_body"}
     assert [handler["handler"] for handler in fleet["handle"]] == ["rewrite", "reverse_proxy"]
     assert [handler["handler"] for handler in rest["handle"]] == ["static_response"]
     assert "match" not in rest
@@ -229,13 +242,25 @@ class Upstream(http.server.BaseHTTPRequestHandler):
     """Stands for the SuperLink and notes what reaches it."""
 
     reached: list[str]
+    answer = 200
 
     def do_POST(self) -> None:
         self.reached.append(self.path)
-        self.rfile.read(int(self.headers.get("content-length") or 0))
-        self.send_response(200)
+        if not self._read_body():
+            return
+        self.send_response(self.answer)
         self.send_header("content-length", "0")
         self.end_headers()
+
+    def _read_body(self) -> bool:
+        """Whether all of it came."""
+        if self.headers.get("transfer-encoding") != "chunked":
+            size = int(self.headers.get("content-length") or 0)
+            return len(self.rfile.read(size)) == size
+        while size := int(self.rfile.readline() or b"0", 16):
+            if len(self.rfile.read(size + 2)) < size + 2:
+                return False
+        return self.rfile.readline() == b"\r\n"
 
     do_GET = do_PUT = do_POST
 
@@ -256,6 +281,68 @@ def upstream(keys: Path) -> Iterator[tuple[int, list[str]]]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_the_proxy_takes_what_nodes_send():
+    """An answer of 300 arrays and 100 MB, in pieces of the size that Flower has."""
+    LoopbackGrid(echo)
+    arrays = {f"blocks.{i}.attention.weight": np.full(84_000, i, np.float32) for i in range(300)}
+    answer = Message(to_records(Packet(arrays=arrays | {"large": np.arange(4_000_000.0)})), N[0], "train")
+    contents = [part.deflate() for part in get_all_nested_objects(answer).values()]
+    pushed = PushObjectRequest(node=Node(node_id=N[0]), run_id=N[0], object_id="x" * 64, session_id="x" * 36)
+    listed = PushMessagesRequest(node=Node(node_id=N[0]), message_object_trees=[get_object_tree(answer)])
+    limits = body_limits()
+    assert pushed.ByteSize() + FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE < max(map(len, contents)) + 400
+    assert pushed.ByteSize() + max(map(len, contents)) < limits["/v1/fleet/push-object"]
+    # docker/README.md: 70 bytes an object, 5 MiB an object at most
+    assert 60 < listed.ByteSize() / len(contents) < 75
+    assert 10 * listed.ByteSize() < limits["/v1/fleet/push-messages"]
+    assert limits["others"] >= 65536
+
+
+def body_limits() -> dict[str, int]:
+    """The proxy's limits by path."""
+    (server,) = PROXY["apps"]["http"]["servers"].values()
+    routes = server["routes"][:-2]
+    return {r["match"][0].get("path", ["others"])[0]: r["handle"][0]["max_size"] for r in routes}
+
+
+def answer_to_body(port: int, keys: Path, path: str, size: int, chunked: bool) -> int:
+    """The answer to a body of so many bytes, sent until the proxy has had enough."""
+    context = ssl.create_default_context(cafile=keys / "ca.crt")
+    connection = http.client.HTTPSConnection("localhost", port, context=context, timeout=60)
+    pieces = (bytes(min(65536, size - start)) for start in range(0, size, 65536))
+    headers = {} if chunked else {"content-length": str(size)}
+    with closing(connection):
+        with suppress(OSError):  # the proxy closes the connection before all is sent
+            connection.request("POST", path, pieces, headers, encode_chunked=chunked)
+        return connection.getresponse().status
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_the_running_proxy_bounds_what_reaches_the_superlink(chunked, tmp_path):
+    keys = tmp_path / "keys"
+    make_keys.main([str(keys), "--nodes", "0"])
+    limits = body_limits()
+    limits |= dict.fromkeys(FLEET - set(limits), limits.pop("others"))
+    assert set(limits) == FLEET
+    with upstream(keys) as (superlink, reached), proxy(tmp_path, keys, superlink) as port:
+        for path, limit in limits.items():
+            assert answer_to_body(port, keys, path, limit, chunked) == 200
+            assert answer_to_body(port, keys, path, limit + 1, chunked) == 413
+        assert set(reached) == FLEET
+
+
+def test_a_superlink_that_fails_is_asked_again_by_nodes(tmp_path, monkeypatch):
+    """Flower's nodes try again after 503 and not after 500, which is what a locked database gives."""
+    keys = tmp_path / "keys"
+    make_keys.main([str(keys), "--nodes", "0"])
+    assert {503} <= _RETRYABLE_STATUS_CODES
+    assert 500 not in _RETRYABLE_STATUS_CODES
+    with upstream(keys) as (superlink, _), proxy(tmp_path, keys, superlink) as port:
+        for ours, theirs in {500: 503, 401: 401, 403: 403, 200: 200}.items():
+            monkeypatch.setattr(Upstream, "answer", ours)
+            assert status(port, keys, "POST", "/v1/fleet/push-object") == theirs
 
 
 def status(port: int, keys: Path, method: str, path: str) -> int:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,3 +126,20 @@ def test_a_run_that_is_stopped(tmp_path, temporary):
     assert "stopped" in err
     assert run.left_behind() == []
     assert places.read_results(run.directory)["status"] == "failed"
+
+
+@pytest.mark.flower
+@pytest.mark.slow
+def test_a_run_that_is_killed_leaves_no_process_and_is_seen_to_be_interrupted(tmp_path, temporary):
+    run = Fcil(tmp_path, temporary, "rounds-per-task=500")
+    for line in run.process.stdout:
+        if line.startswith("task 1/2, round 1/500"):
+            break
+    assert len(run.left_behind()) > 5
+    run.process.kill()
+    run.end()
+    deadline = time.monotonic() + 60
+    while run.left_behind():
+        assert time.monotonic() < deadline, run.left_behind()
+        time.sleep(0.5)
+    assert places.read_results(run.directory)["status"] == "interrupted"

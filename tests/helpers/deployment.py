@@ -250,12 +250,16 @@ class Deployment(Network):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        root = f"--root-certificates={self.keys}/ca.crt"
-        secret = f"--superexec-auth-secret-file={self.keys}/server.secret"
-        self.start("superexec", "flower-superexec", f"--runtime-api-address=127.0.0.1:{self.port}", root, secret)
+        self.start_superexec()
         port = self._stack.enter_context(proxy(self.folder, self.keys, self.port))
         self._address = f"127.0.0.1:{port}"
         return self
+
+    def start_superexec(self) -> None:
+        """Start the server's, or start it again."""
+        root = f"--root-certificates={self.keys}/ca.crt"
+        secret = f"--superexec-auth-secret-file={self.keys}/server.secret"
+        self.start("superexec", "flower-superexec", f"--runtime-api-address=127.0.0.1:{self.port}", root, secret)
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()

@@ -1,5 +1,6 @@
 """`fcil doctor`: every line true, every problem named together with what to do, and exit codes that say the same."""
 
+import json
 import subprocess
 import sys
 from importlib.metadata import version
@@ -16,6 +17,7 @@ from server_app.cli import main as cli
 from server_app.doctor import dry_run, machine
 from server_app.doctor.finding import Finding
 from server_app.doctor.machine import OPTIONAL, examine
+from server_app.run_files.paths import lock_run
 from task.config.parsing import parse
 from task.data.load import load_dataset
 from task.methods import METHODS
@@ -130,6 +132,16 @@ def test_memory_is_what_the_container_allows(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(memory_module, "_CONTAINER_LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
     assert available_memory() == 1e6
     assert machine._memory().level == "warning"
+
+
+def test_runs_that_were_killed_are_named(tmp_path: Path) -> None:
+    for name, status in (("a", "running"), ("b", "finished"), ("c", "running")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(json.dumps({"status": status}))
+    with lock_run(tmp_path / "c"):
+        [finding] = machine._interrupted(parse({"output-dir": str(tmp_path)}))
+    assert (finding.level, finding.text) == ("warning", f"{tmp_path / 'a'} was interrupted")
+    assert f"resume={tmp_path / 'a'}" in finding.advice
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

@@ -106,6 +106,19 @@ def test_a_client_that_never_answers_is_named(tiny: dict) -> None:
     assert results["rounds"][0]["failures"] == [{"name": "client-0002", "reason": "no answer within 3600 s"}]
 
 
+def test_a_server_app_that_flower_ends_says_so_in_words(tiny: dict) -> None:
+    """It did: the error of a run whose superexec had died was "0"."""
+
+    def broken(node: int, kind: Kind) -> bool:
+        if kind == "train":
+            raise SystemExit(0)
+        return False
+
+    with pytest.raises(SystemExit):
+        run(tiny, broken=broken)
+    assert results_of(folder_of(tiny))["error"].startswith("its process was told to end: by 'flwr stop', by a signal")
+
+
 def test_statistics_that_nobody_asked_for_are_refused(tiny: dict) -> None:
     def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
         if node == 0 and kind == "train":
@@ -384,5 +397,8 @@ def test_a_killed_run_leaves_whole_files_up_to_its_last_round(tiny: dict) -> Non
     assert model_of(tiny)["head.weight"].shape == (6, 112)
     from server_app.report.write import write_report
 
+    assert 'class="badge running"' in (folder / "report.html").read_text()  # it drew that itself
     write_report([folder])
-    assert "running" in (folder / "report.html").read_text()
+    page = (folder / "report.html").read_text()
+    assert 'class="badge interrupted"' in page
+    assert f"go on with resume={folder}" in page

@@ -1,6 +1,7 @@
 """Where runs lie, and how one that was killed is marked."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,28 @@ def test_a_killed_run_is_marked_as_failed(tmp_path):
     paths.mark_failed(tmp_path / "absent", "no matter")
 
 
+def test_a_run_that_was_killed_is_seen_not_to_run(tmp_path):
+    (tmp_path / "results.json").write_text('{"status": "running"}')
+    with paths.lock_run(tmp_path):
+        assert paths.is_locked(tmp_path)
+        assert paths.read_results(tmp_path) == {"status": "running"}
+    found = paths.read_results(tmp_path)
+    assert found["status"] == "interrupted"
+    assert found["error"].endswith(f"go on with resume={tmp_path}")
+    assert not paths.is_locked(tmp_path)  # asking has not locked it
+    (tmp_path / "results.json").write_text('{"status": "finished"}')
+    assert paths.read_results(tmp_path) == {"status": "finished"}
+
+
+def test_who_asks_for_the_lock_keeps_nobody_out(tmp_path):
+    (tmp_path / ".lock").touch()
+    asking = FileLock(tmp_path / ".lock", thread_local=False)
+    asking.acquire()
+    threading.Timer(0.3, asking.release).start()
+    with paths.lock_folder(tmp_path):
+        assert paths.is_locked(tmp_path)
+
+
 def test_a_locked_folder_is_free_again_and_file_systems_without_locks_are_named(tmp_path, monkeypatch, caplog):
     with paths.lock_folder(tmp_path / "new"):
         with pytest.raises(Timeout), paths.lock_folder(tmp_path / "new"):
@@ -53,6 +76,8 @@ def test_a_locked_folder_is_free_again_and_file_systems_without_locks_are_named(
     monkeypatch.setattr(FileLock, "acquire", refuse)
     with paths.lock_folder(tmp_path), paths.lock_folder(tmp_path):
         assert "start no second run there" in caplog.text
+    (tmp_path / ".lock").touch()
+    assert paths.is_locked(tmp_path)  # which nobody can know there, so what is recorded counts
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

@@ -202,7 +202,7 @@ def test_page_of_an_unfinished_run_says_so(make_run, changes, words):
     write_report([folder])
     page = page_of(folder)
     assert words in " ".join(page.text.split())
-    expected = changes.get("status", "running")
+    expected = changes.get("status", "interrupted")  # nobody holds the lock of its folder
     assert ("span", "class", f"badge {expected}") in page.attributes
 
 
@@ -342,7 +342,7 @@ def test_accuracy_picture_of_a_partial_run(make_run, done):
     assert len(lines_of(axes)) == done + 1
     assert axes.get_xlim()[1] > 3
     shown = [text.get_text() for text in (*figure.texts, *axes.texts)]
-    assert any(f"RUNNING, {done} OF 3 TASKS" in text for text in shown)
+    assert any(f"INTERRUPTED, {done} OF 3 TASKS" in text for text in shown)
     assert ("no task finished yet" in shown) == (done == 0)
 
 
@@ -419,7 +419,7 @@ def test_confusion_picture_shows_shares_in_order_of_arrival(make_run):
     assert written == {((0, 0), "60"), ((0, 1), "30"), ((0, 2), "10"), ((1, 1), "100"), ((2, 0), "50"), ((2, 2), "50")}
     assert [label.get_text() for label in axes.get_yticklabels()] == ["three", "two", "one"]
     assert [list(line.get_xdata()) for line in axes.lines if line.get_ydata()[0] == 0] == [[1.5, 1.5]]
-    assert "RUNNING" in " ".join(text.get_text() for text in figure.texts)
+    assert "INTERRUPTED" in " ".join(text.get_text() for text in figure.texts)
 
 
 def test_clients_picture_shows_counts_by_task_and_their_sum(make_run):

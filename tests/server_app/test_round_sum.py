@@ -55,7 +55,7 @@ class Clients:
                 yield Reply(node, answer, "", payload_bytes(packet), payload_bytes(answer))
 
     def sum(self, threshold: int) -> np.ndarray:
-        infos = [ClientInfo(f"client-{i}", i, (), *[np.empty(0)] * 3, 0, (), "", "", (), "") for i in self.nodes]
+        infos = [ClientInfo(f"client-{i}", i, (), *[np.empty(0)] * 3, 0, (), (), "", "", (), "", 0) for i in self.nodes]
         collected = RoundSum(self, infos, threshold, 5.0, self.report).collect(
             "train", Packet(), self.vectors.shape[1], LARGEST
         )

@@ -10,10 +10,13 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from client_app.flower_records import to_records
 from server_app.transport import flower_grid
+from server_app.transport.answers import WholeAnswers
 from server_app.transport.base import Reply, sort_replies
 from server_app.transport.flower_grid import GridTransport, readable_reason
 from task.message import Packet, payload_bytes
 from tests.helpers.flower import LoopbackGrid, N, echo, packet
+
+EMPTY_ZIP = b"PK\x05\x06" + bytes(18)  # of which numpy.load makes no array
 
 
 def asked(transport: GridTransport, packets: dict[int, Packet], timeout: float) -> list[Reply]:
@@ -65,7 +68,7 @@ def test_a_busy_caller_does_not_shorten_the_waiting_for_a_node_that_is_busy_too(
 def test_a_few_answers_are_in_memory_at_once(monkeypatch):
     """All four have come; two are pulled together, and one that the caller has seen may still be in its hand."""
     grid, alive, most = LoopbackGrid(echo, 4), [], 0
-    monkeypatch.setattr(flower_grid, "_BATCH", 2)
+    monkeypatch.setattr(WholeAnswers, "batch", 2)
     original = grid.pull_messages
 
     def pull(message_ids):
@@ -194,6 +197,7 @@ def test_a_node_that_was_restarted_owes_nothing(restarted):
         RecordDict({"arrays": MetricRecord({"x": 1})}),
         RecordDict({"arrays": ArrayRecord({"x": Array("float32", (2,), "numpy.ndarray", b"rubbish")})}),
         RecordDict({"arrays": ArrayRecord({"x": Array("float32", (2,), "pickle", b"rubbish")})}),
+        RecordDict({"arrays": ArrayRecord({"x": Array("float32", (2,), "numpy.ndarray", EMPTY_ZIP)})}),
     ],
 )
 def test_unreadable_answers_are_failures(answer):

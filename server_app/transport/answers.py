@@ -1,0 +1,160 @@
+"""Taking answers from Flower's Grid, each by itself, so that none holds up or breaks the others.
+
+``HttpGrid.pull_messages`` of Flower 1.41 asks for all answers at once, of which the SuperLink then keeps none. It waits
+up to two hours for the objects of an answer that its node has begun to send, and raises at the first answer that cannot
+be decoded: the others of the call are lost. So this module makes the same requests one by one.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar, cast
+
+import httpx
+from flwr.app import Message
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.superlink.grid import HttpGrid
+
+from server_app.errors import RunError
+
+log = logging.getLogger(__name__)
+
+Answer = Message | Exception  # an exception says why an answer cannot be read
+Result = TypeVar("Result")
+
+PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between tries
+
+
+class Answers(Protocol):
+    """Where answers to messages come from; ``batch`` of them are taken together, and so are in memory together."""
+
+    batch: int
+
+    def look(self, message_ids: Sequence[str]) -> list[str]:
+        """Those of the messages whose answers may be there."""
+
+    def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
+        """The answers that are there as a whole, each with the id of its message; ends at ``until``, monotonic."""
+
+
+def answers_of(grid: Grid) -> Answers:
+    """The way to the answers that fits a grid."""
+    return HttpAnswers(grid) if isinstance(grid, HttpGrid) else WholeAnswers(grid)
+
+
+def patiently(call: Callable[..., Result], *arguments: object) -> Result:
+    """Call the SuperLink; again while it fails, as it does when its database is locked for more than five seconds.
+
+    Raises:
+        RunError: it has failed six times in a row.
+    """
+    for pause in (*PAUSES, None):
+        try:
+            return call(*arguments)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code < 500:
+                raise
+            answer = f"the SuperLink answers {error.response.status_code} to {error.request.url.path}"
+        if pause is not None:
+            log.warning("%s; trying again in %g s", answer, pause)
+            time.sleep(pause)
+    raise RunError(
+        f"{answer}, {len(PAUSES) + 1} times in {sum(PAUSES):g} s. Its log says why; 'database is locked' there means "
+        "that its disk or its machine is too busy. Resume the run when it is not."
+    )
+
+
+class WholeAnswers:
+    """Answers of a grid that keeps them whole in this process's memory, as in a simulation."""
+
+    batch = 16
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def look(self, message_ids: Sequence[str]) -> list[str]:
+        """All of them: only taking them shows which have an answer."""
+        return list(message_ids)
+
+    def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
+        """The answers that are there; not by sender, as Flower itself answers for nodes that are gone."""
+        return [(m.metadata.reply_to_message_id, m) for m in self._grid.pull_messages(message_ids)]
+
+
+@dataclass
+class _Upload:
+    """An answer that its node has sent or is sending; ``missing`` are ids of objects that were not fetched yet."""
+
+    message_id: str  # of the answer
+    missing: list[str]
+    contents: dict[str, bytes] = field(default_factory=dict)
+
+
+class HttpAnswers:
+    """Answers from a SuperLink, which hands them out once, object by object."""
+
+    batch = 1
+
+    def __init__(self, grid: HttpGrid) -> None:
+        self._grid = grid
+        self._uploads: dict[str, _Upload] = {}  # by id of the message that is answered
+
+    def look(self, message_ids: Sequence[str]) -> list[str]:
+        """Messages to which an answer has come or is on its way, which the SuperLink says only once.
+
+        ``message_ids`` are all whose answers are still wanted.
+        """
+        self._uploads = {message_id: u for message_id, u in self._uploads.items() if message_id in message_ids}
+        unknown = [message_id for message_id in message_ids if message_id not in self._uploads]
+        if unknown:
+            request = PullAppMessagesRequest(message_ids=unknown)
+            response = patiently(self._grid._runtime_client.PullMessages, request)
+            for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
+                # as the SuperLink has checked it, and not as the answer itself says: that may name another's message
+                answered = message.metadata.reply_to_message_id
+                self._uploads[answered] = _Upload(message.metadata.message_id, _object_ids(tree))
+        return [message_id for message_id in message_ids if message_id in self._uploads]
+
+    def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
+        """The answers all of whose objects are there, decoded, or the reasons why they cannot be."""
+        answers = [(message_id, self._fetch(self._uploads[message_id], until)) for message_id in message_ids]
+        whole = [(message_id, answer) for message_id, answer in answers if answer is not None]
+        for message_id, _ in whole:
+            del self._uploads[message_id]
+        return whole
+
+    def _fetch(self, upload: _Upload, until: float) -> Answer | None:
+        """The answer; None while something of it is missing."""
+        while upload.missing and time.monotonic() < until:
+            request = PullObjectRequest(
+                node=self._grid.node, run_id=self._grid.run.run_id, object_id=upload.missing[-1]
+            )
+            response = patiently(self._grid._runtime_client.PullObject, request)
+            if not response.object_found:
+                return ConnectionError("the node broke off while it sent its answer")
+            if not response.object_available:
+                return None
+            upload.contents[upload.missing.pop()] = response.object_content
+        return None if upload.missing else self._decode(upload)
+
+    def _decode(self, upload: _Upload) -> Answer:
+        request = ConfirmMessageReceivedRequest(
+            node=self._grid.node, run_id=self._grid.run.run_id, message_object_id=upload.message_id
+        )
+        patiently(self._grid._runtime_client.ConfirmMessageReceived, request)
+        try:
+            answer = inflate_object_from_contents(upload.message_id, upload.contents)
+        except Exception as error:  # whatever the node has sent
+            return error
+        return answer if isinstance(answer, Message) else TypeError(f"a {type(answer).__name__} and no message")
+
+
+def _object_ids(tree: ObjectTree) -> list[str]:
+    """Each object of an answer once; the answer itself, which a node sends last, is the last one."""
+    nodes = cast(Iterator[ObjectTree], iterate_object_tree(tree))
+    return list(dict.fromkeys(node.object_id for node in nodes))
