@@ -87,15 +87,17 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Tensor) -> float:
         scatter: about the class means, [M, M].
     """
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
-    generator = torch_rng(0, "features")
+    spectrum, generator = Spectrum.of_matrix(scatter), torch_rng(0, "features")
     for _ in range(max(1, ENOUGH // int(counts.sum()))):
-        wrong += _cross_validate(*draw_features(counts, means, scatter, generator), len(counts))
+        wrong += _cross_validate(*draw_features(counts, means, spectrum, generator), len(counts))
     good = SHRINKAGES[wrong <= wrong.min() + (wrong.min() + 1).sqrt()]
     usual = PRIOR if counts.sum() > means.shape[1] else 1.0  # with fewer images most of the scatter was never seen
     return float(good[(good / usual).log().abs().argmin()])
 
 
-def draw_features(counts: Tensor, means: Tensor, scatter: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def draw_features(
+    counts: Tensor, means: Tensor, scatter: Spectrum, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Features [N, M] and classes [N], sorted, that have just these counts [K], means [K, M] and scatter [M, M].
 
     mu_y + Q R with R^T R = scatter and random Q [N, rank], whose columns are orthonormal and sum to zero in each class.
@@ -106,9 +108,8 @@ def draw_features(counts: Tensor, means: Tensor, scatter: Tensor, generator: tor
     share = min(1.0, LIMIT / dim / float(counts.sum()))
     counts = (share * counts).ceil().long().clamp(min=0)
     classes = torch.arange(len(counts)).repeat_interleave(counts)
-    spectrum = Spectrum.of_matrix(share * scatter)
     rank = min(dim, len(classes) - int((counts > 0).sum()))  # rounding may leave the scatter more
-    rows = (spectrum.values.sqrt()[:, None] * spectrum.vectors.T)[dim - rank :]
+    rows = ((share * scatter.values).sqrt()[:, None] * scatter.vectors.T)[dim - rank :]
     columns = torch.randn(len(classes), rank, generator=generator).double()
     columns, _ = torch.linalg.qr(columns - _class_means(columns, classes, len(counts))[classes])
     return means[classes] + columns @ rows, classes

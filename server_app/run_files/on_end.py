@@ -42,7 +42,7 @@ def tell_operator(hook: str, directory: Path, error: BaseException | None = None
         if target.startswith(("http://", "https://")):
             _post(target, content)
         elif target.strip():
-            _run_command(shlex.split(target), content)
+            _run_command(shlex.split(target), content, quotes_errors=target == hook)
     except Exception as problem:  # the run's own outcome must stand
         # the key as it was typed, and no text of the error that may quote it: variables are for secrets
         log.warning("on-end = %r did not work: %s", hook, one_line(_describe(problem)))
@@ -68,10 +68,11 @@ def _post(url: str, content: bytes) -> None:
         raise problems[0]
 
 
-def _run_command(words: list[str], content: bytes) -> None:
+def _run_command(words: list[str], content: bytes, quotes_errors: bool) -> None:
     """Run it in a process group of its own, which is killed when its time is over.
 
-    Its input and its errors are files: no pipe can fill, or be held open by what it leaves running.
+    Its input and its errors are files: no pipe can fill, or be held open by what it leaves running. What it says of an
+    error may hold what it was given, and is left out unless ``quotes_errors``.
     """
     with TemporaryFile() as given, TemporaryFile() as errors:
         given.write(content)
@@ -88,7 +89,8 @@ def _run_command(words: list[str], content: bytes) -> None:
                 process.wait()
         if code:
             errors.seek(0)
-            raise HookError(f"exit code {code}. {errors.read()[-1000:].decode(errors='replace')}")
+            text = errors.read()[-1000:].decode(errors="replace") if quotes_errors else "What it said may hold secrets."
+            raise HookError(f"exit code {code}. {text}")
 
 
 def _describe(problem: Exception) -> str:

@@ -12,7 +12,7 @@ from server_app.clients.client_info import ClientInfo, failure
 from server_app.errors import one_line
 from server_app.run_files.results import RoundReport
 from server_app.transport.base import Transport
-from task.message import Kind, Packet
+from task.message import SECURE_SUM, Kind, Packet
 from task.secure_sum.crypto import SEALED, SECRET, combine, is_key, mask, pair_mask, public_key
 from task.secure_sum.fixed_point import decode
 
@@ -26,6 +26,7 @@ _ARRAYS: dict[Kind, tuple[str, type]] = {  # what is read of an answer
     "unmask": ("shares", np.uint8),
 }
 _MAX_SECONDS = 1e9  # of one client's work in a round
+_SMALL = 1 / 8  # of a round's time for each of its three small messages; the rest is for the sums
 
 
 class TooFewClients(RuntimeError):
@@ -46,7 +47,10 @@ class SecureSum:
 
 
 class RoundSum:
-    """The four messages of a round; ``report`` gets bytes, and each client that is not in the sum with the reason."""
+    """The four messages of a round; ``report`` gets bytes, and each client that is not in the sum with the reason.
+
+    ``timeout`` seconds are for all four, so that clients that are lost one after the other cannot use them four times.
+    """
 
     def __init__(
         self, transport: Transport, clients: Sequence[ClientInfo], threshold: int, timeout: float, report: RoundReport
@@ -115,7 +119,8 @@ class RoundSum:
     ) -> Iterator[tuple[int, np.ndarray]]:
         """Node and array of each usable answer, as they come; the reason of every other one is noted."""
         name, dtype = _ARRAYS[kind]
-        for reply in self._transport.exchange(kind, packets, self._timeout):
+        timeout = self._timeout * (_SMALL if kind in SECURE_SUM else 1 - 3 * _SMALL)
+        for reply in self._transport.exchange(kind, packets, timeout):
             self._report.bytes_up += reply.bytes_up
             self._report.bytes_down += reply.bytes_down
             answer, problem = reply.packet or Packet(), failure(reply)

@@ -39,7 +39,10 @@ class Answers(Protocol):
         """Those of the messages whose answers may be there."""
 
     def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
-        """The answers that are there as a whole, each with the id of its message; ends at ``until``, monotonic."""
+        """The answers that are there as a whole, each with the id of its message; ends at ``until``, monotonic.
+
+        Of one that is not whole by then, the next call goes on with the rest.
+        """
 
 
 def answers_of(grid: Grid) -> Answers:

@@ -17,6 +17,7 @@ from task.message import Kind, Packet, payload_bytes
 
 _CHECK_INTERVAL = 10.0  # seconds between two checks for restarted nodes
 _GRACE = 3.0  # seconds beyond the timeout in which answers that are there by then may still be fetched
+_TURN = 2.0  # seconds of fetching one answer, which may have any number of objects, before the others have their turn
 _EXCEPTION = re.compile(r"<class '(?P<module>[\w.]*?)\.?(?P<kind>\w+)(?:\(\w+\))?'>:<'(?P<text>.*)'>", re.DOTALL)
 _ANSI_COLOURS = re.compile(r"\x1b\[\d*m")
 
@@ -172,7 +173,7 @@ class _Exchange:
         """Answers to messages of this exchange; late answers to earlier messages are thrown away."""
         answers = []
         message_ids = [i for i in message_ids if i in self._sent or i in self._unanswered]
-        until = time.monotonic() + self._timeout + _GRACE - self.seconds_waited()
+        until = time.monotonic() + min(_TURN, self._timeout + _GRACE - self.seconds_waited())
         for message_id, answer in self._answers.take(message_ids, until) if message_ids else []:
             self._unanswered.pop(message_id, None)
             if envelope := self._sent.pop(message_id, None):

@@ -1,9 +1,10 @@
 """A user's own data: arrays in an .npz file or a folder of .npy files, or a folder of images per class."""
 
-import zipfile
 import zlib
 from collections import Counter
+from lzma import LZMAError
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -28,7 +29,8 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
         arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
     except FileNotFoundError as error:
         raise ConfigError(f"data-dir = {str(path)!r}: there is no such file for dataset 'npz'.") from error
-    except (OSError, ValueError, EOFError, MemoryError, zlib.error, zipfile.BadZipFile) as error:
+    # RuntimeError: encrypted, or packed in a way that Python does not know
+    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, zlib.error, LZMAError, BadZipFile) as error:
         what = "folder of .npy files" if path.is_dir() else ".npz file"
         raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({error}).") from error
     images, labels = _check_arrays(arrays, path)

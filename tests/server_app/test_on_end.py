@@ -177,3 +177,12 @@ def test_commands_and_urls_are_accepted(hook: str) -> None:
 def test_what_is_neither_is_refused_at_once(hook: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         parse({"on-end": hook})
+
+
+def test_what_a_command_says_of_a_secret_stays_out_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SECRET_HOOK", "token-123")
+    tell_operator("sh -c 'no-such-$SECRET_HOOK'", tmp_path)
+    assert "did not work: exit code 127. What it said may hold secrets." in caplog.text
+    assert "token-123" not in caplog.text

@@ -409,3 +409,20 @@ def test_nothing_is_remembered_after_the_round():
     given = Clients(vectors(4))
     given.sum(3)
     assert [node.memory for node in given.nodes.values()] == [{}] * 4
+
+
+class SlowClients(Clients):
+    """Whoever is lost uses up all the time of a message."""
+
+    waited = 0.0
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+        self.waited += timeout if self.lost[kind] & set(packets) else 0.0
+        yield from super().exchange(kind, packets, timeout)
+
+
+def test_clients_that_are_lost_one_after_the_other_use_the_time_of_a_round_once() -> None:
+    """5 s; and there is time left for what follows each of them."""
+    clients = SlowClients(vectors(9), {"keys": {0}, "shares": {1}, "train": {2}, "unmask": {3}})
+    clients.sum(threshold=5)
+    assert clients.waited == pytest.approx(5)

@@ -103,7 +103,7 @@ def test_clients_add_up_what_they_evaluate(tmp_path, broken):
     assert got["confusion"] == plain["confusion"]
     assert got["accuracy_matrix"] == plain["accuracy_matrix"]
     names = [[f["reason"] for f in r["failures"]] for r in got["rounds"]]
-    assert names == [["evaluation: no answer within 3600 s"] * len(broken)] * 2
+    assert names == [["evaluation: no answer within 2250 s"] * len(broken)] * 2
 
 
 @pytest.mark.parametrize(

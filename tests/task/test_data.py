@@ -135,6 +135,19 @@ def test_missing_truncated_and_foreign_files(tmp_path: Path) -> None:
             load_dataset("npz", str(tmp_path / name), 32, 0.0, 0)
 
 
+@pytest.mark.parametrize(
+    ("offset", "value"), [(8, 1), (10, 99), (10, zipfile.ZIP_LZMA)], ids=["encrypted", "unknown", "not lzma"]
+)
+def test_an_npz_that_python_cannot_unpack(offset: int, value: int, tmp_path: Path) -> None:
+    """Flags and way of packing of the first array; both stand in its entry of the directory at the end."""
+    content = bytearray(Path(write_npz(tmp_path / "a.npz")).read_bytes())
+    for start, shift in ((content.index(b"PK\1\2"), 0), (content.index(b"PK\3\4"), -2)):
+        content[start + offset + shift] = value
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.npz' is not a readable \.npz file"):
+        load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0)
+
+
 def write_header(file: IO[bytes], shape: tuple[int, ...]) -> None:
     """An array's header that promises this shape, and few bytes of it."""
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})

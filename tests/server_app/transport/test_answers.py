@@ -6,6 +6,8 @@ import time
 import httpx
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.inflatable.inflatable_object import get_object_id
 from flwr.superlink.grid import HttpGrid
 
 from server_app.errors import MAX_REASON, RunError
@@ -13,7 +15,7 @@ from server_app.transport import answers, flower_grid
 from server_app.transport.base import Reply, sort_replies
 from server_app.transport.flower_grid import GridTransport
 from tests.helpers.flower import N, echo, packet
-from tests.helpers.objects import ObjectGrid, Objects, mutated, replaced
+from tests.helpers.objects import DIVIDER, ObjectGrid, Objects, mutated, replaced
 
 
 def asked(transport: GridTransport, timeout: float = 5, nodes: int = 3, mark: int = 1) -> list[Reply]:
@@ -171,6 +173,28 @@ def test_fetching_ends_soon_after_the_timeout(monkeypatch):
     grid.held[N[0]] = lambda name, objects: time.sleep(0.3) or False
     assert [r.error for r in asked(GridTransport(grid), 0.4, 1)] == ["no answer within 0.4 s"]
     assert time.monotonic() - began < 1.2
+
+
+def in_crumbs(objects: Objects) -> Objects:
+    """The same answer with 20,000 objects more, of eight bytes each."""
+    contents = [b"ArrayChunk  8" + DIVIDER + b"%08d" % i for i in range(20_000)]
+    crumbs = {get_object_id(content): content for content in contents}
+    tree = ObjectTree(object_id=objects.tree.object_id, children=objects.tree.children)
+    tree.children.extend(ObjectTree(object_id=name) for name in crumbs)
+    return Objects(tree, crumbs | objects.contents)
+
+
+def test_an_answer_of_very_many_objects_does_not_hold_up_the_others(monkeypatch):
+    """All of them are there, and fetching one takes a millisecond: 20 s."""
+    monkeypatch.setattr(flower_grid, "_TURN", 0.3)
+    grid = ObjectGrid(echo)
+    grid.spoil[N[0]] = in_crumbs
+    grid.held[N[0]] = lambda name, objects: time.sleep(0.001) or False
+    transport = GridTransport(grid)
+    assert [r.error for r in asked(transport, 1.5)] == ["no answer within 1.5 s", "", ""]
+    began = time.monotonic()  # nor does the next exchange wait for it
+    assert [r.error for r in asked(transport, 10, mark=7)] == ["still busy with an earlier message", "", ""]
+    assert time.monotonic() - began < 5
 
 
 def test_an_upload_that_breaks_off_is_named():
