@@ -16,7 +16,7 @@ SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # that are tried
 FOLDS = 5
 ENOUGH = 2000
 PRIOR = 0.01  # the shrinkage where the features do not tell
-LIMIT = 20_000_000  # numbers that are drawn; of more images than that a part stands for all
+LIMIT = 20_000_000  # numbers that are drawn at most
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,24 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Tensor) -> float:
     """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation; no image is seen.
 
     The folds are those of drawn features, see :func:`draw_features`. Of few images they are drawn again, until ENOUGH
-    have been classified. Of those within one standard error of the best, the one nearest to PRIOR,
-    or to 1 where there are fewer images than features.
+    have been classified. Of those within one standard error of the best, the one nearest to the usual s, which is PRIOR,
+    or 1 where there are fewer images than features. Nothing is drawn, and the usual s taken, if no class has two images
+    or if there are more than LIMIT numbers: then there is no scatter, or it is known well.
 
     Args:
         counts: [K].
         means: [K, M].
         scatter: about the class means, [M, M].
     """
+    images, dim = int(counts.sum()), means.shape[1]
+    usual = PRIOR if images > dim else 1.0  # with fewer images most of the scatter was never seen
+    if counts.max() < 2 or images * dim > LIMIT:
+        return usual
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
     spectrum, generator = Spectrum.of_matrix(scatter), torch_rng(0, "features")
-    for _ in range(max(1, ENOUGH // int(counts.sum()))):
+    for _ in range(max(1, ENOUGH // images)):
         wrong += _cross_validate(*draw_features(counts, means, spectrum, generator), len(counts))
     good = SHRINKAGES[wrong <= wrong.min() + (wrong.min() + 1).sqrt()]
-    usual = PRIOR if counts.sum() > means.shape[1] else 1.0  # with fewer images most of the scatter was never seen
     return float(good[(good / usual).log().abs().argmin()])
 
 
@@ -100,24 +104,24 @@ def draw_features(
 ) -> tuple[Tensor, Tensor]:
     """Features [N, M] and classes [N], sorted, that have just these counts [K], means [K, M] and scatter [M, M].
 
-    mu_y + Q R with R^T R = scatter and random Q [N, rank], whose columns are orthonormal and sum to zero in each class.
+    mu_y + Q R with R^T R = scatter and Q [N, rank] drawn uniformly from those whose columns are orthonormal and sum to
+    zero in each class.
     These are counts, means and scatter of the clients' features too. If the classes are Gaussians with one covariance,
     all features with the same sums are equally likely, so that nothing tells the drawn ones from the clients' own.
     """
-    dim = means.shape[1]
-    share = min(1.0, LIMIT / dim / float(counts.sum()))
-    counts = (share * counts).ceil().long().clamp(min=0)
-    classes = torch.arange(len(counts)).repeat_interleave(counts)
+    dim, classes = means.shape[1], torch.arange(len(counts)).repeat_interleave(counts.long())
     rank = min(dim, len(classes) - int((counts > 0).sum()))  # rounding may leave the scatter more
-    rows = ((share * scatter.values).sqrt()[:, None] * scatter.vectors.T)[dim - rank :]
+    rows = (scatter.values.sqrt()[:, None] * scatter.vectors.T)[dim - rank :]
     columns = torch.randn(len(classes), rank, generator=generator).double()
-    columns, _ = torch.linalg.qr(columns - _class_means(columns, classes, len(counts))[classes])
-    return means[classes] + columns @ rows, classes
+    columns, triangle = torch.linalg.qr(columns - _class_means(columns, classes, len(counts))[classes])
+    signs = torch.where(triangle.diagonal() < 0, -1.0, 1.0)  # QR chooses those of the columns; the draw must not
+    return means[classes] + columns * signs @ rows, classes
 
 
 def _cross_validate(features: Tensor, classes: Tensor, number: int) -> Tensor:
     """How many features [N, M] each of SHRINKAGES classifies wrongly, each held out in one of FOLDS."""
-    fold = (torch.arange(len(classes)) + classes) % FOLDS  # not of all classes alike, where each has few
+    # the classes begin with different folds: where each has two images, no fold takes the scatter of all away
+    fold = torch.cat([torch.arange(c, c + int(n)) for c, n in enumerate(classes.bincount())]) % FOLDS
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
     for held_out in range(FOLDS):
         rest, here = fold != held_out, fold == held_out

@@ -208,14 +208,23 @@ def test_drawn_features_have_the_sums_of_the_others_and_are_not_they(counts: lis
     assert max(counts) == 1 or np.abs(drawn - features).max() > 0.1
 
 
-def test_of_very_many_images_a_part_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closed_form, "LIMIT", 400)
-    expected = sums_of(*gaussian_classes(100, seed=0, dim=4), classes=5)
-    drawn, classes = (part.numpy() for part in draw_features(*for_drawing(expected), torch.Generator()))
-    counts, means, scatter = sums_of(drawn, classes, 5)
-    assert counts.tolist() == [20] * 5
-    assert np.allclose(means, expected[1])
-    assert np.allclose(scatter, expected[2] / 5)
+def test_drawn_features_favour_no_direction() -> None:
+    """The first lies on either side of its class mean equally often, along the first direction of the scatter."""
+    sums, generator = for_drawing(sums_of(*gaussian_classes(4, seed=0, dim=6), classes=5)), torch_rng(0, "test")
+    draws = [draw_features(*sums, generator)[0][0] - sums[1][0] for _ in range(400)]
+    positive = np.mean([float(draw @ sums[2].vectors[:, -1]) > 0 for draw in draws])
+    assert abs(positive - 0.5) < 4 * 0.5 / 400**0.5
+
+
+@pytest.mark.parametrize(("images", "limit", "expected"), [(1, 10**6, 1.0), (30, 100, 0.01)])
+def test_where_nothing_is_drawn_the_shrinkage_is_the_usual_one(
+    images: int, limit: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One image of each class, and more numbers than may be drawn."""
+    monkeypatch.setattr(closed_form, "LIMIT", limit)
+    monkeypatch.setattr(closed_form, "draw_features", None)
+    sums = sums_of(*gaussian_classes(images, seed=0), classes=5)
+    assert choose_shrinkage(*map(dense, sums)) == expected
 
 
 @pytest.mark.parametrize("images", [6, 450])
@@ -225,7 +234,7 @@ def test_the_shrinkage_is_that_of_cross_validation(images: int) -> None:
     generator, wrong = torch_rng(0, "features"), np.zeros(len(SHRINKAGES))
     for _ in range(max(1, 2000 // (5 * images))):
         features, labels = (part.numpy() for part in draw_features(*for_drawing(sums), generator))
-        fold = (np.arange(5 * images) + labels) % 5
+        fold = (np.tile(np.arange(images), 5) + labels) % 5
         for held_out, (i, shrinkage) in product(range(5), enumerate(SHRINKAGES.tolist())):
             rest, here = fold != held_out, fold == held_out
             _, means, scatter = sums_of(features[rest], labels[rest], 5)
