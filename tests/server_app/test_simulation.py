@@ -55,7 +55,7 @@ class FakeRun:
 
     ends: list[tuple[str, str, str]]
 
-    def __init__(self, project: Path, check) -> None:
+    def __init__(self, project: Path, check, cluster=None) -> None:
         self.log = Path(tempfile.mkdtemp()) / "flower.log"
 
     def __enter__(self):
