@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from task.message import Scalar
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
 PATIENCE = 300.0  # seconds for every node of a cluster to answer: it imports torch and reads the data
+CONNECT_TIMEOUT = 10.0  # seconds
 POLL = 0.2  # seconds
 ADVICE = {
     "code": "its code in {project} is not that of this machine: copy the folder there",
@@ -85,6 +87,7 @@ def examine_cluster(
     Raises:
         LaunchError: no cluster there, no node with room for a client, or nodes that cannot run one, by name.
     """
+    _require_answer(address)
     answer, log = folder / "cluster.json", folder / "cluster.log"
     request = json.dumps({"address": address, "values": dict(values), "client": client, "answer": str(answer)})
     environment = {**os.environ, "RAY_LOG_TO_STDERR": "0"}
@@ -95,13 +98,24 @@ def examine_cluster(
         end_processes([process], "FCIL_NONE=none")
     if not answer.exists():
         raise LaunchError(
-            f"{ADDRESS} = {address!r}: no cluster answers there to which this machine belongs. Make it a node with "
-            f"ray start --address={address}, or unset {ADDRESS} to use no cluster.\n{last_lines(log, 3)}"
+            f"{ADDRESS} = {address!r}: no cluster of this version of Ray answers there, or this machine is no node of "
+            f"it: ray start --address={address} makes it one.\n{last_lines(log, 3)}"
         )
     said = json.loads(answer.read_text())
     if said["problems"]:
         raise LaunchError("\n  ".join(["the Ray cluster cannot run this:", *said["problems"]]))
     return Cluster(address, **said["cluster"], client_cpus=client[0], client_gpus=client[1])
+
+
+def _require_answer(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
+    except (OSError, OverflowError) as error:  # Ray itself would try for minutes
+        raise LaunchError(
+            f"{ADDRESS} = {address!r}: nothing answers there ({error}). Start the cluster with ray start, or unset "
+            f"{ADDRESS} to run on this machine alone."
+        ) from error
 
 
 def _wait(process: "subprocess.Popen[bytes]", check: Callable[[], None]) -> None:

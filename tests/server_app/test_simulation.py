@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,15 @@ def test_other_words_in_ray_address_are_refused(address, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(launcher.LaunchError, match=r"RAY_ADDRESS = .*: HOST:PORT of the cluster's head was expected"):
         cluster.cluster_address()
+
+
+@pytest.mark.parametrize("port", [None, 99999])
+def test_nothing_at_the_address_is_said_at_once(port, tiny, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port or launcher._free_port()}")
+    assert main(["run", *(f"{name}={value}" for name, value in tiny.items())]) == 1
+    assert re.search(
+        r"fcil: RAY_ADDRESS = '127.0.0.1:\d+': nothing answers there \(.*Start the", capsys.readouterr().err
+    )
 
 
 def test_flower_is_told_to_join_a_cluster_and_else_keeps_to_itself(monkeypatch):
