@@ -90,8 +90,7 @@ def examine_cluster(
     _require_answer(address)
     answer, log = folder / "cluster.json", folder / "cluster.log"
     request = json.dumps({"address": address, "values": dict(values), "client": client, "answer": str(answer)})
-    environment = {**os.environ, "RAY_LOG_TO_STDERR": "0"}
-    process = start_process([sys.executable, "-m", __name__, request], project, environment, log)
+    process = start_process([sys.executable, "-m", __name__, request], project, os.environ, log)
     try:
         _wait(process, check)
     finally:
@@ -177,7 +176,7 @@ def room(node: Mapping[str, Any], cpus: int, gpus: float) -> int:
 def _ask_nodes(address: str, values: dict[str, Scalar], client: tuple[int, float]) -> dict[str, Any]:
     import ray
 
-    os.environ["PYTHONPATH"] = path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     environment = {"env_vars": {"PYTHONPATH": path}}
     ray.init(address=address, runtime_env=environment, log_to_driver=False, include_dashboard=False)
     nodes = {node["NodeID"]: node for node in ray.nodes() if room(node, *client)}
