@@ -33,9 +33,17 @@ PATIENCE = 10.0  # seconds that a run which is stopped has to save what there is
 class Bench:
     """Runs a suite, at most ``jobs`` runs at a time; ``say`` gets each line of progress."""
 
-    def __init__(self, suite: Suite, jobs: int, through_flower: bool, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        suite: Suite,
+        jobs: int,
+        through_flower: bool,
+        say: Callable[[str], None],
+        gpus_per_client: float | None = None,
+    ) -> None:
         self._suite, self._jobs, self._say = suite, jobs, say
         self._options = [] if through_flower else ["--in-process"]
+        self._options += [f"--gpus-per-client={gpus_per_client:g}"] if gpus_per_client else []
         # in the environment of every run of this folder's suites, so that one that outlives its suite is found
         self._mark = f"{MARK}={hashlib.sha256(str(suite.folder).encode()).hexdigest()[:16]}"
         self._running: dict[subprocess.Popen[bytes], PlannedRun] = {}
@@ -184,9 +192,15 @@ class SelectionBench(Bench):
     """Runs a suite's selection; its report is the log of what was chosen, in ``folder``."""
 
     def __init__(
-        self, selection: Selection, folder: Path, jobs: int, through_flower: bool, say: Callable[[str], None]
+        self,
+        selection: Selection,
+        folder: Path,
+        jobs: int,
+        through_flower: bool,
+        say: Callable[[str], None],
+        gpus_per_client: float | None = None,
     ) -> None:
-        super().__init__(selection.suite, jobs, through_flower, say)
+        super().__init__(selection.suite, jobs, through_flower, say, gpus_per_client)
         self._selection, self._folder = selection, folder
 
     def choices(self) -> dict[str, Choice]:

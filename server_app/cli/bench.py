@@ -5,8 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from server_app.cli.common import FAILED, OK, complain, positive
+from server_app.cli.common import FAILED, OK, complain, positive, share
+from server_app.errors import LaunchError
 from server_app.run_keys import read_words
+from server_app.simulation.cluster import ADDRESS, cluster_address
 from server_app.simulation.processes import Interrupted
 from task.keys import ConfigError
 
@@ -27,6 +29,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="run keys for all runs, such as data-dir=...")
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--flower", action="store_true", help="every run through Flower's simulation")
+    parser.add_argument(
+        "--gpus-per-client", type=share, metavar="X", help="with --flower on a Ray cluster: as that of fcil run"
+    )
     parser.add_argument("--select-only", action="store_true", help="choose keys on validation images, and end there")
     parser.set_defaults(command=_run_command)
 
@@ -34,6 +39,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def _run_command(args: argparse.Namespace) -> int:
     from server_app.bench.suite import read_suite
 
+    _check_cluster(args)
     suite = read_suite(args.suite, read_words(args.words))
     if args.select_only and not suite.selection:
         raise ConfigError(f"{args.suite}: --select-only needs an entry select.")
@@ -44,6 +50,15 @@ def _run_command(args: argparse.Namespace) -> int:
     return complain(f"failed: {', '.join(failed)}", FAILED) if failed else OK
 
 
+def _check_cluster(args: argparse.Namespace) -> None:
+    """Raises LaunchError if options do not go together with the Ray cluster that is named, or with none."""
+    address = args.flower and cluster_address()
+    if address and args.jobs > 1:
+        raise LaunchError(f"--jobs {args.jobs}: each run takes all of the Ray cluster that {ADDRESS} names, use 1.")
+    if args.gpus_per_client and not address:
+        raise LaunchError(f"--gpus-per-client is for a Ray cluster: add --flower, and name the cluster in {ADDRESS}.")
+
+
 def _run_suite(suite: "Suite", args: argparse.Namespace) -> list[str]:
     """Run the selection, if any, and the suite; returns the names of the runs that failed."""
     from server_app.bench.runner import Bench, SelectionBench
@@ -51,13 +66,13 @@ def _run_suite(suite: "Suite", args: argparse.Namespace) -> list[str]:
 
     say, failed = partial(print, flush=True), list[str]()
     if suite.selection:
-        selecting = SelectionBench(suite.selection, suite.folder, args.jobs, args.flower, say)
+        selecting = SelectionBench(suite.selection, suite.folder, args.jobs, args.flower, say, args.gpus_per_client)
         failed += [f"selection of {run.name}" for run in selecting.run()]
         suite = apply_choices(suite, suite.selection, selecting.choices())
         print(suite.folder / "selection.md", *suite.notes, sep="\n")
     if args.select_only:
         return failed
-    bench = Bench(suite, args.jobs, args.flower, say)
+    bench = Bench(suite, args.jobs, args.flower, say, args.gpus_per_client)
     failed += [run.name for run in bench.run()]
     print(suite.folder / "table.md", suite.folder / "report.html", sep="\n")
     for head, lines in bench.recommendation.items():

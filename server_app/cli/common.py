@@ -16,6 +16,14 @@ def positive(text: str) -> int:
     return number
 
 
+def share(text: str) -> float:
+    """A number above 0, as a type of argparse."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
 def complain(message: str, code: int) -> int:
     """Write a message for people to standard error; returns ``code``."""
     print(f"fcil: {message}", file=sys.stderr)

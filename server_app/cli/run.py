@@ -3,12 +3,13 @@
 import argparse
 import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-from server_app.cli.common import FAILED, OK, complain, positive
+from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.cli.progress import Progress, summary
-from server_app.errors import RunError, describe_os_error
+from server_app.errors import LaunchError, RunError, describe_os_error
 from server_app.run_files.paths import (
     INTERRUPTED,
     lock_run,
@@ -20,6 +21,7 @@ from server_app.run_files.paths import (
 )
 from server_app.run_files.tensorboard import require_tensorboard
 from server_app.run_keys import complete_run_keys, read_words
+from server_app.simulation.cluster import ADDRESS, Cluster, cluster_address, examine_cluster
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
 from server_app.simulation.superlink import POLL, RAY_TIMED_OUT, FlowerRun, default_workers, ray_timed_out
 from task.config.parsing import parse
@@ -47,6 +49,12 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--in-process", action="store_true", help="without Flower: one client after another")
     parser.add_argument("--workers", type=positive, metavar="N", help="clients that train at once (default: by cores)")
+    parser.add_argument(
+        "--gpus-per-client",
+        type=share,
+        metavar="X",
+        help=f"GPUs, or share of one, of each client on the Ray cluster that {ADDRESS} names (default: none)",
+    )
     parser.set_defaults(command=_run)
 
 
@@ -57,6 +65,7 @@ def _describe_key(key: Key) -> str:
 
 def _run(args: argparse.Namespace) -> int:
     values = complete_run_keys(read_words(args.words))
+    address = _cluster_address(args)
     config = parse(values)
     require_tensorboard(config)  # before Flower is started
     directory = run_directory(config)
@@ -70,10 +79,37 @@ def _run(args: argparse.Namespace) -> int:
     if args.in_process:
         code = _run_here(values, progress)
     else:
-        code = _run_with_flower(values, config, progress, args.workers or default_workers(config))
+        try:
+            cluster = _join(address, values, config, args.gpus_per_client or 0.0) if address else None
+        except Interrupted as stop:
+            return complain("stopped before the run began", 128 + stop.number)
+        code = _run_with_flower(values, config, progress, args.workers or default_workers(config), cluster)
     if code == OK:
         print(*summary(directory), sep="\n")
     return code
+
+
+def _cluster_address(args: argparse.Namespace) -> str:
+    """Address of the Ray cluster to run on; empty if there is none.
+
+    Raises:
+        LaunchError: options that do not go together.
+    """
+    address = "" if args.in_process else cluster_address()
+    if address and args.workers:
+        raise LaunchError(
+            f"--workers is for one machine; {ADDRESS} names a cluster, which has a worker for each `threads` CPUs."
+        )
+    if args.gpus_per_client and not address:
+        raise LaunchError(f"--gpus-per-client is for a Ray cluster: name one in {ADDRESS}, and no --in-process.")
+    return address
+
+
+def _join(address: str, values: dict[str, Scalar], config: Config, gpus: float) -> Cluster:
+    print(f"asking every node of the Ray cluster {address} for its code, versions, weights and data", flush=True)
+    client = (config.threads, gpus)
+    with interruptible() as check, tempfile.TemporaryDirectory() as folder:
+        return examine_cluster(address, values, client, project_folder(), Path(folder), check)
 
 
 def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
@@ -101,22 +137,27 @@ def _keep_log(log: Path, directory: Path) -> None:
         complain(f"{directory / LOG} cannot be written: {error.strerror}", FAILED)
 
 
-def _run_with_flower(values: dict[str, Scalar], config: Config, progress: Progress, workers: int) -> int:
-    print(f"starting Flower: {config.num_clients} clients, up to {workers} at a time", flush=True)
+def _run_with_flower(
+    values: dict[str, Scalar], config: Config, progress: Progress, workers: int, cluster: Cluster | None = None
+) -> int:
+    workers, where = (cluster.workers, f", on {cluster}") if cluster else (workers, "")
+    print(f"starting Flower: {config.num_clients} clients, up to {workers} at a time{where}", flush=True)
     try:
-        status, details = _run_once(values, config, progress, workers)
+        status, details = _run_once(values, config, progress, workers, cluster)
         if status != COMPLETED and ray_timed_out(progress.directory / LOG):
             print("Ray did not start in time; trying once more", file=sys.stderr, flush=True)
-            status, details = _run_once(values, config, progress, workers)
+            status, details = _run_once(values, config, progress, workers, cluster)
     except Interrupted as stop:
         mark_failed(progress.directory, f"stopped by {stop}")
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
     return OK if status == COMPLETED else _report_failure(progress.directory, details or status)
 
 
-def _run_once(values: dict[str, Scalar], config: Config, progress: Progress, workers: int) -> tuple[str, str]:
+def _run_once(
+    values: dict[str, Scalar], config: Config, progress: Progress, workers: int, cluster: Cluster | None
+) -> tuple[str, str]:
     """Flower's final status of one run, and its details; the log stays in the run's folder."""
-    with interruptible() as check, FlowerRun(project_folder(), check) as flower:
+    with interruptible() as check, FlowerRun(project_folder(), check, cluster) as flower:
         progress.follow(flower.log)
         flower.submit(values, config.num_clients, workers)
         try:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from server_app.errors import LaunchError
+from server_app.simulation.cluster import ADDRESS, Cluster
 from server_app.simulation.processes import end_processes, last_lines, start_process
 from server_app.simulation.warden import start_warden
 from task.config.schema import Config
@@ -51,10 +52,11 @@ class FlowerRun:
     Args:
         project: folder of the Flower app; Ray's workers import the clients' code from there.
         check: called while waiting; an exception that it raises ends the wait.
+        cluster: the Ray cluster that clients run on; without one, Flower starts a Ray for the run.
     """
 
-    def __init__(self, project: Path, check: Callable[[], None]) -> None:
-        self._project, self._check = project, check
+    def __init__(self, project: Path, check: Callable[[], None], cluster: Cluster | None = None) -> None:
+        self._project, self._check, self._cluster = project, check, cluster
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -84,11 +86,14 @@ class FlowerRun:
         self._warden.communicate()
 
     def submit(self, values: Mapping[str, Scalar], clients: int, workers: int) -> None:
-        """Submit a run with these keys to the SuperLink; so many simulated ``clients`` share so many ``workers``."""
+        """Submit a run with these keys to the SuperLink; so many simulated ``clients`` share so many ``workers``.
+
+        A cluster has as many workers as it has room for.
+        """
         config = self._home / "run.toml"
         # strings, numbers and booleans look the same in JSON and TOML
         config.write_text("".join(f"{k} = {json.dumps(v, ensure_ascii=False)}\n" for k, v in values.items()))
-        federation = f"num-supernodes={clients} client-resources-num-cpus=1 init-args-num-cpus={workers}"
+        federation = f"num-supernodes={clients} {_resources(workers, self._cluster)}"
         # with --stream the program prints the log and ends when the run ends
         command = ["flwr", "run", str(self._project), "fcil", "--stream", "--run-config", str(config)]
         self._submission = self._start([*command, "--federation-config", federation], self.log)
@@ -136,11 +141,18 @@ class FlowerRun:
             time.sleep(POLL / 2)
 
     def _start(self, command: list[str], output: Path) -> "subprocess.Popen[bytes]":
-        self._processes.append(start_process(command, self._project, _environment(self._home), output))
+        self._processes.append(start_process(command, self._project, _environment(self._home, self._cluster), output))
         return self._processes[-1]
 
 
-def _environment(home: Path) -> dict[str, str]:
+def _resources(workers: int, cluster: Cluster | None) -> str:
+    """Flower's settings of what a client is given; Ray refuses to join a cluster if told how many CPUs there are."""
+    if cluster:
+        return f"client-resources-num-cpus={cluster.client_cpus} client-resources-num-gpus={cluster.client_gpus:f}"
+    return f"client-resources-num-cpus=1 init-args-num-cpus={workers}"
+
+
+def _environment(home: Path, cluster: Cluster | None = None) -> dict[str, str]:
     """Environment of Flower's programs: they write below ``home`` and use no network but this machine's own."""
     own = {
         "FLWR_HOME": str(home),
@@ -157,7 +169,9 @@ def _environment(home: Path) -> dict[str, str]:
     }
     for name in ("NO_PROXY", "no_proxy"):
         own[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
-    return {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
+    if cluster:
+        own[ADDRESS] = cluster.address
+    return {name: value for name, value in os.environ.items() if name != ADDRESS} | own
 
 
 def ray_timed_out(log: Path) -> bool:

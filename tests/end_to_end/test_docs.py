@@ -135,7 +135,8 @@ def test_the_citation_is_of_this_version_and_of_five_papers() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert citation["cff-version"] == "1.2.0"
-    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+    assert (citation["version"], citation["license"]) == (project["version"], "Apache-2.0")
+    assert project["classifiers"] == ["License :: OSI Approved :: Apache Software License"]
     assert {each["notes"] for each in citation["references"]} == {"HGP", "PIP", "FPPL", "HePCo", "FedProK"}
     assert all(each["authors"] and each["title"] and each["type"] for each in citation["references"])
     assert f"\n## {project['version']}\n" in PAGES["CHANGELOG.md"]

@@ -322,10 +322,13 @@ def test_what_remains_is_shared_by_jobs(write, quick):
     assert bench_run._remaining() == "4 left, about 2.0 min"  # 2 * 30 s + 2 * 90 s, two at a time
 
 
-@pytest.mark.parametrize(("flower", "way"), [(False, ["--in-process"]), (True, [])])
-def test_runs_are_fcil_runs(write, flower, way):
+@pytest.mark.parametrize(
+    ("flower", "gpus", "way"),
+    [(False, None, ["--in-process"]), (True, None, []), (True, 0.25, ["--gpus-per-client=0.25"])],
+)
+def test_runs_are_fcil_runs(write, flower, gpus, way):
     (run, _) = read_suite(write(common=KEYS | {"augmentation": "none"}), {}).runs
-    words = Bench(read_suite(write(), {}), 1, flower, print)._command(run)
+    words = Bench(read_suite(write(), {}), 1, flower, print, gpus)._command(run)
     assert words[:4] == [sys.executable, "-m", "server_app.cli", "run"]
     assert words[4 : 4 + len(way)] == way
     assert {"method=ncm", "augmentation=none", "seed=0", "run-name=seed0"} < set(words[4 + len(way) :])

@@ -1,6 +1,8 @@
 """Starting Flower, ending whole families of processes, and being ended in order."""
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -8,15 +10,19 @@ import sys
 import tempfile
 import time
 import uuid
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import pytest
 
 from server_app.cli.main import main
-from server_app.simulation import processes
+from server_app.simulation import cluster, processes
 from server_app.simulation import superlink as launcher
+from server_app.simulation.cluster import Cluster
 from task.config.parsing import parse
+from task.config.schema import defaults
+from task.utils.versions import code_sha256
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +49,111 @@ def test_ray_gets_time_to_start():
     assert environment["RAY_raylet_start_wait_time_s"] == environment["RAY_worker_register_timeout_seconds"] == "300"
 
 
+CLUSTER = Cluster("10.0.0.7:6379", nodes=2, cpus=9.0, gpus=1.0, workers=4, client_cpus=2, client_gpus=0.25)
+
+
+@pytest.mark.parametrize(
+    ("address", "joined"),
+    [(None, ""), ("", ""), ("local", ""), ("10.0.0.7:6379", "10.0.0.7:6379"), (" head:6379 ", "head:6379")],
+)
+def test_the_cluster_that_ray_address_names(address, joined, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    assert cluster.cluster_address() == joined
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://head:10001", "head", "head:port", "head:"])
+def test_other_words_in_ray_address_are_refused(address, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(launcher.LaunchError, match=r"RAY_ADDRESS = .*: HOST:PORT of the cluster's head was expected"):
+        cluster.cluster_address()
+
+
+@pytest.mark.parametrize("port", [None, 99999])
+def test_nothing_at_the_address_is_said_at_once(port, tiny, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port or launcher._free_port()}")
+    assert main(["run", *(f"{name}={value}" for name, value in tiny.items())]) == 1
+    assert re.search(
+        r"fcil: RAY_ADDRESS = '127.0.0.1:\d+': nothing answers there \(.*Start the", capsys.readouterr().err
+    )
+
+
+def test_flower_is_told_to_join_a_cluster_and_else_keeps_to_itself(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:1")
+    assert launcher._environment(Path("/home/of/flower"), CLUSTER)["RAY_ADDRESS"] == "10.0.0.7:6379"
+    assert "RAY_ADDRESS" not in launcher._environment(Path("/home/of/flower"))
+    # told how many CPUs there are, Ray refuses to join
+    assert launcher._resources(3, CLUSTER) == "client-resources-num-cpus=2 client-resources-num-gpus=0.250000"
+    assert launcher._resources(3, None) == "client-resources-num-cpus=1 init-args-num-cpus=3"
+    assert str(CLUSTER) == "the Ray cluster 10.0.0.7:6379 (2 nodes, 9 CPUs, 1 GPUs)"
+
+
+@pytest.mark.parametrize(
+    ("resources", "cpus", "gpus", "clients"),
+    [
+        ({"CPU": 5.0}, 2, 0.0, 2),
+        ({"CPU": 5.0, "GPU": 1.0}, 1, 0.5, 2),
+        ({"CPU": 1.0, "GPU": 4.0}, 1, 0.5, 1),
+        ({"CPU": 8.0}, 1, 0.5, 0),
+        ({"memory": 1e9}, 1, 0.0, 0),
+    ],
+)
+def test_room_for_clients_on_a_node(resources, cpus, gpus, clients):
+    assert cluster.room({"Alive": True, "Resources": resources}, cpus, gpus) == clients
+    assert cluster.room({"Alive": False, "Resources": resources}, cpus, gpus) == 0
+
+
+HERE = {"code": "c", "versions": '{"python": "3.11.2", "torch": "2.9"}', "weights": "w", "data": "d"}
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        (HERE, ""),
+        ({"problem": "no such file"}, "no such file"),
+        (HERE | {"code": "x"}, "its code in /code is not that of this machine: copy the folder there"),
+        (
+            HERE | {"versions": '{"python": "3.11.2"}'},
+            "its versions are not those of this machine (torch None there, torch 2.9 here): install the same",
+        ),
+        (HERE | {"weights": "x"}, "its weights are not those of this machine: copy backbone-weights there"),
+        (HERE | {"data": "x"}, "its images or labels are not those of this machine: copy data-dir there"),
+    ],
+)
+def test_what_hinders_a_node(node, said):
+    assert cluster.compare(node, HERE, "/code").startswith(said)
+    assert bool(cluster.compare(node, HERE, "/code")) == bool(said)
+
+
+def test_what_a_node_says_of_itself(tiny):
+    values = defaults() | tiny
+    said = cluster.describe_node(values)
+    assert cluster.compare(said, cluster.describe_node(values), "/code") == ""
+    assert json.loads(said["versions"])["torch"] == version("torch")
+    assert said["code"] == code_sha256()
+    other = cluster.describe_node(values | {"seed": 1, "backbone-weights": "random"})
+    assert other["weights"] != said["weights"]
+    missing = cluster.describe_node(values | {"dataset": "npz", "data-dir": "/nowhere.npz"})
+    assert "/nowhere.npz" in missing["problem"]
+
+
+@pytest.mark.parametrize(
+    ("address", "words", "said"),
+    [
+        ("head:6379", ["run", "--workers", "2"], "--workers is for one machine"),
+        ("", ["run", "--gpus-per-client", "0.5"], "--gpus-per-client is for a Ray cluster"),
+        ("head:6379", ["run", "--in-process", "--gpus-per-client", "0.5"], "--gpus-per-client is for a Ray cluster"),
+        ("head:6379", ["bench", "suites/digits.yaml", "--flower", "--jobs", "2"], "--jobs 2: each run takes all"),
+        ("head:6379", ["bench", "suites/digits.yaml", "--gpus-per-client", "1"], "--gpus-per-client is for a Ray"),
+    ],
+)
+def test_options_that_do_not_go_with_a_cluster(address, words, said, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(words) == 1
+    assert said in capsys.readouterr().err
+
+
 RAY_LOG = """
 ERROR :     An exception occurred !! The current node timed out during startup. This could happen because some of the
 raylet failed to startup or the GCS has become overloaded.
@@ -55,7 +166,7 @@ class FakeRun:
 
     ends: list[tuple[str, str, str]]
 
-    def __init__(self, project: Path, check) -> None:
+    def __init__(self, project: Path, check, cluster=None) -> None:
         self.log = Path(tempfile.mkdtemp()) / "flower.log"
 
     def __enter__(self):

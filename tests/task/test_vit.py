@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import socket
+from pathlib import Path
 
 import huggingface_hub
 import numpy as np
@@ -17,6 +18,7 @@ from timm.models import VisionTransformer
 from timm.models.vision_transformer import Block
 from torch import nn
 
+from benchmarks import pretrain_glyphs
 from task.config.parsing import parse
 from task.keys import ConfigError
 from task.models import weights as module
@@ -490,20 +492,32 @@ def test_a_failed_download_is_not_random_weights(monkeypatch, error):
         load_backbone("vit_tiny_patch16_224", "auto", 0, "cpu")
 
 
-def damaged_card(folder, damage):
-    path = folder / "vit_glyphs.json"
-    shutil.copy(module.BUNDLED["vit_glyphs"], path)
-    path.write_text(damage(path.read_text()))
-    return path
+def copied_card(folder):
+    card = module.BUNDLED["vit_glyphs"]
+    shutil.copytree(card.parent / card.stem, folder / card.stem)
+    return Path(shutil.copy(card, folder))
+
+
+def change_file(name, change):
+    def damage(folder):
+        (folder / name).write_text(change((folder / name).read_text()))
+
+    return damage
 
 
 def change_weights(change):
-    def damage(text):
-        card = json.loads(text)
-        card["safetensors"] = change(card["safetensors"])
-        return json.dumps(card)
+    return change_file("vit_glyphs/2.json", lambda text: json.dumps(change(json.loads(text))))
 
-    return damage
+
+def swap_parts(folder):
+    parts = [folder / "vit_glyphs" / f"{number}.json" for number in (1, 2)]
+    first, second = (path.read_text() for path in parts)
+    parts[0].write_text(second)
+    parts[1].write_text(first)
+
+
+def change_card(**entries):
+    return change_file("vit_glyphs.json", lambda text: json.dumps(json.loads(text) | entries))
 
 
 DAMAGE = {
@@ -511,15 +525,22 @@ DAMAGE = {
     "cut at a whole group": change_weights(lambda s: s[:4000]),
     "cut within a group": change_weights(lambda s: s[:4001]),
     "empty": change_weights(lambda s: ""),
-    "file cut short": lambda text: text[: len(text) // 2],
-    "empty file": lambda text: "",
-    "no weights entry": lambda text: json.dumps({k: v for k, v in json.loads(text).items() if k != "safetensors"}),
+    "part cut short": change_file("vit_glyphs/3.json", lambda text: text[: len(text) // 2]),
+    "no text in a part": change_file("vit_glyphs/1.json", lambda text: "7"),
+    "part missing": lambda folder: (folder / "vit_glyphs/3.json").unlink(),
+    "parts swapped": swap_parts,
+    "file cut short": change_file("vit_glyphs.json", lambda text: text[: len(text) // 2]),
+    "empty file": change_file("vit_glyphs.json", lambda text: ""),
+    "no list in the card": change_file("vit_glyphs.json", lambda text: "[]"),
+    "one part fewer": change_card(parts=["vit_glyphs/1.json", "vit_glyphs/2.json"]),
+    "no parts": change_card(parts=None),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_bundled_weights_are_a_config_error(damage, tmp_path, monkeypatch):
-    monkeypatch.setitem(module.BUNDLED, "vit_glyphs", damaged_card(tmp_path, damage))
+    monkeypatch.setitem(module.BUNDLED, "vit_glyphs", copied_card(tmp_path))
+    damage(tmp_path)
     with pytest.raises(ConfigError, match="damaged"):
         load_backbone("vit_glyphs", "auto", 0, "cpu")
 
@@ -527,12 +548,21 @@ def test_damaged_bundled_weights_are_a_config_error(damage, tmp_path, monkeypatc
 def test_bundled_weights_are_the_ones_of_the_card():
     """Decoded here with the standard library and compared array by array."""
     card = json.loads(module.BUNDLED["vit_glyphs"].read_text())
-    raw = base64.b64decode(card["safetensors"])
+    folder = module.BUNDLED["vit_glyphs"].parent
+    raw = b"".join(base64.b64decode(json.loads((folder / part).read_text())) for part in card["parts"])
     assert hashlib.sha256(raw).hexdigest() == card["sha256"]
     state = load_backbone("vit_glyphs", "auto", 0, "cpu").vit.state_dict()
     saved = safetensors.torch.load(raw)
     assert {plain(n) for n in state} == set(saved)
     assert all(torch.equal(v, saved[plain(n)].float()) for n, v in state.items())
+
+
+def test_the_maker_of_the_card_cuts_weights_into_the_bundled_parts(tmp_path):
+    card = module.BUNDLED["vit_glyphs"]
+    bundled = [json.loads((card.parent / f"vit_glyphs/{number}.json").read_text()) for number in (1, 2, 3)]
+    names = pretrain_glyphs.write_parts(b"".join(map(base64.b64decode, bundled)), tmp_path / "vit_glyphs.json")
+    assert names == json.loads(card.read_text())["parts"] == [f"vit_glyphs/{number}.json" for number in (1, 2, 3)]
+    assert all((tmp_path / name).read_bytes() == (card.parent / name).read_bytes() for name in names)
 
 
 def test_one_instance_per_process():
