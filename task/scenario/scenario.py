@@ -11,8 +11,7 @@ from task.data.images import Dataset
 from task.data.load import load_dataset
 from task.data.node_images import Inventory, open_inventory
 from task.keys import ConfigError
-from task.models.device import resolve_device
-from task.models.load import load_backbone
+from task.models.bundled import BUNDLED, read_card
 from task.scenario.class_stream import Schedule, class_order, split_tasks, stages
 from task.scenario.partition import consensus_tasks
 from task.scenario.task_plan import TaskPlan
@@ -92,6 +91,17 @@ def _node_dataset(config: Config, plan: TaskPlan, inventory: Inventory | None) -
 
 
 def image_size(config: Config) -> int:
-    """Side of the backbone's input in pixels."""
+    """Side of the backbone's input in pixels; whether the backbone can have it is checked where it is built.
+
+    Raises:
+        ConfigError: the backbone itself must say it, and cannot be built.
+    """
+    if config.image_size:
+        return config.image_size
+    if config.backbone in BUNDLED:
+        return int(read_card(BUNDLED[config.backbone])["architecture"]["img_size"])
+    from task.models.device import resolve_device  # here, as they import torch
+    from task.models.load import load_backbone
+
     device = str(resolve_device(config.device))
     return load_backbone(config.backbone, config.backbone_weights, config.image_size, device).image_size
