@@ -116,7 +116,8 @@ def _load_scenario(request: Request) -> Scenario:
     if not request.config.own_data:
         return build_scenario(request.config)
     inventory = request.listed_images() or request.list_images()
-    return build_scenario(request.config, TaskPlan.read(request.packet.config), inventory)
+    plan, side = TaskPlan.read(request.packet.config), request.number("image-size")
+    return build_scenario(request.config, plan, inventory, side)
 
 
 def _train(request: Request) -> Packet:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def own(tmp_path: Path) -> tuple[Node, dict[str, Any]]:
     plan = first_task_plan(parse(values), ["ant", "bee", "cow", "doe"], (16, 16))
     node = Node(values, {"name": "north", "data-dir": str(tmp_path / "data"), "state-dir": str(tmp_path / "state")})
     sha256 = build_model(parse(values), []).backbone.sha256
-    place = {"task": 1, "round": 1, "server-round": 1, "ends-task": True, "backbone-sha256": sha256}
+    place = {"task": 1, "round": 1, "server-round": 1, "ends-task": True, "backbone-sha256": sha256, "image-size": 16}
     return node, plan.message() | place
 
 
@@ -67,6 +68,14 @@ def test_a_node_without_images_of_the_task_answers_without_torch(own):
     assert ask_here("train", config, node) == expected
     later = ask_here("train", config | {"task": 2, "server-round": 2}, node, task=1)
     assert later[1]["num-examples"] > 12  # of 24, about a fifth is held out
+
+
+def test_the_side_of_the_images_is_in_the_message(own):
+    """A backbone of timm would have to be built to know it."""
+    node, config = own
+    backbone = {"backbone": "vit_tiny_patch16_224", "backbone-weights": "random", "image-size": 0}
+    answer = ask_without_torch("train", config | {"image-size": 224}, replace(node, values={**node.values, **backbone}))
+    assert answer == [{}, {"num-examples": 0}, {"name": "north"}]
 
 
 def test_a_node_without_test_images_of_the_classes_answers_without_torch(own, monkeypatch):
