@@ -82,8 +82,7 @@ class Watch:
             for moments, words in ((self.received, "Receiving: train message"), (self.sent, "Sending: train message")):
                 moments[i] += [now] * (log.count(words) - len(moments[i]))
             for child in Path(f"/proc/{starter}/task/{starter}/children").read_text().split():
-                if int(child) not in self.started[i]:
-                    self.started[i][int(child)] = psutil.Process(int(child)).create_time()
+                self.started[i].setdefault(int(child), now)
         lines = len(rounds.read_text().splitlines()) if rounds.exists() else 0
         if lines > len(self.ended):
             self.ended.append(now)
