@@ -7,13 +7,10 @@ import torch
 from torch import nn
 
 from client_app.objectives.base import LocalData, Objective
+from client_app.request import DivergedError
 from task.config.schema import Config
 from task.models.feature_cache import cached_query, load_inputs
 from task.models.model import Model
-
-
-class DivergedError(RuntimeError):
-    """The local loss became NaN or infinite."""
 
 
 def train_locally(

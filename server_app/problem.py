@@ -1,6 +1,5 @@
 """A run's problem as plain files: images, labels, tasks, every client's images by round, and the frozen backbone."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,9 +14,10 @@ from task.config.schema import FROM_SCRATCH, Config
 from task.data.images import Dataset
 from task.data.load import default_augmentation
 from task.keys import ConfigError
+from task.models.bundled import BUNDLED, read_card
 from task.models.feature_cache import BATCH
 from task.models.load import load_backbone
-from task.models.weights import BUNDLED, build_vit
+from task.models.weights import build_vit
 from task.scenario.client_data import ClientTaskData, client_task_data
 from task.scenario.scenario import Scenario, build_scenario
 from task.utils.versions import versions
@@ -109,7 +109,7 @@ def _write_backbone(config: Config, path: Path) -> dict[str, Any]:
         vit.set_input_size(img_size=(side, side))
     safetensors.torch.save_file(vit.state_dict(), path)
     if config.backbone in BUNDLED:
-        architecture = json.loads(BUNDLED[config.backbone].read_text())["architecture"]
+        architecture = read_card(BUNDLED[config.backbone])["architecture"]
         return {"class": "timm.models.VisionTransformer", "arguments": {**architecture, "img_size": side}}
     return {"class": "", "arguments": {"img_size": side}}
 

@@ -226,7 +226,8 @@ class Run:
                 "classes": context.current_classes,
                 "run-config": json.dumps(self.config.for_clients()),
                 "backbone-sha256": self.model.backbone.sha256,
-                **(self.plan.message() if self.plan else {}),
+                # the side of the images, so that a node need not build the backbone to know it
+                **(self.plan.message() | {"image-size": self.model.backbone.image_size} if self.plan else {}),
                 # of clients that pool their data, the first one drawn has all of it
                 **({"pool": clients[0].name} if self.config.method_row.pooled else {}),
             },

@@ -51,6 +51,16 @@ class Dataset:
         height, width = self.test_images[np.zeros(0, np.int64)].shape[1:3]
         return height, width
 
+    def test_positions(self, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Those of the test images at ``positions``, int64 [N], whose class is in ``order``, class ids by head row.
+
+        They are sorted by head row, so that images of earlier tasks stay in the batches whose queries are cached.
+        """
+        rows = np.full(len(self.class_names), len(order))
+        rows[order] = np.arange(len(order))
+        by_row = positions[np.argsort(rows[self.test_labels[positions]], kind="stable")]
+        return by_row[rows[self.test_labels[by_row]] < len(order)]
+
 
 @dataclass(frozen=True)
 class Subset:

@@ -10,9 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-from timm.data import ImageNetInfo
-from torchvision.datasets import CIFAR10
-from torchvision.datasets.utils import check_integrity
 
 from task.data.image_folders import class_folders, images_by_class
 from task.data.images import Dataset, ImageFiles
@@ -26,13 +23,16 @@ class IncompleteError(Exception):
     """Files of a published data set are missing; the message is a clause of the error of ``load.read_source``."""
 
 
-def cifar(kind: type[CIFAR10], root: Path, side: int, max_pixels: int) -> Dataset:
+def cifar(name: str, root: Path, side: int, max_pixels: int) -> Dataset:
     """CIFAR-10 or CIFAR-100 (Krizhevsky 2009), 32 x 32, its own split, read and checksummed by torchvision."""
+    import torchvision.datasets  # here, as torchvision imports torch, and data of other kinds need neither
+
+    kind = getattr(torchvision.datasets, name)
     try:
         train, test = (kind(root.parent, train=part, download=False) for part in (True, False))
     except RuntimeError as error:
         files = [*kind.train_list, *kind.test_list, (kind.meta["filename"], kind.meta["md5"])]
-        bad = [name for name, md5 in files if not check_integrity(root / name, md5)]
+        bad = [name for name, md5 in files if not torchvision.datasets.utils.check_integrity(root / name, md5)]
         raise IncompleteError(f"missing or damaged (by checksum) in {str(root)!r}: {', '.join(bad)}") from error
     labels, test_labels = np.array(train.targets, np.int64), np.array(test.targets, np.int64)
     return Dataset(tuple(train.classes), train.data, labels, test.data, test_labels)
@@ -132,6 +132,8 @@ def _list_images(root: Path, files: Sequence[str], side: int, max_pixels: int) -
 
 def _word_of_each(numbers: Sequence[str]) -> tuple[str, ...]:
     """WordNet's first word for each ImageNet class, its number added where two classes share the word."""
+    from timm.data import ImageNetInfo  # here, as timm imports torch
+
     info = ImageNetInfo()
     words = [info.label_name_to_description(number).split(",")[0] for number in numbers]
     return tuple(w if words.count(w) == 1 else f"{w} ({n})" for w, n in zip(words, numbers, strict=True))

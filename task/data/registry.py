@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torchvision.datasets import CIFAR10, CIFAR100
-
 from task.data.builtin import digits, synthetic
 from task.data.custom import folder, npz
 from task.data.images import Dataset
@@ -45,10 +43,10 @@ SOURCES = {
     "npz": Source(npz, "crop-flip"),
     "folder": Source(folder, "crop-flip"),
     # name: loader, augmentation, classes, training images, test images, folder below data-dir, what is in it, address
-    "cifar10": Source(partial(cifar, CIFAR10), "crop-flip", 10, 50_000, 10_000, "cifar-10-batches-py",
+    "cifar10": Source(partial(cifar, "CIFAR10"), "crop-flip", 10, 50_000, 10_000, "cifar-10-batches-py",
         "data_batch_1 to data_batch_5, test_batch and batches.meta",
         "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"),
-    "cifar100": Source(partial(cifar, CIFAR100), "crop-flip", 100, 50_000, 10_000, "cifar-100-python",
+    "cifar100": Source(partial(cifar, "CIFAR100"), "crop-flip", 100, 50_000, 10_000, "cifar-100-python",
         "train, test and meta", "https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz"),
     "tiny-imagenet": Source(tiny_imagenet, "crop-flip", 200, 100_000, 10_000, "tiny-imagenet-200",
         "train/, val/ and wnids.txt", "http://cs231n.stanford.edu/tiny-imagenet-200.zip"),

@@ -35,12 +35,7 @@ def confusion_counts(model: Model, dataset: Dataset, order: np.ndarray, position
     """
     labels, classes = dataset.test_labels, len(dataset.class_names)
     counts = np.zeros((classes, classes), np.int64)
-    rows = np.full(classes, len(order))
-    rows[order] = np.arange(len(order))
-    # sorted by head row, so that images of earlier tasks stay in the batches whose queries are cached
-    by_row = positions[np.argsort(rows[labels[positions]], kind="stable")]
-    seen = by_row[rows[labels[by_row]] < len(order)]
-    for batch, inputs in iterate_batches(model, dataset.test_images, seen):
+    for batch, inputs in iterate_batches(model, dataset.test_images, dataset.test_positions(order, positions)):
         predicted = order[model(*inputs).argmax(dim=1).cpu().numpy()]
         np.add.at(counts, (labels[batch], predicted), 1)
     return counts

@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,8 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from task.keys import AUTO, ConfigError
-from task.utils.assets import ASSETS
+from task.models.bundled import BUNDLED, read_card
 
-BUNDLED = {path.stem: path for path in ASSETS.glob("vit_*.json")}
 Normalisation = tuple[float, ...]  # per channel
 
 
@@ -43,7 +41,7 @@ def build_vit(name: str, weights: str) -> tuple[Any, Normalisation, Normalisatio
 
 def _bundled(name: str, weights: str) -> tuple[VisionTransformer, Normalisation, Normalisation]:
     try:
-        card = json.loads(BUNDLED[name].read_text())
+        card = read_card(BUNDLED[name])
         parts = [json.loads((BUNDLED[name].parent / part).read_text()) for part in card["parts"]]
         raw = b"".join(map(base64.b64decode, parts))
         intact = hashlib.sha256(raw).hexdigest() == card["sha256"]

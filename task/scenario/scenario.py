@@ -11,8 +11,7 @@ from task.data.images import Dataset
 from task.data.load import load_dataset
 from task.data.node_images import Inventory, open_inventory
 from task.keys import ConfigError
-from task.models.device import resolve_device
-from task.models.load import load_backbone
+from task.models.bundled import BUNDLED, read_card
 from task.scenario.class_stream import Schedule, class_order, split_tasks, stages
 from task.scenario.partition import consensus_tasks
 from task.scenario.task_plan import TaskPlan
@@ -45,20 +44,23 @@ class Scenario:
 
 
 @lru_cache(maxsize=16)
-def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inventory | None = None) -> Scenario:
+def build_scenario(
+    config: Config, plan: TaskPlan | None = None, inventory: Inventory | None = None, side: int = 0
+) -> Scenario:
     """Load the data set and make the schedule.
 
     Args:
         config: the run keys.
         plan: if nodes have their own images.
         inventory: this node's images in that case; None on the server, which then has no image.
+        side: of these images in pixels; 0 = that of the backbone, which may have to be built for it.
 
     Raises:
         ConfigError: data missing or unusable, or more tasks than classes.
     """
     rounds = config.rounds_per_task, config.adaptation_rounds
     if plan:
-        return Scenario(_node_dataset(config, plan, inventory), Schedule(plan.tasks, *rounds))
+        return Scenario(_node_dataset(config, plan, inventory, side), Schedule(plan.tasks, *rounds))
     if config.asynchronous and not config.num_clients:
         raise ConfigError(
             f"num-clients = 0 is not possible with partition {config.partition!r}: "
@@ -80,18 +82,29 @@ def build_scenario(config: Config, plan: TaskPlan | None = None, inventory: Inve
     return Scenario(dataset, Schedule(tasks, *rounds), streams)
 
 
-def _node_dataset(config: Config, plan: TaskPlan, inventory: Inventory | None) -> Dataset:
+def _node_dataset(config: Config, plan: TaskPlan, inventory: Inventory | None, side: int) -> Dataset:
     """A node's images under the class ids of the plan; the server has none."""
     if not inventory:
         images, labels = np.empty((0, *plan.image_shape, 3), np.uint8), np.empty(0, np.int64)
         return Dataset(plan.class_names, images, labels, images, labels)
-    dataset = open_inventory(inventory, image_size(config), config.max_image_pixels)
+    dataset = open_inventory(inventory, side or image_size(config), config.max_image_pixels)
     ids = class_ids(dataset.class_names, plan.class_names)
     train, test = ids[dataset.train_labels], ids[dataset.test_labels]
     return replace(dataset, class_names=plan.class_names, train_labels=train, test_labels=test)
 
 
 def image_size(config: Config) -> int:
-    """Side of the backbone's input in pixels."""
+    """Side of the backbone's input in pixels; whether the backbone can have it is checked where it is built.
+
+    Raises:
+        ConfigError: the backbone itself must say it, and cannot be built.
+    """
+    if config.image_size:
+        return config.image_size
+    if config.backbone in BUNDLED:
+        return int(read_card(BUNDLED[config.backbone])["architecture"]["img_size"])
+    from task.models.device import resolve_device  # here, as they import torch
+    from task.models.load import load_backbone
+
     device = str(resolve_device(config.device))
     return load_backbone(config.backbone, config.backbone_weights, config.image_size, device).image_size

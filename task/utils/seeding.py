@@ -7,9 +7,12 @@ one place changes nothing elsewhere, and two methods with the same seed have the
 import hashlib
 import json
 import operator
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def numpy_rng(seed: int, purpose: str, *indices: int) -> np.random.Generator:
@@ -27,11 +30,13 @@ def numpy_rng(seed: int, purpose: str, *indices: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(_stream_key(seed, purpose, indices)))
 
 
-def torch_rng(seed: int, purpose: str, *indices: int, device: torch.device | str = "cpu") -> torch.Generator:
+def torch_rng(seed: int, purpose: str, *indices: int, device: "torch.device | str" = "cpu") -> "torch.Generator":
     """Generator of torch on ``device`` for the stream (seed, purpose, indices); arguments as ``numpy_rng``.
 
     Draws on a GPU differ from those on the CPU.
     """
+    import torch  # here: a client with nothing to train needs NumPy's streams only
+
     # The high bits: torch's generators take 64 bits at most.
     return torch.Generator(device).manual_seed(_stream_key(seed, purpose, indices) >> 192)
 

@@ -10,7 +10,8 @@ from timm.models import VisionTransformer
 from torch import nn
 
 from client_app.objectives.base import LocalData, Objective
-from client_app.training import DivergedError, train_locally
+from client_app.request import DivergedError
+from client_app.training import train_locally
 from task.config.parsing import parse
 from task.data.images import Dataset
 from task.message import Packet

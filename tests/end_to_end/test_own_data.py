@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import server_app.rounds.setup
-from client_app.client import _HANDLERS, Request, handle
+from client_app.client import _HANDLERS, handle
 from client_app.node import Node, own_data_dir, state_dir
+from client_app.request import Request
 from server_app.cli.main import main
 from server_app.errors import RunError
 from server_app.transport.base import Reply

@@ -11,9 +11,10 @@ from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.data.images import Dataset
+from task.models.bundled import BUNDLED
 from task.models.model import build_model
 from task.models.vit import ViT
-from task.models.weights import BUNDLED, build_vit
+from task.models.weights import build_vit
 
 
 def test_one_backbone_and_one_copy_of_the_data_serve_all_clients(tiny: dict) -> None:

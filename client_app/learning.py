@@ -1,0 +1,139 @@
+"""What a client does with a model: it trains it, takes statistics with it, or lets it predict.
+
+Importing this takes seconds, as it imports torch and timm. A node that answers each message in a new process does so
+only for messages that need a model.
+"""
+
+import time
+
+import numpy as np
+import torch
+
+from client_app.node import random_stream
+from client_app.objectives.base import LocalData
+from client_app.request import Request
+from client_app.training import train_locally
+from task.config.schema import Config
+from task.data.load import default_augmentation
+from task.keys import ConfigError
+from task.message import Arrays, Packet
+from task.methods import load_class
+from task.models.device import resolve_device
+from task.models.evaluation import confusion_counts
+from task.models.load import load_backbone
+from task.models.model import Model, build_model, to_arrays
+from task.models.vit import Backbone
+from task.prototypes.noise import GaussianMechanism
+from task.prototypes.statistics import Sample
+from task.scenario.client_data import ClientTaskData, learnable_classes
+from task.scenario.scenario import Scenario
+from task.secure_sum.round_sums import RoundSums
+from task.utils.seeding import torch_rng
+
+
+def load_node_backbone(config: Config) -> Backbone:
+    """The backbone alone: a model per client would fragment the memory of a process that serves them all.
+
+    Raises:
+        ConfigError: this node has not the device or the weights.
+    """
+    torch.set_num_threads(config.threads)
+    device = str(resolve_device(config.device))
+    return load_backbone(config.backbone, config.backbone_weights, config.image_size, device)
+
+
+def train(answer: Packet, request: Request, scenario: Scenario, task_data: ClientTaskData) -> Packet:
+    """``answer`` with trained arrays, statistics and metrics; in a secure sum, what they add to it, under masks.
+
+    Raises:
+        ConfigError: other backbone weights than the server's, or arrays that do not fit.
+        DivergedError: the loss is not finite.
+    """
+    model = _load_model(request, scenario)
+    if len(task_data.positions):
+        _learn(answer, request, scenario, model, task_data)
+    return answer if request.config.secure_aggregation == "off" else _hide(answer, request, scenario, model)
+
+
+def predict(request: Request, scenario: Scenario, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Confusion counts of the global model, see :func:`task.models.evaluation.confusion_counts`.
+
+    Raises:
+        ConfigError: other backbone weights than the server's, or arrays that do not fit.
+    """
+    return confusion_counts(_load_model(request, scenario), scenario.dataset, order, positions)
+
+
+def _learn(answer: Packet, request: Request, scenario: Scenario, model: Model, task_data: ClientTaskData) -> None:
+    """Train, and put trained arrays, statistics and metrics into the answer."""
+    packet, config = request.packet, request.config
+    model.set_active_rows(scenario.rows[task_data.classes])
+    dataset = scenario.dataset
+    labels = dataset.train_labels[task_data.positions]
+    augmentation = default_augmentation(dataset, config.augmentation)
+    data = LocalData(dataset.train_images, task_data.positions, scenario.rows[labels], augmentation)
+    stream = random_stream(config, request.node), request.number("server-round")
+    mechanism = GaussianMechanism.of(config, *stream)
+    if config.options.statistics_first:
+        _add_statistics(answer, request, model, data, labels, mechanism)
+    if config.trains_in(request.number("server-round")):
+        answer.metrics |= _fit(request, model, data, torch_rng(config.seed, "local", *stream))
+        answer.arrays = mechanism.arrays(to_arrays(model.trained_state()), packet.arrays)
+    if not config.options.statistics_first:
+        if mechanism.noise:
+            model.load(answer.arrays or packet.arrays)  # statistics may depend only on what leaves the client
+        _add_statistics(answer, request, model, data, labels, mechanism)
+
+
+def _hide(answer: Packet, request: Request, scenario: Scenario, model: Model) -> Packet:
+    """The answer as numbers that only the sum over clients gives back; seconds are as they are."""
+    config, server_round = request.config, request.number("server-round")
+    classes = learnable_classes(config, scenario.schedule, request.task)
+    sums = RoundSums.of(config, server_round, bool(request.packet.config["ends-task"]), model, classes)
+    seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
+    return Packet(request.hidden(sums.of_answer(answer)), metrics=seconds, config=answer.config)
+
+
+def _load_model(request: Request, scenario: Scenario) -> Model:
+    """The global model; the node may have been restarted with other backbone weights since it said hello."""
+    torch.set_num_threads(request.config.threads)
+    model = build_model(request.config, scenario.task_sizes(request.task))
+    if request.packet.config["backbone-sha256"] != model.backbone.sha256:
+        raise ConfigError("this node has other backbone weights than the server: give it the same backbone-weights.")
+    model.load(request.packet.arrays)
+    return model
+
+
+def _fit(request: Request, model: Model, data: LocalData, rng: torch.Generator) -> dict[str, float]:
+    """Train in place; returns loss, accuracy and seconds, with noise the seconds alone."""
+    config, started = request.config, time.perf_counter()
+    objective = load_class(config.method_row.objective)(config, request.packet)
+    loss, accuracy = train_locally(model, objective, data, config, rng)
+    metrics = {} if config.privacy_noise else {"loss": loss, "accuracy": accuracy}
+    return metrics | {"seconds-train": time.perf_counter() - started}
+
+
+def _add_statistics(
+    answer: Packet, request: Request, model: Model, data: LocalData, labels: np.ndarray, mechanism: GaussianMechanism
+) -> None:
+    """Put into the answer what the method sends beside arrays, and the seconds that it took."""
+    started = time.perf_counter()
+    answer.statistics = _collect_statistics(request, model, data, labels, mechanism)
+    answer.metrics["seconds-statistics"] = time.perf_counter() - started
+
+
+def _collect_statistics(
+    request: Request, model: Model, data: LocalData, labels: np.ndarray, mechanism: GaussianMechanism
+) -> Arrays:
+    """Statistics of the classes with at least min-class-count images."""
+    config = request.config
+    statistics = load_class(config.method_row.statistics)()
+    counted = np.bincount(labels)[labels] >= config.min_class_count
+    due = statistics.due(config, request.number("server-round"), bool(request.packet.config["ends-task"]))
+    if not due or not counted.any():
+        return {}
+    model.eval()
+    model.prompt.train(not config.method_row.adapts)  # the task is known here: the prompt acts as in training
+    on_device = (torch.from_numpy(values[counted]).to(model.device) for values in (labels, data.rows))
+    sample = Sample(data.images, data.positions[counted], *on_device)
+    return statistics.collect(model, sample, config.options, mechanism)

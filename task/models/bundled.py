@@ -1,0 +1,19 @@
+"""The backbones that come with the code, as their files describe them; imports no torch."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from task.utils.assets import ASSETS
+
+BUNDLED = {path.stem: path for path in ASSETS.glob("vit_*.json")}
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """A backbone's file: architecture (as timm names it), mean and std, the files of its weights (safetensors in base64) and
+    their sha256.
+
+    Raises:
+        ValueError: the file is no JSON.
+    """
+    return dict(json.loads(path.read_text()))
