@@ -79,8 +79,8 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Tensor) -> float:
 
     The folds are those of drawn features, see :func:`draw_features`. Of few images they are drawn again, until ENOUGH
     have been classified. Of those within one standard error of the best, the one nearest to the usual s: PRIOR, or 1
-    where there are fewer images than features. Nothing is drawn, and the usual s taken, if no class has two images or if
-    there are more than LIMIT numbers: then there is no scatter, or it is known well.
+    where there are fewer images than features. Nothing is drawn, and the usual s taken, if no class has two images or
+    if there are more than LIMIT numbers: then there is no scatter, or it is known well.
 
     Args:
         counts: [K].

@@ -10,8 +10,7 @@ BUNDLED = {path.stem: path for path in ASSETS.glob("vit_*.json")}
 
 
 def read_card(path: Path) -> dict[str, Any]:
-    """A backbone's file: architecture (as timm names it), mean and std, the files of its weights (safetensors in base64) and
-    their sha256.
+    """A backbone's file: architecture (as timm names it), mean and std, and its weights: files of base64 and SHA-256.
 
     Raises:
         ValueError: the file is no JSON.

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import socket
 from collections.abc import Mapping
 from pathlib import Path
