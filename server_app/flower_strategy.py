@@ -65,8 +65,7 @@ class FCILStrategy(Strategy):
             initial_arrays: what the global model starts from, named and shaped as it travels in the first task; empty
                 for the seeded start.
             num_rounds: of the whole run, num_tasks times rounds_per_task and those of adaptation. It sets
-                rounds_per_task when that was not
-                given.
+                rounds_per_task when that was not given.
             timeout: seconds to wait for the answers of a round; by default the run key round_timeout.
             train_config: must be empty, and evaluate_config too: settings are run keys here.
             evaluate_config: see train_config.

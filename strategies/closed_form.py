@@ -14,7 +14,7 @@ from task.utils.seeding import torch_rng
 GRID = torch.logspace(-10, 1, 45, dtype=torch.float64)  # ridges that are tried, in shares of the largest eigenvalue
 SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # that are tried
 FOLDS = 5
-ENOUGH = 2000
+ENOUGH = 2000  # features that are classified before the shrinkage is chosen
 PRIOR = 0.01  # the shrinkage where the features do not tell
 LIMIT = 20_000_000  # numbers that are drawn at most
 
@@ -105,9 +105,9 @@ def draw_features(
     """Features [N, M] and classes [N], sorted, that have just these counts [K], means [K, M] and scatter [M, M].
 
     mu_y + Q R with R^T R = scatter and Q [N, rank] drawn uniformly from those whose columns are orthonormal and sum to
-    zero in each class.
-    These are counts, means and scatter of the clients' features too. If the classes are Gaussians with one covariance,
-    all features with the same sums are equally likely, so that nothing tells the drawn ones from the clients' own.
+    zero in each class. These are counts, means and scatter of the clients' features too. If the classes are Gaussians
+    with one covariance, all features with the same sums are equally likely, so that nothing tells the drawn ones from
+    the clients' own.
     """
     dim, classes = means.shape[1], torch.arange(len(counts)).repeat_interleave(counts.long())
     rank = min(dim, len(classes) - int((counts > 0).sum()))  # rounding may leave the scatter more

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from server_app.errors import one_line
+from server_app.errors import one_line, reason_of
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def tell_operator(hook: str, directory: Path, error: BaseException | None = None
         directory: the run's folder.
         error: why the run failed; None if it finished.
     """
-    status, reason = ("finished", "") if error is None else ("failed", str(error) or type(error).__name__)
+    status, reason = ("finished", "") if error is None else ("failed", reason_of(error))
     event = {"run": directory.name, "status": status, "error": reason, "directory": str(directory)}
     content, target = json.dumps(event).encode(), os.path.expandvars(hook)
     try:

@@ -45,7 +45,7 @@ def test_a_superlink_that_does_not_start_is_shown(tmp_path, monkeypatch):
 
 
 def test_ray_gets_time_to_start():
-    environment = launcher._environment(Path("/home/of/flower"))
+    environment = launcher._environment(Path("/flower-home"))
     assert environment["RAY_raylet_start_wait_time_s"] == environment["RAY_worker_register_timeout_seconds"] == "300"
 
 
@@ -81,8 +81,8 @@ def test_nothing_at_the_address_is_said_at_once(port, tiny, monkeypatch, capsys)
 
 def test_flower_is_told_to_join_a_cluster_and_else_keeps_to_itself(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:1")
-    assert launcher._environment(Path("/home/of/flower"), CLUSTER)["RAY_ADDRESS"] == "10.0.0.7:6379"
-    assert "RAY_ADDRESS" not in launcher._environment(Path("/home/of/flower"))
+    assert launcher._environment(Path("/flower-home"), CLUSTER)["RAY_ADDRESS"] == "10.0.0.7:6379"
+    assert "RAY_ADDRESS" not in launcher._environment(Path("/flower-home"))
     # told how many CPUs there are, Ray refuses to join
     assert launcher._resources(3, CLUSTER) == "client-resources-num-cpus=2 client-resources-num-gpus=0.250000"
     assert launcher._resources(3, None) == "client-resources-num-cpus=1 init-args-num-cpus=3"
