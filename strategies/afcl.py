@@ -118,10 +118,10 @@ class AFCL(Strategy):
 
     def _solve_discriminant(self, total: ClassSums) -> tuple[dict[str, Tensor], dict[str, float]]:
         options, means = self.options, total.sums / total.counts.clamp(min=1)[:, None]
-        within = self._within(total)
+        within = self._spectrum(self._within(total))
         shrinkage = options.shrinkage or self._choose_shrinkage(total.counts, means, within)
         freedom = float(total.counts.sum()) - int((total.counts > 0).sum())
-        covariance = self._spectrum(within / max(freedom, 1))
+        covariance = Spectrum(within.values / max(freedom, 1), within.vectors)
         if options.head == "discriminant":
             weight, bias = solve_discriminant(covariance, means, shrinkage)
             return {"weight": weight, "bias": bias}, {"shrinkage": shrinkage}
@@ -129,7 +129,7 @@ class AFCL(Strategy):
         solution = solve_regularised(covariance, means, factors, options.own_covariance, shrinkage)
         return vars(solution).copy(), {"shrinkage": shrinkage}
 
-    def _choose_shrinkage(self, counts: Tensor, means: Tensor, scatter: Tensor) -> float:
+    def _choose_shrinkage(self, counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
         if self.options.sketch or means.shape[1] > MAX_FEATURES:
             return PRIOR
         return choose_shrinkage(counts, means, scatter)

@@ -74,7 +74,7 @@ def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
     return float(ridges[torch.where(freedom > 0.01, rss / freedom.square(), torch.inf).argmin()])
 
 
-def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Tensor) -> float:
+def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
     """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation; no image is seen.
 
     The folds are those of drawn features, see :func:`draw_features`. Of few images they are drawn again, until ENOUGH
@@ -85,16 +85,16 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Tensor) -> float:
     Args:
         counts: [K].
         means: [K, M].
-        scatter: about the class means, [M, M].
+        scatter: about the class means, A of [M, M].
     """
     images, dim = int(counts.sum()), means.shape[1]
     usual = PRIOR if images > dim else 1.0  # with fewer images most of the scatter was never seen
     if counts.max() < 2 or images * dim > LIMIT:
         return usual
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
-    spectrum, generator = Spectrum.of_matrix(scatter), torch_rng(0, "features")
+    generator = torch_rng(0, "features")
     for _ in range(max(1, ENOUGH // images)):
-        wrong += _cross_validate(*draw_features(counts, means, spectrum, generator), len(counts))
+        wrong += _cross_validate(*draw_features(counts, means, scatter, generator), len(counts))
     good = SHRINKAGES[wrong <= wrong.min() + (wrong.min() + 1).sqrt()]
     return float(good[(good / usual).log().abs().argmin()])
 

@@ -14,7 +14,7 @@ from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from strategies.afcl import AFCL
 from strategies.base import RoundContext, Update
-from strategies.closed_form import GRID, choose_shrinkage
+from strategies.closed_form import GRID, Spectrum, choose_shrinkage
 from task.config.parsing import parse
 from task.message import Arrays, Kind, Packet
 from task.method_options import AFCLOptions
@@ -207,7 +207,8 @@ def test_the_shrinkage_is_chosen_from_the_images_of_all_clients(partition: str, 
     means, _, pooled = moments(run)
     counts = np.bincount(run.rows)
     scatter = pooled * (len(run.rows) - run.classes)
-    expected = choose_shrinkage(*(torch.from_numpy(part) for part in (counts, means, scatter)))
+    counts, means, scatter = map(torch.from_numpy, (counts, means, scatter))
+    expected = choose_shrinkage(counts, means, Spectrum.of_matrix(scatter))
     assert run.results["rounds"][-1]["server"] == {"shrinkage": pytest.approx(expected)}
 
 

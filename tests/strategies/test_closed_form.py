@@ -224,7 +224,7 @@ def test_where_nothing_is_drawn_the_shrinkage_is_the_usual_one(
     monkeypatch.setattr(closed_form, "LIMIT", limit)
     monkeypatch.setattr(closed_form, "draw_features", None)
     sums = sums_of(*gaussian_classes(images, seed=0), classes=5)
-    assert choose_shrinkage(*map(dense, sums)) == expected
+    assert choose_shrinkage(*for_drawing(sums)) == expected
 
 
 @pytest.mark.parametrize("images", [6, 450])
@@ -247,7 +247,7 @@ def test_the_shrinkage_is_that_of_cross_validation(images: int) -> None:
         for s, count in zip(SHRINKAGES.tolist(), wrong, strict=True)
         if count <= wrong.min() + (wrong.min() + 1) ** 0.5
     ]
-    assert choose_shrinkage(*sums) == pytest.approx(min(near, key=lambda s: abs(np.log(s / 0.01))))
+    assert choose_shrinkage(*for_drawing(sums)) == pytest.approx(min(near, key=lambda s: abs(np.log(s / 0.01))))
     assert len(near) < len(wrong)
 
 
@@ -255,7 +255,7 @@ def test_however_often_features_are_drawn_the_scatter_is_decomposed_once(monkeyp
     """At 2,000 features that takes three seconds."""
     shapes, eigh = [], torch.linalg.eigh
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: shapes.append(matrix.shape) or eigh(matrix))
-    choose_shrinkage(*(dense(part) for part in sums_of(*gaussian_classes(4, seed=0), classes=5)))
+    choose_shrinkage(*for_drawing(sums_of(*gaussian_classes(4, seed=0), classes=5)))
     assert shapes == [(30, 30)]
 
 
@@ -263,7 +263,7 @@ def test_where_all_shrinkages_are_equally_good_it_is_the_usual_one() -> None:
     """One class, and classes far apart."""
     for means in (np.zeros((1, 3)), 1000 * np.eye(3)):
         counts = np.full(len(means), 30)
-        assert choose_shrinkage(dense(counts), dense(means), dense(np.eye(3))) == pytest.approx(0.01)
+        assert choose_shrinkage(*for_drawing((counts, means, np.eye(3)))) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("images", [8, 16, 200])
@@ -275,7 +275,7 @@ def test_the_shrinkage_is_good_for_images_that_nobody_has_seen(images: int) -> N
     for shrinkage in SHRINKAGES.tolist():
         weight, bias = (part.numpy() for part in solve_discriminant(spectrum, dense(means), shrinkage))
         accuracies.append(float(((fresh @ weight.T + bias).argmax(axis=1) == labels).mean()))
-    chosen = choose_shrinkage(dense(counts), dense(means), dense(scatter))
+    chosen = choose_shrinkage(*for_drawing((counts, means, scatter)))
     there = accuracies[int((SHRINKAGES - chosen).abs().argmin())]
     assert there > max(accuracies) - 0.03
     assert there > min(accuracies) + 0.1
