@@ -1,7 +1,6 @@
 """fcil nodes: the nodes of a deployment, who of them is online, and what they last said and did."""
 
 import argparse
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -25,6 +24,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def _run_command(args: argparse.Namespace) -> int:
     from server_app.clients.nodes import as_json, list_nodes
+    from server_app.clients.registry import align
 
     nodes = list_nodes(args.superlink, args.runs or resolve_output_dir("runs"))
     if args.json:
@@ -44,16 +44,10 @@ def _run_command(args: argparse.Namespace) -> int:
         )
         for node in nodes
     ]
-    print(*_aligned([HEADER, *rows]), sep="\n")
+    print(*align([HEADER, *rows]), sep="\n")
     return OK
 
 
 def _minute(time: str) -> str:
     """An ISO time to the minute."""
     return f"{datetime.fromisoformat(time):%Y-%m-%d %H:%M}" if time else "-"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return [line.rstrip() for line in lines]

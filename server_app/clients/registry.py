@@ -163,6 +163,13 @@ class ClientRegistry:
                 log.warning(line)
 
 
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table whose columns are as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return [line.rstrip() for line in lines]
+
+
 def log_clients(clients: Sequence[ClientInfo]) -> None:
     """Log a table of who takes part with what, a line for each of the first clients, and classes they cannot read."""
     rows: list[tuple[str, ...]] = [
@@ -173,9 +180,8 @@ def log_clients(clients: Sequence[ClientInfo]) -> None:
         counts = (client.own_counts.sum(), client.test_counts.sum(), classes, client.unreadable)
         disk = f"{client.free_disk / 1e9:.1f} GB"
         rows.append((client.name, *(str(n) for n in counts), disk, client.device, ", ".join(client.versions)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows if clients else []:
-        log.info("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in align(rows) if clients else []:
+        log.info("%s", line)
     if len(clients) > _MAX_LINES:
         log.info("and %d more", len(clients) - _MAX_LINES)
     for client in clients:
