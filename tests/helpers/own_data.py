@@ -1,13 +1,13 @@
 """Nodes that each have images of their own: their folders, and a transport on which they come and go."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from server_app.transport.base import Reply
-from task.message import Kind, Packet
+from task.message import Kind, Packet, Scalar
 from tests.helpers.runs import FaultyTransport, Values
 
 OWN: Values = {"dataset": "own", "evaluate": "clients", "image-size": 16, "num-tasks": 2, "rounds-per-task": 1}
@@ -35,8 +35,13 @@ class Changing(FaultyTransport):
     ``before`` maps server rounds to what happens; ``hidden`` are nodes that are not connected.
     """
 
-    def __init__(self, values: Values, before: Mapping[int, Callable[[], object]] | None = None) -> None:
-        super().__init__(values, 3)
+    def __init__(
+        self,
+        values: Values,
+        before: Mapping[int, Callable[[], object]] | None = None,
+        node_settings: Sequence[Mapping[str, Scalar]] | None = None,
+    ) -> None:
+        super().__init__(values, 3, node_settings)
         self.before, self.hidden, self.aliases = dict(before or {}), set[int](), dict[int, int]()
 
     def nodes(self) -> list[int]:

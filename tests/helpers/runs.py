@@ -1,7 +1,7 @@
 """Runs in this process: whole, tampered with or interrupted, and what of their results two equal runs share."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ class FaultyTransport(InProcessTransport):
         self,
         values: Values,
         num_clients: int,
-        node_settings: Mapping[str, Scalar] | None = None,
+        node_settings: Mapping[str, Scalar] | Sequence[Mapping[str, Scalar]] | None = None,
         tamper: Callable[[int, Kind, Packet], Packet] = lambda node, kind, answer: answer,
         broken: Callable[[int, Kind], bool] = lambda node, kind: False,
     ) -> None:
