@@ -13,8 +13,9 @@ import pytest
 import yaml
 from filelock import FileLock, Timeout
 
+from benchmarks.keep_results import keep_all
 from server_app.bench import runner as bench
-from server_app.bench.runner import Bench
+from server_app.bench.runner import Bench, finished_run
 from server_app.bench.suite import PlannedRun, read_suite
 from server_app.cli import main as cli
 from server_app.run_files.paths import read_results
@@ -561,3 +562,20 @@ def test_a_suite_without_any_run_has_its_table_too(write, tmp_path):
     Bench(read_suite(write(), {}), 1, False, lambda line: None)._report()
     _, rows = table(tmp_path / "out")
     assert rows["means", "synthetic"] == ["-"] * 10
+
+
+def test_a_suite_goes_on_with_runs_in_their_small_form(write, tmp_path):
+    suite = read_suite(write(), {})
+    for planned, status in zip(suite.runs, ("finished", "failed"), strict=True):
+        fill(
+            planned,
+            run_results((0.9, 0.8, 0.7), status=status) | {"class_names": ["a"], "confusion": [[1]]},
+            data_dir="/mine/digits.npz",
+        )
+    assert keep_all(tmp_path / "out", tmp_path / "kept") == [Path("means/seed0")]
+    first, second = read_suite(write(), {"output-dir": str(tmp_path / "kept")}).runs
+    kept = finished_run(first)
+    assert kept is not None
+    assert kept.results["confusion"] == []
+    assert kept.matrix.tolist()[1] == [0.8, 0.7]
+    assert finished_run(second) is None

@@ -1,0 +1,46 @@
+"""Copy what a table needs of a suite's finished runs into a folder small enough to be published.
+
+    python -m benchmarks.keep_results runs/suites/cifar100-cpu benchmarks/results/cifar100-cpu
+
+Of each run it keeps config.yaml, with the paths that are in it, and results.json without confusion matrix, rounds and
+clients. ``fcil report`` reads such folders, and ``fcil bench`` with them as ``output-dir`` goes on with the suite.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from server_app.report.runs import load_run
+
+LEFT_OUT = ("confusion", "rounds", "clients")
+
+
+def keep(run: Path, target: Path) -> None:
+    """Write the small form of a finished run's folder into another folder."""
+    results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    target.mkdir(parents=True, exist_ok=True)
+    small = {name: value for name, value in results.items() if name not in LEFT_OUT}
+    (target / "results.json").write_text(json.dumps(small) + "\n", encoding="utf-8")
+    shutil.copyfile(run / "config.yaml", target / "config.yaml")
+
+
+def keep_all(source: Path, target: Path) -> list[Path]:
+    """Keep all finished runs below ``source``; returns their folders, relative to it."""
+    folders = sorted(path.parent for path in source.rglob("results.json"))
+    kept = [folder.relative_to(source) for folder in folders if load_run(folder).finished]
+    for folder in kept:
+        keep(source / folder, target / folder)
+    return kept
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="the suite's output-dir")
+    parser.add_argument("target", type=Path)
+    args = parser.parse_args()
+    print(f"{len(keep_all(args.source, args.target))} runs in {args.target}")
+
+
+if __name__ == "__main__":
+    _main()
