@@ -567,11 +567,7 @@ def test_a_suite_without_any_run_has_its_table_too(write, tmp_path):
 def test_a_suite_goes_on_with_runs_in_their_small_form(write, tmp_path):
     suite = read_suite(write(), {})
     for planned, status in zip(suite.runs, ("finished", "failed"), strict=True):
-        fill(
-            planned,
-            run_results((0.9, 0.8, 0.7), status=status) | {"class_names": ["a"], "confusion": [[1]]},
-            data_dir="/mine/digits.npz",
-        )
+        fill(planned, run_results((0.9, 0.8, 0.7), status=status) | {"class_names": ["a"], "confusion": [[1]]})
     assert keep_all(tmp_path / "out", tmp_path / "kept") == [Path("means/seed0")]
     first, second = read_suite(write(), {"output-dir": str(tmp_path / "kept")}).runs
     kept = finished_run(first)
