@@ -104,7 +104,7 @@ def fill_selection(suite, accuracies):
 
 
 def choices_of(suite, failed=()):
-    bench = SelectionBench(suite.selection, suite.folder, 1, False, lambda line: None)
+    bench = SelectionBench(suite.selection, 1, ["--in-process"], lambda line: None)
     bench._failed = [run for run in suite.selection.suite.runs if run.name in failed]
     bench._report()
     return bench.choices()
@@ -153,7 +153,7 @@ def test_runs_of_another_choice_are_refused(write):  # noqa: F811
     final = apply_choices(suite, suite.selection, choices_of(suite))
     fill(final.runs[1], run_results((0.5, 0.5, 0.5)), learning_rate=0.001)
     with pytest.raises(ConfigError, match=r"learning-rate = 0\.001; the suite says 0\.02"):
-        Bench(final, 1, False, lambda line: None).run()
+        Bench(final, 1, ["--in-process"], lambda line: None).run()
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_others_are_in_table_and_pictures(write, tmp_path):  # noqa: F811
         (folder / f"{seed}.json").write_text(json.dumps(THEIRS | {"accuracy_matrix": matrix, "seed": seed}))
     suite = read_suite(write(others=["theirs"]), {})
     fill(suite.runs[0], run_results((0.5, 0.5, 0.5)))
-    Bench(suite, 1, False, lambda line: None)._report()
+    Bench(suite, 1, ["--in-process"], lambda line: None)._report()
     _, rows = table(tmp_path / "out")
     # (0.5 + 0.75) / 2 = 62.5 and (0.5 + 0.85) / 2 = 67.5
     assert rows["hgp (theirs)", "synthetic"][:2] == ["0, 1", "65.00 ± 3.54"]
@@ -282,5 +282,5 @@ def test_a_result_names_the_partition_it_belongs_to(write, tmp_path):  # noqa: F
         read_suite(write(partitions=partitions, others=["theirs.json"]), {})
     path.write_text(json.dumps(THEIRS | {"partition": "b"}))
     suite = read_suite(write(partitions=partitions, others=["theirs.json"]), {})
-    Bench(suite, 1, False, lambda line: None)._report()
+    Bench(suite, 1, ["--in-process"], lambda line: None)._report()
     assert ("hgp (theirs)", "synthetic, b") in table(tmp_path / "out")[1]
