@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from server_app.clients.registry import align
 from task.inference import Predictor
 from task.keys import ConfigError
 from task.models.feature_cache import BATCH
@@ -33,5 +34,4 @@ def as_table(answers: Sequence[dict[str, Any]]) -> str:
     """A heading, and an aligned line for each file and class; files with an error are left out."""
     rows = [("file", "class", "probability")]
     rows += [(a["file"], c["class"], f"{c['probability']:.4f}") for a in answers for c in a.get("classes", [])]
-    first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
-    return "\n".join(f"{file:<{first}}  {name:<{second}}  {probability}" for file, name, probability in rows)
+    return "\n".join(align(rows))

@@ -28,8 +28,11 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
         raise ReportError("no run directory was given")
     if len(folders) == 1:
         run = load_run(*folders.values())
-        with _readable(run.folder):
-            return _write(output or run.folder, _draw_run(run))
+        try:
+            files = _draw_run(run)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise malformed(run.folder, error) from error
+        return _write(output or run.folder, files)
     if output is None:
         raise ReportError(f"{len(folders)} runs are compared in a folder of their own: name one with --output DIR")
     if output.resolve() in folders:
@@ -83,17 +86,6 @@ def _draw_run(run: Run) -> dict[str, bytes]:
     drawings |= heatmaps.recorded_figures(run)
     pictures = {name: figures.png(figure) for name, figure in drawings.items()}
     return pictures | {"report.html": pages.single_page(run, pictures).encode()}
-
-
-@contextlib.contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """Turn what a malformed results.json leads to while its report is drawn into one error."""
-    try:
-        yield
-    except ReportError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise malformed(folder, error) from error
 
 
 @contextlib.contextmanager
