@@ -13,20 +13,17 @@ from task.models.feature_cache import BATCH
 
 def classify_files(predictor: Predictor, files: Sequence[str], top: int) -> list[dict[str, Any]]:
     """The ``top`` most probable classes of each file; a file that cannot be read gets an error instead."""
-    return [answer for i in range(0, len(files), BATCH) for answer in _batch(predictor, files[i : i + BATCH], top)]
-
-
-def _batch(predictor: Predictor, files: Sequence[str], top: int) -> list[dict[str, Any]]:
-    images: list[np.ndarray] = []
     answers: list[dict[str, Any]] = [{"file": file} for file in files]
-    for answer in answers:
-        try:
-            images.append(predictor.read(answer["file"]))
-        except ConfigError as error:
-            answer["error"] = str(error)
-    readable = (answer for answer in answers if "error" not in answer)
-    for answer, best in zip(readable, predictor.predict(images).top(top), strict=True):
-        answer["classes"] = [{"class": name, "probability": probability} for name, probability in best]
+    for start in range(0, len(answers), BATCH):
+        images, readable = list[np.ndarray](), list[dict[str, Any]]()
+        for answer in answers[start : start + BATCH]:
+            try:
+                images.append(predictor.read(answer["file"]))
+                readable.append(answer)
+            except ConfigError as error:
+                answer["error"] = str(error)
+        for answer, best in zip(readable, predictor.predict(images).top(top), strict=True):
+            answer["classes"] = [{"class": name, "probability": probability} for name, probability in best]
     return answers
 
 

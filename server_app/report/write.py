@@ -37,22 +37,16 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
         raise ReportError(f"{len(folders)} runs are compared in a folder of their own: name one with --output DIR")
     if output.resolve() in folders:
         raise ReportError(f"{output} is a run's own folder: the comparison would overwrite that run's report")
-    runs = _load_readable(list(folders.values()))
-    number = f"{len(runs)} runs" if len(runs) == len(folders) else f"{len(runs)} of {len(folders)} runs"
-    return write_comparison(group_runs(runs), output, f"Comparison of {number}")
-
-
-def _load_readable(folders: Sequence[Path]) -> list[Run]:
-    """All runs but those that cannot be read, which are logged; the last one's error if that leaves none."""
     runs = list[Run]()
-    for folder in folders:
+    for folder in folders.values():
         try:
             runs.append(load_run(folder))
         except ReportError as error:
-            if folder is folders[-1] and not runs:
-                raise
             log.warning("left out: %s", error)
-    return runs
+    if not runs:
+        raise ReportError("no run can be read")
+    number = f"{len(runs)} runs" if len(runs) == len(folders) else f"{len(runs)} of {len(folders)} runs"
+    return write_comparison(group_runs(runs), output, f"Comparison of {number}")
 
 
 def write_comparison(
