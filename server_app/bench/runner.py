@@ -148,9 +148,9 @@ class Bench:
             if run not in self._waiting and (loaded := _load(run)):
                 group.runs.append(loaded)
         for other in self._suite.others:
-            run = next(run for run in self._suite.runs if run.partition == other.partition)
-            group = groups.setdefault((run.partition, other.label), Group(run.setting, other.label, [], theirs=True))
-            group.runs.append(other.run(run.config.dataset))
+            setting = next(run.setting for run in self._suite.runs if run.partition == other.partition)
+            group = groups.setdefault((other.partition, other.label), Group(setting, other.label, [], theirs=True))
+            group.runs.append(other.run)
         self.recommendation = {}
         for setting in dict.fromkeys(group.setting for group in groups.values()):
             members = [group for group in groups.values() if group.setting == setting]

@@ -168,7 +168,8 @@ def _build_suite(entries: Mapping[str, Any], overrides: Mapping[str, Scalar], ba
         if wanted and variant in members[partition]:
             runs.append(_set_values(PlannedRun(variant, partition, seed), folder, layers))
     _refuse_duplicates(runs)
-    others = read_others([base / str(path) for path in entries["others"]], list(partitions))
+    datasets = {run.partition: run.config.dataset for run in runs}
+    others = read_others([base / str(path) for path in entries["others"]], datasets)
     _check_lengths(others, runs)
     suite = Suite(entries["title"], folder, runs, others=others)
     if not entries["select"]:
@@ -181,8 +182,8 @@ def _build_suite(entries: Mapping[str, Any], overrides: Mapping[str, Scalar], ba
 def _check_lengths(others: Sequence[OtherResult], runs: Sequence[PlannedRun]) -> None:
     for other in others:
         lengths = {run.config.num_tasks for run in runs if run.partition == other.partition}
-        if (tasks := len(other.content["accuracy_matrix"])) not in lengths:
-            raise ConfigError(f"others: {other.path} has {tasks} tasks, the suite's runs {lengths or 'none'}.")
+        if (tasks := len(other.run.matrix)) not in lengths:
+            raise ConfigError(f"others: {other.run.folder} has {tasks} tasks, the suite's runs {lengths or 'none'}.")
 
 
 def _check_seeds(name: str, seeds: Sequence[Any]) -> list[int]:
@@ -240,19 +241,21 @@ def _build_selection(
     base = {**taken["common"], **taken["the command line"], **select["common"]}
     points: dict[str, dict[str, dict[str, Scalar]]] = {}
     left_out: dict[str, str] = {}
-    runs = []
+    runs, grid = [], select["keys"]
     for variant, keys in variants.items():
         layers = {"common": base, f"variant {variant!r}": keys}
         plain = _set_values(PlannedRun(variant, "", 0), folder, layers)
         _check_split(plain, [run for run in suite.runs if run.variant == variant])
-        points[variant], left_out[variant] = _points(plain, keys, select["keys"])
+        points[variant] = _points(plain, keys, grid)
+        if not points[variant]:
+            own = [name for name in grid if name in keys]
+            left_out[variant] = f"sets {' and '.join(own)} itself" if own else f"reads no {' and no '.join(grid)}"
         for seed, (label, values) in product(select["seeds"], points[variant].items()):
             runs.append(_set_values(PlannedRun(variant, label, seed), folder, layers | {"select: keys": values}))
     runs.sort(key=lambda run: select["seeds"].index(run.seed))
     _refuse_duplicates(runs)
     if not runs:
-        raise ConfigError(f"select: no variant reads {' or '.join(select['keys'])}, or each sets it itself.")
-    left_out = {variant: reason for variant, reason in left_out.items() if reason}
+        raise ConfigError(f"select: no variant reads {' or '.join(grid)}, or each sets it itself.")
     return Selection(Suite(f"{suite.title}: selection", folder, runs), points, left_out)
 
 
@@ -270,14 +273,11 @@ def _check_split(selecting: PlannedRun, final: Sequence[PlannedRun]) -> None:
 
 def _points(
     plain: PlannedRun, keys: Mapping[str, Any], grid: Mapping[str, list[Scalar]]
-) -> tuple[dict[str, dict[str, Scalar]], str]:
-    """The points of the grid for one variant, by label, and the reason where there is none."""
-    own = [name for name in grid if name in keys]
+) -> dict[str, dict[str, Scalar]]:
+    """The points of the grid for one variant, by label; none where it reads no key of it but those it sets itself."""
     read = [name for name in grid if name not in keys and reads_key(plain.values, name, grid[name])]
-    if not read:
-        return {}, f"sets {' and '.join(own)} itself" if own else f"reads no {' and no '.join(grid)}"
     combinations = [dict(zip(read, values, strict=True)) for values in product(*(grid[name] for name in read))]
-    return {"+".join(f"{name}={value}" for name, value in point.items()): point for point in combinations}, ""
+    return {"+".join(f"{name}={value}" for name, value in point.items()): point for point in combinations if point}
 
 
 def _keys_by_label(name: str, items: Sequence[Any]) -> dict[str, dict[str, Any]]:

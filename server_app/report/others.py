@@ -19,31 +19,18 @@ _ALLOWED = (*_NEEDED, "partition", "seed", "per_task_seen_accuracy", "samples_pe
 
 @dataclass(frozen=True)
 class OtherResult:
-    """One result: its label in tables, where it comes from, and the partition of the suite that it belongs to."""
+    """One result: its label in tables, where it comes from, the partition of the suite that it belongs to, its run."""
 
     label: str
     source: str
     partition: str
-    path: Path
-    content: dict[str, Any]
-
-    def run(self, dataset: str) -> Run:
-        """The result as a finished run on a data set."""
-        changes = {
-            "status": "finished",
-            "method": self.label,
-            "dataset": dataset,
-            "num_tasks": len(self.content["accuracy_matrix"]),
-            "communication": {name: self.content.get(name) for name in ("bytes_up", "bytes_down")},
-            "seconds": {"total": self.content.get("seconds"), "cpu_total": self.content.get("cpu_seconds")},
-        }
-        return build_run(self.path, {**self.content, **changes})
+    run: Run
 
 
-def read_others(paths: Sequence[Path], partitions: Sequence[str]) -> list[OtherResult]:
+def read_others(paths: Sequence[Path], datasets: Mapping[str, str]) -> list[OtherResult]:
     """The results in JSON files, and in all those of folders, in the order of ``paths`` and of names.
 
-    ``partitions`` are those of the suite, one called "" if it has none; each file names one of them.
+    ``datasets`` are those of the suite by partition, of one called "" if it has none; each file names one partition.
 
     Raises:
         ConfigError: a file is not there or not what the format says; names the file and what to change.
@@ -51,21 +38,27 @@ def read_others(paths: Sequence[Path], partitions: Sequence[str]) -> list[OtherR
     files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     if paths and not files:
         raise ConfigError(f"others: there is no .json file in {', '.join(map(str, paths))}.")
-    return [_read(file, partitions) for file in files]
+    return [_read(file, datasets) for file in files]
 
 
-def _read(path: Path, partitions: Sequence[str]) -> OtherResult:
+def _read(path: Path, datasets: Mapping[str, str]) -> OtherResult:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"it is a {type(content).__name__}, not an object")
-        _check(content, partitions)
-        label = f"{content['label']} (theirs)"
-        other = OtherResult(label, content["source"], content.get("partition", ""), path, content)
-        other.run("")  # what else a results.json must be
+        _check(content, list(datasets))
+        label, partition = f"{content['label']} (theirs)", content.get("partition", "")
+        recorded = {
+            "status": "finished",
+            "method": label,
+            "dataset": datasets[partition],
+            "num_tasks": len(content["accuracy_matrix"]),
+            "communication": {name: content.get(name) for name in ("bytes_up", "bytes_down")},
+            "seconds": {"total": content.get("seconds"), "cpu_total": content.get("cpu_seconds")},
+        }
+        return OtherResult(label, content["source"], partition, build_run(path, {**content, **recorded}))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"others: {path} cannot be used: {error}") from error
-    return other
 
 
 def _check(content: Mapping[str, Any], partitions: Sequence[str]) -> None:

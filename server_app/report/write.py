@@ -46,11 +46,11 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
     if not runs:
         raise ReportError("no run can be read")
     number = f"{len(runs)} runs" if len(runs) == len(folders) else f"{len(runs)} of {len(folders)} runs"
-    return write_comparison(group_runs(runs), output, f"Comparison of {number}")
+    return write_comparison(group_runs(runs), output, f"Comparison of {number}", {})
 
 
 def write_comparison(
-    groups: Sequence[Group], folder: Path, title: str, notes: Mapping[str, Sequence[str]] | None = None
+    groups: Sequence[Group], folder: Path, title: str, notes: Mapping[str, Sequence[str]]
 ) -> list[Path]:
     """Write the table and pictures of groups of runs, in their order, and return their paths.
 
@@ -68,8 +68,8 @@ def write_comparison(
     costs = {"communication.png": tradeoffs.communication_figure, "core_minutes.png": tradeoffs.core_minutes_figure}
     drawings |= {name: figure for name, draw in costs.items() if (figure := draw(begun))}
     pictures = {name: figures.png(figure) for name, figure in drawings.items()}
-    page = pages.comparison_page(groups, pictures, title, notes or {})
-    table = comparison_markdown(groups, notes or {})
+    page = pages.comparison_page(groups, pictures, title, notes)
+    table = comparison_markdown(groups, notes)
     return _write(folder, pictures | {"table.md": table.encode(), "report.html": page.encode()})
 
 
