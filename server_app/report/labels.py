@@ -6,7 +6,6 @@ import numpy as np
 
 _DISTANCES = (5, 9, 16, 26, 40, 58, 80, 106, 136, 170)  # of a label from its point, in pixels
 _ANGLES = np.arange(0, 2 * np.pi, np.pi / 12)
-_DOTS = np.arange(0, 1, 1 / 4)[:, None]  # shares of the line from a label to its point that are looked at
 _SWEEPS = 6
 
 
@@ -14,7 +13,7 @@ def place_labels(points: np.ndarray, sizes: np.ndarray, inside: Sequence[float],
     """Lower left corners of the labels of points.
 
     Each label in turn takes the candidate around its point that costs least, given where the others are: overlaps with
-    labels, points and lines to points, and the distance. After some sweeps nothing moves any more.
+    labels and points, lines to points that cross, and the distance. After some sweeps nothing moves any more.
 
     Args:
         points: [n, 2], in pixels, as all else.
@@ -23,11 +22,13 @@ def place_labels(points: np.ndarray, sizes: np.ndarray, inside: Sequence[float],
         radius: of the markers of the points.
     """
     candidates = [_around(point, size, inside, radius) for point, size in zip(points, sizes, strict=True)]
-    corners = np.array([choices[0] for choices in candidates])
+    corners, placed = np.array([choices[0] for choices in candidates]), np.zeros(len(points), bool)
     for _ in range(_SWEEPS):
         before = corners.copy()
         for i, choices in enumerate(candidates):
-            corners[i] = choices[np.argmin(_costs(i, choices, points, corners, sizes, radius))]
+            placed[i] = False
+            corners[i] = choices[np.argmin(_costs(i, choices, points, corners, sizes, placed, radius))]
+            placed[i] = True
         if (before == corners).all():
             break
     return corners
@@ -45,30 +46,44 @@ def _around(point: np.ndarray, size: np.ndarray, inside: Sequence[float], radius
 
 
 def _costs(
-    i: int, candidates: np.ndarray, points: np.ndarray, corners: np.ndarray, sizes: np.ndarray, radius: float
+    i: int,
+    candidates: np.ndarray,
+    points: np.ndarray,
+    corners: np.ndarray,
+    sizes: np.ndarray,
+    placed: np.ndarray,
+    radius: float,
 ) -> np.ndarray:
-    """What each candidate, [k, 2], of label ``i`` costs, [k], given where the others are."""
-    others, size = np.arange(len(points)) != i, sizes[i]
-    line, lines = _line(candidates, size, points[i]), _line(corners, sizes, points)[others]  # [k, s, 2], [n - 1, s, 2]
-    cost = 0.02 * np.hypot(*(line[:, 0] - points[i]).T)
-    cost += 20 * _overlaps(candidates - 1, size + 2, corners[others], sizes[others])
+    """What each candidate, [k, 2], of label ``i`` costs, [k], given the others that are ``placed``, [n] of bool."""
+    size, point, others = sizes[i], points[i], np.delete(points, i, axis=0)
+    boxes, extents = corners[placed], sizes[placed]
+    nearest = np.clip(point, candidates, candidates + size)
+    ends = np.clip(points[placed], boxes, boxes + extents)
+    cost = 0.02 * np.hypot(*(nearest - point).T)
     cost += 3 * _overlaps(candidates, size, points - radius, 2 * radius)
-    cost += 4 * _overlaps(candidates, size, lines.reshape(-1, 2), 0)
-    for dots in line.swapaxes(0, 1):
-        cost += 4 * _overlaps(dots, 0, corners[others], sizes[others])
-        cost += 2 * _overlaps(dots, 0, points[others] - radius, 2 * radius)
+    cost += 20 * _overlaps(candidates - 1, size + 2, boxes, extents)
+    cost += 4 * _cross(nearest, point, ends, points[placed]).sum(axis=1)
+    for share in (0.25, 0.5, 0.75):  # lines through labels, either way
+        cost += 4 * _overlaps(nearest + share * (point - nearest), 0, boxes, extents)
+        cost += 4 * _overlaps(candidates, size, ends + share * (points[placed] - ends), 0)
+    cost += 2 * _overlaps((nearest + point) / 2, 0, others - radius, 2 * radius)
     return cost
-
-
-def _line(corners: np.ndarray, size: np.ndarray, point: np.ndarray) -> np.ndarray:
-    """Dots on the line from each label to its point, [n, s, 2]; the first one is on the label's edge."""
-    edge = np.clip(point, corners, corners + size)
-    return edge[:, None] + _DOTS * (point - edge)[:, None]
 
 
 def _overlaps(
     corners: np.ndarray, size: np.ndarray | float, other: np.ndarray, other_sizes: np.ndarray | float
 ) -> np.ndarray:
-    """How many boxes, corners [n, 2], each of those with corners [k, 2] overlaps, [k]; a dot has size 0."""
+    """How many boxes, corners [n, 2], each of those with corners [k, 2] overlaps, [k]; a point has size 0."""
     apart = (corners[:, None] >= other + other_sizes) | (corners[:, None] + size <= other)
     return (~apart.any(axis=2)).sum(axis=1)
+
+
+def _cross(starts: np.ndarray, end: np.ndarray, other_starts: np.ndarray, other_ends: np.ndarray) -> np.ndarray:
+    """Whether segments [k, 2] to one end cross others, [n, 2] to [n, 2]; [k, n]."""
+
+    def side(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        ab, ac = b - a, c - a
+        return np.sign(ab[..., 0] * ac[..., 1] - ab[..., 1] * ac[..., 0])
+
+    a, c, d = starts[:, None], other_starts[None], other_ends[None]
+    return (side(a, end, c) * side(a, end, d) < 0) & (side(c, d, a) * side(c, d, np.broadcast_to(end, c.shape)) < 0)
