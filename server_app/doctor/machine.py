@@ -1,13 +1,12 @@
 """Checks whether this machine can do a run; every finding says what to do. Imports nothing heavy itself."""
 
+import importlib.util
 import os
 import platform
 import shutil
 import tomllib
 from collections.abc import Iterator
 from importlib import metadata
-
-from packaging.requirements import Requirement
 
 from server_app.doctor.finding import GB, Finding
 from server_app.errors import LaunchError
@@ -50,6 +49,9 @@ def examine(config: Config) -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     machine = f"{platform.system()} {platform.machine()}"
     yield Finding("ok", f"python {platform.python_version()}, {machine}, {cores()} cores")
+    if importlib.util.find_spec("packaging") is None:  # which several of the others bring along
+        yield Finding("problem", "packages are missing", "install the project: pip install --editable .")
+        return
     yield from map(_package, [*_requirements(), "ray"])
 
 
@@ -62,6 +64,8 @@ def _requirements() -> list[str]:
 
 
 def _package(requirement: str) -> Finding:
+    from packaging.requirements import Requirement
+
     required = Requirement(requirement)
     version = package_version(required.name)
     if version != "absent" and required.specifier.contains(version, prereleases=True):
