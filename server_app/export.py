@@ -41,10 +41,9 @@ def write_onnx(predictor: Predictor, path: Path) -> None:
     It has the metadata of the safetensors file, class names included.
 
     Raises:
-        ExportError: a package is missing, or torch cannot express the model.
+        ExportError: torch cannot express the model.
         OSError: it cannot be written; an earlier file stays.
     """
-    require_onnx()
     side = predictor.model.backbone.image_size
     try:
         with torch.no_grad():

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from filelock import Timeout
@@ -31,26 +31,16 @@ PATIENCE = 10.0  # seconds that a run which is stopped has to save what there is
 
 
 class Bench:
-    """Runs a suite, at most ``jobs`` runs at a time; ``say`` gets each line of progress."""
+    """Runs a suite, at most ``jobs`` runs at a time, by ``fcil run`` with ``options``; ``say`` gets its progress."""
 
-    def __init__(
-        self,
-        suite: Suite,
-        jobs: int,
-        through_flower: bool,
-        say: Callable[[str], None],
-        gpus_per_client: float | None = None,
-    ) -> None:
-        self._suite, self._jobs, self._say = suite, jobs, say
-        self._options = [] if through_flower else ["--in-process"]
-        self._options += [f"--gpus-per-client={gpus_per_client:g}"] if gpus_per_client else []
+    def __init__(self, suite: Suite, jobs: int, options: Sequence[str], say: Callable[[str], None]) -> None:
+        self._suite, self._jobs, self._options, self._say = suite, jobs, options, say
         # in the environment of every run of this folder's suites, so that one that outlives its suite is found
         self._mark = f"{MARK}={hashlib.sha256(str(suite.folder).encode()).hexdigest()[:16]}"
         self._running: dict[subprocess.Popen[bytes], PlannedRun] = {}
         self._started_at: dict[str, float] = {}  # by name of the run, in seconds of the monotonic clock
         self._waiting: list[PlannedRun] = []
         self._failed: list[PlannedRun] = []
-        self._unreadable: set[str] = set()  # names of runs whose results.json is no such file
         self._seconds: dict[str, list[float]] = {}  # of finished runs, by variant
         self.recommendation: dict[str, list[str]] = {}  # lines by heading, of the last report
 
@@ -99,7 +89,8 @@ class Bench:
         for run in self._suite.runs:
             finished = finished_run(run)
             if finished is None:
-                self._load(run)  # to say if it cannot be read
+                if not _load(run) and (run.directory / "results.json").exists():
+                    self._say(f"WARNING   {run.directory / 'results.json'} cannot be read: the run begins anew")
                 self._waiting.append(run)
                 continue
             self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
@@ -127,7 +118,7 @@ class Bench:
         return [sys.executable, "-m", "server_app.cli", "run", *self._options, *settings]
 
     def _record_end(self, run: PlannedRun, code: int) -> None:
-        ended = self._load(run)
+        ended = _load(run)
         if code == 0 and ended and ended.finished:
             seconds = time.monotonic() - self._started_at[run.name]
             self._seconds.setdefault(run.variant, []).append(seconds)
@@ -153,55 +144,32 @@ class Bench:
         groups: dict[tuple[str, str], Group] = {}
         for run in self._suite.runs:
             group = groups.setdefault((run.partition, run.variant), Group(run.setting, run.variant, []))
-            if run in self._waiting:
-                continue  # its folder holds an earlier, unfinished run, which will be removed
-            if loaded := self._load(run):
+            # the folder of a waiting run holds an earlier, unfinished one, which will be removed
+            if run not in self._waiting and (loaded := _load(run)):
                 group.runs.append(loaded)
         for other in self._suite.others:
-            run = next(run for run in self._suite.runs if run.partition == other.partition)
-            group = groups.setdefault((run.partition, other.label), Group(run.setting, other.label, [], theirs=True))
-            group.runs.append(other.run(run.config.dataset))
-        self.recommendation = self._recommend(list(groups.values()))
-        sources = {other.label: f"{other.label}: {other.source}" for other in self._suite.others}
+            setting = next(run.setting for run in self._suite.runs if run.partition == other.partition)
+            group = groups.setdefault((other.partition, other.label), Group(setting, other.label, [], theirs=True))
+            group.runs.append(other.run)
+        self.recommendation = {}
+        for setting in dict.fromkeys(group.setting for group in groups.values()):
+            members = [group for group in groups.values() if group.setting == setting]
+            self.recommendation[f"Recommendation: {setting}"] = recommend(members)
         notes = {
             **self.recommendation,
             "Chosen on validation images": self._suite.notes,
-            "Results of other people": list(sources.values()),
+            "Results of other people": list({o.label: f"{o.label}: {o.source}" for o in self._suite.others}.values()),
         }
         shown = {head: lines for head, lines in notes.items() if lines}
         write_comparison(list(groups.values()), self._suite.folder, self._suite.title, shown)
 
-    def _load(self, planned: PlannedRun) -> Run | None:
-        """What the folder of a planned run holds; None if nothing yet, or nothing readable, which is said once."""
-        try:
-            return load_run(planned.directory)
-        except ReportError as error:
-            if (planned.directory / "results.json").exists() and planned.name not in self._unreadable:
-                self._unreadable.add(planned.name)
-                self._say(f"WARNING   {error}")
-            return None
-
-    def _recommend(self, groups: list[Group]) -> dict[str, list[str]]:
-        by_setting: dict[str, list[Group]] = {}
-        for group in groups:
-            by_setting.setdefault(group.setting, []).append(group)
-        return {f"Recommendation: {setting}": recommend(members) for setting, members in by_setting.items()}
-
 
 class SelectionBench(Bench):
-    """Runs a suite's selection; its report is the log of what was chosen, in ``folder``."""
+    """Runs a suite's selection; its report is the log of what was chosen, in the suite's folder."""
 
-    def __init__(
-        self,
-        selection: Selection,
-        folder: Path,
-        jobs: int,
-        through_flower: bool,
-        say: Callable[[str], None],
-        gpus_per_client: float | None = None,
-    ) -> None:
-        super().__init__(selection.suite, jobs, through_flower, say, gpus_per_client)
-        self._selection, self._folder = selection, folder
+    def __init__(self, selection: Selection, jobs: int, options: Sequence[str], say: Callable[[str], None]) -> None:
+        super().__init__(selection.suite, jobs, options, say)
+        self._selection = selection
 
     def choices(self) -> dict[str, Choice]:
         """What was chosen so far, by variant."""
@@ -213,8 +181,7 @@ class SelectionBench(Bench):
         return [run.name for run in self._failed]
 
     def _report(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        write_selection(self._selection, self.choices(), self._failed_names(), self._folder)
+        write_selection(self._selection, self.choices(), self._failed_names())
 
 
 def finished_run(planned: PlannedRun) -> Run | None:
@@ -223,11 +190,8 @@ def finished_run(planned: PlannedRun) -> Run | None:
     Raises:
         ConfigError: its run keys are not those of the planned run.
     """
-    try:
-        run = load_run(planned.directory)
-    except ReportError:
-        return None
-    if not run.finished or not (planned.directory / "config.yaml").exists():
+    run = _load(planned)
+    if not run or not run.finished or not (planned.directory / "config.yaml").exists():
         return None
     # a key that did not exist yet had no other value than its default
     settings, ignored = defaults() | run.settings, keys_affecting(*SAME_RESULT)
@@ -238,6 +202,14 @@ def finished_run(planned: PlannedRun) -> Run | None:
                 "Remove the folder, or give the suite another output-dir."
             )
     return run
+
+
+def _load(planned: PlannedRun) -> Run | None:
+    """What the folder of a planned run holds; None if nothing yet, or nothing readable."""
+    try:
+        return load_run(planned.directory)
+    except ReportError:
+        return None
 
 
 def _minutes(seconds: float) -> str:

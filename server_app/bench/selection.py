@@ -1,11 +1,10 @@
 """What a suite's runs on validation images have chosen, and its log: selection.json and selection.md."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from server_app.bench.suite import PlannedRun, Selection, Suite
+from server_app.bench.suite import Selection, Suite
 from server_app.report.compare import escape
 from server_app.report.runs import Run
 from server_app.run_keys import complete_run_keys
@@ -28,6 +27,11 @@ class Choice:
     chosen: str
     values: dict[str, Scalar]
     edges: list[str]
+
+    @property
+    def remark(self) -> str:
+        """What the edges are, in words; empty if there are none."""
+        return f"edge of the grid: {', '.join(self.edges)}" if self.edges else ""
 
 
 def choose(selection: Selection, finished: dict[str, Run], failed: Collection[str]) -> dict[str, Choice]:
@@ -52,45 +56,36 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         left = [r for runs in planned.values() for r in runs if r.name not in finished and r.name not in failed]
         whole = [label for label, runs in planned.items() if len(accuracies[label]) == len(runs)]
         chosen = max(whole, key=lambda label: sum(accuracies[label])) if whole and not left else ""
-        values = points.get(chosen, {})
-        choices[variant] = Choice(accuracies, chosen, values, _edges(values, list(points.values())))
+        values, edges = points.get(chosen, {}), []
+        for name, value in values.items():
+            grid = [point[name] for point in points.values()]
+            if isinstance(value, int | float) and value in (min(grid), max(grid)):
+                edges.append(name)
+        choices[variant] = Choice(accuracies, chosen, values, edges)
     return choices
-
-
-def _edges(values: dict[str, Scalar], points: Sequence[dict[str, Scalar]]) -> list[str]:
-    edges = []
-    for name, value in values.items():
-        grid = [point[name] for point in points]
-        if isinstance(value, int | float) and value in (min(grid), max(grid)):
-            edges.append(name)
-    return edges
 
 
 def apply_choices(suite: Suite, selection: Selection, choices: dict[str, Choice]) -> Suite:
     """The suite with the chosen keys; runs of a variant for which no value could be chosen are left out."""
     lost = [variant for variant, choice in choices.items() if selection.points[variant] and not choice.chosen]
-    runs = [_with_keys(run, choices[run.variant].values) for run in suite.runs if run.variant not in lost]
-    notes = describe(selection, choices)
+    runs = [
+        replace(run, values=complete_run_keys({**run.values, **choices[run.variant].values}))
+        for run in suite.runs
+        if run.variant not in lost
+    ]
+    notes = []
+    for variant, choice in choices.items():
+        if choice.chosen:
+            remark = f" ({choice.remark})" if choice.remark else ""
+            notes.append(f"{variant}: {', '.join(choice.chosen.split('+'))}{remark}")
+    notes += [f"{variant}: {reason}" for variant, reason in selection.left_out.items()]
     if lost:
         notes.append(f"Not run, as every run of the selection failed: {', '.join(lost)}.")
     return replace(suite, runs=runs, notes=notes)
 
 
-def _with_keys(run: PlannedRun, values: dict[str, Scalar]) -> PlannedRun:
-    return replace(run, values=complete_run_keys({**run.values, **values}))
-
-
-def describe(selection: Selection, choices: dict[str, Choice]) -> list[str]:
-    """The choice of each variant in words."""
-    edge = {variant: f" (edge of the grid: {', '.join(c.edges)})" if c.edges else "" for variant, c in choices.items()}
-    chosen = [
-        f"{variant}: {', '.join(c.chosen.split('+'))}{edge[variant]}" for variant, c in choices.items() if c.chosen
-    ]
-    return [*chosen, *(f"{variant}: {reason}" for variant, reason in selection.left_out.items())]
-
-
-def write_selection(selection: Selection, choices: dict[str, Choice], failed: Collection[str], folder: Path) -> None:
-    """Write selection.json and selection.md, all figures and what they chose, into a folder."""
+def write_selection(selection: Selection, choices: dict[str, Choice], failed: Collection[str]) -> None:
+    """Write selection.json and selection.md, all figures and what they chose, into the suite's folder."""
     content = {
         "measured_on": "validation images",
         "seeds": sorted({run.seed for run in selection.suite.runs}),
@@ -102,6 +97,7 @@ def write_selection(selection: Selection, choices: dict[str, Choice], failed: Co
         "left_out": selection.left_out,
         "failed": list(failed),
     }
+    folder = selection.suite.folder.parent
     write_atomically(folder / "selection.json", (json.dumps(content, indent=1) + "\n").encode())
     write_atomically(folder / "selection.md", _table(selection, choices, failed).encode())
 
@@ -111,8 +107,7 @@ def _table(selection: Selection, choices: dict[str, Choice], failed: Collection[
     rows = [["Variant", *labels, "Chosen", "Remark"], ["---", *["---:"] * len(labels), "---", "---"]]
     for variant, choice in choices.items():
         cells = [_cell(choice, label, f"{variant}/{label}", failed) for label in labels]
-        remark = selection.left_out.get(variant, f"edge of the grid: {', '.join(choice.edges)}" if choice.edges else "")
-        rows.append([escape(variant), *cells, choice.chosen or "-", remark])
+        rows.append([escape(variant), *cells, choice.chosen or "-", selection.left_out.get(variant, choice.remark)])
     share = sorted({run.config.validation_share for run in selection.suite.runs})
     note = (
         f"Final average accuracy on validation images, %, mean over the seeds that have finished; validation-share "

@@ -34,8 +34,8 @@ _ENTRIES = {
     "others": list,
 }
 _OPTIONAL: dict[str, Any] = {"common": {}, "partitions": [], "select": {}, "others": []}
-_SELECT = ("keys", "seeds", "common")
-_WORDS = {str: "a text", list: "a list that is not empty", dict: "run keys with their values"}
+_SELECT: dict[str, type] = {"keys": dict, "seeds": list, "common": dict}
+_WORDS: dict[type, str] = {str: "a text", list: "a list that is not empty", dict: "run keys with their values"}
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def read_suite(path: Path, overrides: Mapping[str, Scalar]) -> Suite:
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-        return _build_suite(_check_entries(content), overrides, path.absolute().parent)
+        return _build_suite(_check_entries(content, _ENTRIES, _OPTIONAL), overrides, path.absolute().parent)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except ConfigError as error:
@@ -128,41 +128,48 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _check_entries(content: Any) -> dict[str, Any]:
-    """The entries of the file, with defaults for optional ones."""
+def _check_entries(
+    content: Any, kinds: Mapping[str, type], optional: Mapping[str, Any], where: str = ""
+) -> dict[str, Any]:
+    """The entries of the file, or those of one of them, with the values that ``optional`` ones have by default."""
     if not isinstance(content, dict):
-        raise ConfigError(f"a suite has the entries {', '.join(_ENTRIES)}; this is a {type(content).__name__}.")
+        raise ConfigError(f"a suite has the entries {', '.join(kinds)}; this is a {type(content).__name__}.")
     for name in content:
-        if name not in _ENTRIES:
-            near = difflib.get_close_matches(str(name), _ENTRIES, n=1, cutoff=0.4)
+        if name not in kinds:
+            near = difflib.get_close_matches(str(name), kinds, n=1, cutoff=0.4)
             hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"entry {name!r} does not exist.{hint} Allowed: {', '.join(_ENTRIES)}.")
-    entries = _OPTIONAL | content
-    for name, kind in _ENTRIES.items():
-        if not isinstance(entries.get(name), kind) or not (entries[name] or name in _OPTIONAL):
-            raise ConfigError(f"{name} = {entries.get(name)!r} is not possible: it must be {_WORDS[kind]}.")
+            raise ConfigError(f"{where}entry {name!r} does not exist.{hint} Allowed: {', '.join(kinds)}.")
+    entries = {**optional, **content}
+    for name, kind in kinds.items():
+        if not isinstance(entries.get(name), kind) or not (entries[name] or name in optional):
+            raise ConfigError(f"{where}{name} = {entries.get(name)!r} is not possible: it must be {_WORDS[kind]}.")
     return entries
 
 
 def _build_suite(entries: Mapping[str, Any], overrides: Mapping[str, Scalar], base: Path) -> Suite:
     folder = resolve_output_dir(str(overrides.get("output-dir", entries["output-dir"])))
-    variants, partitions = (_keys_by_label(name, entries[name]) for name in ("variants", "partitions"))
+    variants = _keys_by_label("variants", entries["variants"])
+    partitions = _keys_by_label("partitions", entries["partitions"]) or {"": {}}
     seeds = _check_seeds("seeds", entries["seeds"])
-    used = _narrowed(variants, partitions, seeds)
+    seeds_of_variant = {label: _take_list(label, keys, "seeds", seeds) for label, keys in variants.items()}
+    seeds_of_partition = {label: _take_list(label, keys, "seeds", seeds) for label, keys in partitions.items()}
+    members = {label: _take_list(label, keys, "variants", list(variants)) for label, keys in partitions.items()}
     command_line = {name: value for name, value in overrides.items() if name != "output-dir"}
     command_line |= _guess_data_set(command_line, [entries["common"], *partitions.values(), *variants.values()])
     runs = []
-    for seed, partition, variant in product(seeds, partitions or [""], variants):
+    for seed, partition, variant in product(seeds, partitions, variants):
         layers = {
             "common": entries["common"],
-            f"partition {partition!r}": partitions.get(partition, {}),
+            f"partition {partition!r}": partitions[partition],
             f"variant {variant!r}": variants[variant],
             "the command line": command_line,
         }
-        if (variant, partition, seed) in used:
+        wanted = seed in seeds_of_variant[variant] and seed in seeds_of_partition[partition]
+        if wanted and variant in members[partition]:
             runs.append(_set_values(PlannedRun(variant, partition, seed), folder, layers))
     _refuse_duplicates(runs)
-    others = read_others([base / str(path) for path in entries["others"]], list(partitions))
+    datasets = {run.partition: run.config.dataset for run in runs}
+    others = read_others([base / str(path) for path in entries["others"]], datasets)
     _check_lengths(others, runs)
     suite = Suite(entries["title"], folder, runs, others=others)
     if not entries["select"]:
@@ -175,31 +182,21 @@ def _build_suite(entries: Mapping[str, Any], overrides: Mapping[str, Scalar], ba
 def _check_lengths(others: Sequence[OtherResult], runs: Sequence[PlannedRun]) -> None:
     for other in others:
         lengths = {run.config.num_tasks for run in runs if run.partition == other.partition}
-        if (tasks := len(other.content["accuracy_matrix"])) not in lengths:
-            raise ConfigError(f"others: {other.path} has {tasks} tasks, the suite's runs {lengths or 'none'}.")
+        if (tasks := len(other.run.matrix)) not in lengths:
+            raise ConfigError(f"others: {other.run.folder} has {tasks} tasks, the suite's runs {lengths or 'none'}.")
 
 
 def _check_seeds(name: str, seeds: Sequence[Any]) -> list[int]:
-    numbers = [int(known_keys()["seed"].check(seed)) for seed in seeds]
-    if len(set(numbers)) < len(numbers):
-        raise ConfigError(f"{name} = {numbers!r} has one of them twice.")
-    return numbers
+    return [int(seed) for seed in _check_choices(name, "seed", seeds)]
 
 
-def _narrowed(
-    variants: Mapping[str, dict[str, Any]], partitions: Mapping[str, dict[str, Any]], seeds: Sequence[int]
-) -> set[tuple[str, str, int]]:
-    """Variant, partition and seed of every run; takes out what narrows them, which is no run key."""
-    of_variant = {label: _take_list(label, keys, "seeds", seeds) for label, keys in variants.items()}
-    of_partition = {label: _take_list(label, keys, "seeds", seeds) for label, keys in partitions.items()} or {"": seeds}
-    members = {label: _take_list(label, keys, "variants", list(variants)) for label, keys in partitions.items()}
-    return {
-        (variant, partition, seed)
-        for partition, allowed in of_partition.items()
-        for variant in members.get(partition, variants)
-        for seed in allowed
-        if seed in of_variant[variant]
-    }
+def _check_choices(entry: str, name: str, choices: Sequence[Any]) -> list[Scalar]:
+    """Typed values of a run key, none of them twice."""
+    key = known_keys()[name]
+    values = [key.from_text(value) if isinstance(value, str) else key.check(value) for value in choices]
+    if len(set(values)) < len(values):
+        raise ConfigError(f"{entry} = {values!r} has one of them twice.")
+    return values
 
 
 def _take_list(label: str, keys: dict[str, Any], name: str, all_values: Sequence[Any]) -> Sequence[Any]:
@@ -220,31 +217,17 @@ def _guess_data_set(command_line: Mapping[str, Scalar], layers: Sequence[Mapping
 
 def _check_select(entry: Mapping[str, Any], taken: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The entry ``select`` with typed values; ``taken`` are the keys of the suite that have a value already."""
-    for name in entry:
-        if name not in _SELECT:
-            raise ConfigError(f"select: entry {name!r} does not exist. Allowed: {', '.join(_SELECT)}.")
-    kinds = {"keys": dict, "seeds": list, "common": dict}
-    entries = {"seeds": [0], "common": {}} | dict(entry)
-    for name, kind in kinds.items():
-        if not isinstance(entries.get(name), kind) or not entries[name]:
-            raise ConfigError(f"select: {name} = {entries.get(name)!r} is not possible: it must be {_WORDS[kind]}.")
-    grid = {name: _check_choices(name, choices) for name, choices in entries["keys"].items()}
+    entries, grid = _check_entries(entry, _SELECT, {"seeds": [0]}, "select: "), dict[str, list[Scalar]]()
+    for name, choices in entries["keys"].items():
+        if name not in known_keys():
+            raise ConfigError(f"select: run key {name!r} does not exist.")
+        if not isinstance(choices, list) or len(choices) < 2:
+            raise ConfigError(f"select: {name} = {choices!r} must be a list of two values or more.")
+        grid[name] = _check_choices(f"select: {name}", name, choices)
     for name, (layer, keys) in product(grid, [*taken.items(), ("select: common", entries["common"])]):
         if name in keys:
             raise ConfigError(f"{name} is chosen by select and set by {layer}.")
     return {"keys": grid, "seeds": _check_seeds("select: seeds", entries["seeds"]), "common": entries["common"]}
-
-
-def _check_choices(name: str, choices: Any) -> list[Scalar]:
-    key = known_keys().get(name)
-    if key is None:
-        raise ConfigError(f"select: run key {name!r} does not exist.")
-    if not isinstance(choices, list) or len(choices) < 2:
-        raise ConfigError(f"select: {name} = {choices!r} must be a list of two values or more.")
-    values = [key.from_text(value) if isinstance(value, str) else key.check(value) for value in choices]
-    if len(set(values)) < len(values):
-        raise ConfigError(f"select: {name} = {values!r} has one of them twice.")
-    return values
 
 
 def _build_selection(
@@ -258,19 +241,21 @@ def _build_selection(
     base = {**taken["common"], **taken["the command line"], **select["common"]}
     points: dict[str, dict[str, dict[str, Scalar]]] = {}
     left_out: dict[str, str] = {}
-    runs = []
+    runs, grid = [], select["keys"]
     for variant, keys in variants.items():
         layers = {"common": base, f"variant {variant!r}": keys}
         plain = _set_values(PlannedRun(variant, "", 0), folder, layers)
         _check_split(plain, [run for run in suite.runs if run.variant == variant])
-        points[variant], left_out[variant] = _points(plain, keys, select["keys"])
+        points[variant] = _points(plain, keys, grid)
+        if not points[variant]:
+            own = [name for name in grid if name in keys]
+            left_out[variant] = f"sets {' and '.join(own)} itself" if own else f"reads no {' and no '.join(grid)}"
         for seed, (label, values) in product(select["seeds"], points[variant].items()):
             runs.append(_set_values(PlannedRun(variant, label, seed), folder, layers | {"select: keys": values}))
     runs.sort(key=lambda run: select["seeds"].index(run.seed))
     _refuse_duplicates(runs)
     if not runs:
-        raise ConfigError(f"select: no variant reads {' or '.join(select['keys'])}, or each sets it itself.")
-    left_out = {variant: reason for variant, reason in left_out.items() if reason}
+        raise ConfigError(f"select: no variant reads {' or '.join(grid)}, or each sets it itself.")
     return Selection(Suite(f"{suite.title}: selection", folder, runs), points, left_out)
 
 
@@ -288,14 +273,11 @@ def _check_split(selecting: PlannedRun, final: Sequence[PlannedRun]) -> None:
 
 def _points(
     plain: PlannedRun, keys: Mapping[str, Any], grid: Mapping[str, list[Scalar]]
-) -> tuple[dict[str, dict[str, Scalar]], str]:
-    """The points of the grid for one variant, by label, and the reason where there is none."""
-    own = [name for name in grid if name in keys]
+) -> dict[str, dict[str, Scalar]]:
+    """The points of the grid for one variant, by label; none where it reads no key of it but those it sets itself."""
     read = [name for name in grid if name not in keys and reads_key(plain.values, name, grid[name])]
-    if not read:
-        return {}, f"sets {' and '.join(own)} itself" if own else f"reads no {' and no '.join(grid)}"
     combinations = [dict(zip(read, values, strict=True)) for values in product(*(grid[name] for name in read))]
-    return {"+".join(f"{name}={value}" for name, value in point.items()): point for point in combinations}, ""
+    return {"+".join(f"{name}={value}" for name, value in point.items()): point for point in combinations if point}
 
 
 def _keys_by_label(name: str, items: Sequence[Any]) -> dict[str, dict[str, Any]]:

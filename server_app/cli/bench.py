@@ -1,6 +1,7 @@
 """fcil bench: the runs of a suite that are left to do, and their table."""
 
 import argparse
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,40 +40,47 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def _run_command(args: argparse.Namespace) -> int:
     from server_app.bench.suite import read_suite
 
-    _check_cluster(args)
+    options = _run_options(args)
     suite = read_suite(args.suite, read_words(args.words))
     if args.select_only and not suite.selection:
         raise ConfigError(f"{args.suite}: --select-only needs an entry select.")
     try:
-        failed = _run_suite(suite, args)
+        failed = _run_suite(suite, args, options)
     except Interrupted as stop:
         return complain("stopped; the same command continues the suite", 128 + stop.number)
     return complain(f"failed: {', '.join(failed)}", FAILED) if failed else OK
 
 
-def _check_cluster(args: argparse.Namespace) -> None:
-    """Raises LaunchError if options do not go together with the Ray cluster that is named, or with none."""
+def _run_options(args: argparse.Namespace) -> list[str]:
+    """Options of the fcil run of every run.
+
+    Raises:
+        LaunchError: options do not go together with the Ray cluster that is named, or with none.
+    """
     address = args.flower and cluster_address()
     if address and args.jobs > 1:
         raise LaunchError(f"--jobs {args.jobs}: each run takes all of the Ray cluster that {ADDRESS} names, use 1.")
     if args.gpus_per_client and not address:
         raise LaunchError(f"--gpus-per-client is for a Ray cluster: add --flower, and name the cluster in {ADDRESS}.")
+    if not args.flower:
+        return ["--in-process"]
+    return [f"--gpus-per-client={args.gpus_per_client:g}"] if args.gpus_per_client else []
 
 
-def _run_suite(suite: "Suite", args: argparse.Namespace) -> list[str]:
+def _run_suite(suite: "Suite", args: argparse.Namespace, options: Sequence[str]) -> list[str]:
     """Run the selection, if any, and the suite; returns the names of the runs that failed."""
     from server_app.bench.runner import Bench, SelectionBench
     from server_app.bench.selection import apply_choices
 
     say, failed = partial(print, flush=True), list[str]()
     if suite.selection:
-        selecting = SelectionBench(suite.selection, suite.folder, args.jobs, args.flower, say, args.gpus_per_client)
+        selecting = SelectionBench(suite.selection, args.jobs, options, say)
         failed += [f"selection of {run.name}" for run in selecting.run()]
         suite = apply_choices(suite, suite.selection, selecting.choices())
         print(suite.folder / "selection.md", *suite.notes, sep="\n")
     if args.select_only:
         return failed
-    bench = Bench(suite, args.jobs, args.flower, say, args.gpus_per_client)
+    bench = Bench(suite, args.jobs, options, say)
     failed += [run.name for run in bench.run()]
     print(suite.folder / "table.md", suite.folder / "report.html", sep="\n")
     for head, lines in bench.recommendation.items():

@@ -25,9 +25,8 @@ def _run_command(args: argparse.Namespace) -> int:
     for file in files:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
         print(f"{file.size / 1e6:>9.1f} MB  last used {used}  {_describe(file.about)}")
-    done, size = "deleted" if args.action == "clear" else "of at most", sum(file.size for file in files) / GB
-    limit = "" if args.action == "clear" else f" {size_limit() / GB:g} GB"
-    print(f"{len(files)} files, {size:.2g} GB {done}{limit} in {store_folder()}")
+    outcome = "deleted" if args.action == "clear" else f"of at most {size_limit() / GB:g} GB"
+    print(f"{len(files)} files, {sum(file.size for file in files) / GB:.2g} GB {outcome} in {store_folder()}")
     return OK
 
 

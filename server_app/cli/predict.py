@@ -2,9 +2,14 @@
 
 import argparse
 import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from server_app.cli.common import DEVICES, FAILED, MODELS, OK, complain, positive
-from task.keys import AUTO
+from task.keys import AUTO, ConfigError
+
+if TYPE_CHECKING:
+    from task.inference import Predictor
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +27,28 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_command(args: argparse.Namespace) -> int:
-    from server_app.cli.predictions import as_table, classify_files
+    from server_app.clients.registry import align
     from task.inference import load_predictor
 
-    answers = classify_files(load_predictor(args.model, args.device), args.words, args.top)
-    print(json.dumps(answers, indent=1) if args.json else as_table(answers))
+    answers = _classify_files(load_predictor(args.model, args.device), args.words, args.top)
+    rows = [(a["file"], c["class"], f"{c['probability']:.4f}") for a in answers for c in a.get("classes", [])]
+    print(json.dumps(answers, indent=1) if args.json else "\n".join(align([("file", "class", "probability"), *rows])))
     return max([OK, *(complain(answer["error"], FAILED) for answer in answers if "error" in answer)])
+
+
+def _classify_files(predictor: "Predictor", files: Sequence[str], top: int) -> list[dict[str, Any]]:
+    """The ``top`` most probable classes of each file; a file that cannot be read gets an error instead."""
+    from task.models.feature_cache import BATCH
+
+    answers: list[dict[str, Any]] = [{"file": file} for file in files]
+    for start in range(0, len(answers), BATCH):
+        images, readable = [], []
+        for answer in answers[start : start + BATCH]:
+            try:
+                images.append(predictor.read(answer["file"]))
+                readable.append(answer)
+            except ConfigError as error:
+                answer["error"] = str(error)
+        for answer, best in zip(readable, predictor.predict(images).top(top), strict=True):
+            answer["classes"] = [{"class": name, "probability": probability} for name, probability in best]
+    return answers

@@ -83,7 +83,8 @@ def _run(args: argparse.Namespace) -> int:
             cluster = _join(address, values, config, args.gpus_per_client or 0.0) if address else None
         except Interrupted as stop:
             return complain("stopped before the run began", 128 + stop.number)
-        code = _run_with_flower(values, config, progress, args.workers or default_workers(config), cluster)
+        workers = cluster.workers if cluster else args.workers or default_workers(config)
+        code = _run_with_flower(values, progress, workers, cluster)
     if code == OK:
         print(*summary(directory), sep="\n")
     return code
@@ -137,29 +138,25 @@ def _keep_log(log: Path, directory: Path) -> None:
         complain(f"{directory / LOG} cannot be written: {error.strerror}", FAILED)
 
 
-def _run_with_flower(
-    values: dict[str, Scalar], config: Config, progress: Progress, workers: int, cluster: Cluster | None = None
-) -> int:
-    workers, where = (cluster.workers, f", on {cluster}") if cluster else (workers, "")
-    print(f"starting Flower: {config.num_clients} clients, up to {workers} at a time{where}", flush=True)
+def _run_with_flower(values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None) -> int:
+    where = f", on {cluster}" if cluster else ""
+    print(f"starting Flower: {values['num-clients']} clients, up to {workers} at a time{where}", flush=True)
     try:
-        status, details = _run_once(values, config, progress, workers, cluster)
+        status, details = _run_once(values, progress, workers, cluster)
         if status != COMPLETED and ray_timed_out(progress.directory / LOG):
             print("Ray did not start in time; trying once more", file=sys.stderr, flush=True)
-            status, details = _run_once(values, config, progress, workers, cluster)
+            status, details = _run_once(values, progress, workers, cluster)
     except Interrupted as stop:
         mark_failed(progress.directory, f"stopped by {stop}")
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
     return OK if status == COMPLETED else _report_failure(progress.directory, details or status)
 
 
-def _run_once(
-    values: dict[str, Scalar], config: Config, progress: Progress, workers: int, cluster: Cluster | None
-) -> tuple[str, str]:
+def _run_once(values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None) -> tuple[str, str]:
     """Flower's final status of one run, and its details; the log stays in the run's folder."""
     with interruptible() as check, FlowerRun(project_folder(), check, cluster) as flower:
         progress.follow(flower.log)
-        flower.submit(values, config.num_clients, workers)
+        flower.submit(values, int(values["num-clients"]), workers)
         try:
             while flower.is_running():
                 progress.show()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from server_app.clients.registry import align
 from server_app.privacy.inversion import Inversion
 from server_app.report.write import required_packages
 from task.utils.atomic import write_atomically
@@ -27,8 +28,7 @@ def format_table(inversions: Sequence[Inversion]) -> list[str]:
         numbers = inversion.numbers()
         values = [numbers[x] for x in ("distance", "ssim", "ssim_others", "ssim_real", "mse", "p", "p_255")]
         rows.append((inversion.name, str(inversion.images), *("-" if x is None else f"{x:.3f}" for x in values)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows] + [NOTE]
+    return [*align(rows), NOTE]
 
 
 def write_inversions(folder: Path, inversions: Sequence[Inversion], client: int, target: str) -> list[Path]:

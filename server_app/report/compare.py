@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from server_app.report.runs import Run, is_number
+from server_app.report.runs import Run
 from task.config.schema import SAME_RESULT, keys_affecting, known_keys
 from task.methods import METHODS
 
@@ -74,20 +74,18 @@ class Group:
     @property
     def has_core_time(self) -> bool:
         """Whether every finished run has recorded its processor time."""
-        return all(is_number(run.results["seconds"].get("cpu_total")) for run in self.finished)
+        return not any(math.isnan(run.cost("seconds", "cpu_total")) for run in self.finished)
 
     @property
     def core_minutes(self) -> tuple[float, float]:
         """Mean and standard deviation of the processor time of a run, or of its time by the clock, in minutes."""
         name = "cpu_total" if self.has_core_time else "total"
-        recorded = [run.results["seconds"].get(name) for run in self.finished]
-        return mean_sd(value / 60 for value in recorded if is_number(value))
+        return mean_sd(run.cost("seconds", name) / 60 for run in self.finished)
 
     def cost(self, column: str) -> tuple[float, float]:
         """Mean and standard deviation of one of ``COSTS``; NaN if not recorded."""
         part, name, unit = COSTS[column]
-        recorded = [run.results[part].get(name) for run in self.finished]
-        return mean_sd(unit * value for value in recorded if is_number(value))
+        return mean_sd(unit * run.cost(part, name) for run in self.finished)
 
 
 def mean_sd(values: Iterable[float]) -> tuple[float, float]:

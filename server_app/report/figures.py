@@ -163,9 +163,11 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
     """
     subtitle = "mean and standard deviation over seeds"
     subtitle += "" if all(group.finished for group in groups) else "; dotted: unfinished"
-    styles = group_styles(groups)
-    figure, panels = _panels(groups, styles, "Accuracy on all classes seen so far", subtitle)
-    for setting, axes in panels.items():
+    settings, styles = list(dict.fromkeys(group.setting for group in groups)), group_styles(groups)
+    width = 2.6 + (5.6 if len(settings) == 1 else 4.4 * len(settings))
+    figure = make_figure(width, max(4.8, 0.9 + 0.21 * len(styles)), "Accuracy on all classes seen so far", subtitle)
+    for setting, axes in zip(settings, grid(figure, len(settings), len(settings)), strict=True):
+        axes.set_title(plain(setting, 40), loc="left", fontsize=10.5, color=INK)
         shown = [group for group in groups if group.setting == setting]
         band = min(0.16, 1.2 / len(shown))  # fainter with more groups, so that lines stay visible
         for group in shown:
@@ -173,7 +175,17 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
         seen = [run.seen for group in shown for run in group.runs]
         _task_axes(axes, max(map(len, seen)), np.concatenate(seen))
     figure.axes[0].set_ylabel("Test accuracy, %")
+    handles = [Line2D([], [], label=plain(label, 60), **style) for label, style in styles.items()]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9.5)
     return figure
+
+
+def grid(figure: Figure, count: int, columns: int) -> list[Axes]:
+    """So many panels, row by row; the last row may have fewer than ``columns``."""
+    panels = figure.subplots(math.ceil(count / columns), columns, squeeze=False).ravel()
+    for axes in panels[count:]:
+        axes.remove()
+    return list(panels[:count])
 
 
 def _draw_curve(axes: Axes, group: Group, style: dict[str, Any], band: float) -> None:
@@ -194,40 +206,23 @@ def matrices_figure(groups: Sequence[Group]) -> Figure:
     width, height = max(5.6, side * columns), 0.9 + (side + (0.4 if several else 0.2)) * rows
     subtitle = "row: after learning the task; column: tested on the task; mean over seeds, %"
     figure = make_figure(width, height, "Accuracy on each task after each task", subtitle)
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
     limits = _limits(np.concatenate([group.matrix.ravel() for group in done]))
-    for axes, group in zip(panels, done, strict=False):
+    for axes, group in zip(grid(figure, len(done), columns), done, strict=True):
         _heat(axes, 100 * group.matrix, "cividis", *limits, small=True)
         names = [group.label, group.setting] if several else [group.label]
         axes.set_title("\n".join(plain(name, int(11 * side)) for name in names), fontsize=8.5, color=INK)
-    for axes in panels[len(done) :]:
-        axes.remove()
     return figure
 
 
-def group_styles(groups: Sequence[Group], **common: Any) -> Styles:
+def group_styles(groups: Sequence[Group]) -> Styles:
     """Colour, marker and line of each label: the same ones in every picture of the same groups."""
     styles = {}
     for i, label in enumerate(dict.fromkeys(group.label for group in groups)):
         again, n = divmod(i, len(COLOURS))
         marker = MARKERS[(n + again) % len(MARKERS)]  # points, which have no line, must differ when a colour returns
         line = ("-", "--", "-.")[again % 3]
-        styles[label] = {"color": COLOURS[n], "marker": marker, "linestyle": line, "lw": 2, "ms": 5.5} | common
+        styles[label] = {"color": COLOURS[n], "marker": marker, "linestyle": line, "lw": 2, "ms": 5.5}
     return styles
-
-
-def _panels(groups: Sequence[Group], styles: Styles, title: str, subtitle: str) -> tuple[Figure, dict[str, Axes]]:
-    """A figure with one panel for each setting and a legend, and the panels by setting."""
-    settings = list(dict.fromkeys(group.setting for group in groups))
-    labels = dict.fromkeys(group.label for group in groups)
-    width = 2.6 + (5.6 if len(settings) == 1 else 4.4 * len(settings))
-    figure = make_figure(width, max(4.8, 0.9 + 0.21 * len(labels)), title, subtitle)
-    panels = dict(zip(settings, figure.subplots(1, len(settings), squeeze=False)[0], strict=True))
-    for setting, axes in panels.items():
-        axes.set_title(plain(setting, 40), loc="left", fontsize=10.5, color=INK)
-    handles = [Line2D([], [], label=plain(label, 60), **styles[label]) for label in labels]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9.5)
-    return figure, panels
 
 
 def _task_axes(axes: Axes, num_tasks: int, fractions: np.ndarray) -> None:

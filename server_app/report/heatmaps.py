@@ -41,7 +41,7 @@ def confusion_figure(run: Run) -> Figure:
     after = f"after task {len(tasks)}: % of the images of a class (row) that were predicted as a class (column)"
     figure = run_figure(side + 2.0, side + 0.8, run, after)
     axes = figure.subplots()
-    _draw_counts(axes, figure, percent, 100, "% of the class")
+    _draw_counts(axes, percent, 100, "% of the class")
     _name_classes(axes.xaxis, run, tasks, rotation=90)
     _name_classes(axes.yaxis, run, tasks)
     _separate(axes, tasks, both=True)
@@ -58,7 +58,7 @@ def clients_figure(run: Run) -> Figure:
     width, height = min(12.0, 6.8 + 0.2 * classes), min(11.0, 3.6 + 0.2 * clients)
     figure = run_figure(width, height, run, "training images that a client may learn from, by class")
     axes, total = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
-    _draw_counts(axes, figure, counts, counts.max(initial=1), "images", beside=total)
+    _draw_counts(axes, counts, counts.max(initial=1), "images", beside=total)
     if classes <= NAMED:
         _name_classes(axes.xaxis, run, run.tasks, rotation=90)
     else:
@@ -122,16 +122,14 @@ def _draw_distances(axes: Axes, run: Run) -> None:
     axes.set_title("same class, different clients; mean over pairs", loc="left", fontsize=9.5, color=MUTED)
 
 
-def _draw_counts(
-    axes: Axes, figure: Figure, values: np.ndarray, largest: float, label: str, beside: Axes | None = None
-) -> None:
+def _draw_counts(axes: Axes, values: np.ndarray, largest: float, label: str, beside: Axes | None = None) -> None:
     """A heat map of [rows, columns] from 0, which stays white, to ``largest``, on a square root scale."""
     image = axes.imshow(values, cmap="Blues", norm=PowerNorm(0.5, 0, largest), aspect="auto", interpolation="nearest")
     if max(values.shape) <= WRITTEN:
         write_numbers(axes, image, values >= 0.5, digits=0, size=8)
     panels = [axes, beside] if beside else axes
     ticks = MaxNLocator(nbins=6, integer=True)
-    bar = figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02, aspect=40, ticks=ticks, format="{x:g}")
+    bar = axes.figure.colorbar(image, ax=panels, fraction=0.05, pad=0.02, aspect=40, ticks=ticks, format="{x:g}")
     bar.set_label(label, color=INK)
     for panel in (axes, bar.ax):
         panel.tick_params(length=0, labelcolor=INK, labelsize=8.5)

@@ -22,22 +22,16 @@ def place_labels(points: np.ndarray, sizes: np.ndarray, inside: Sequence[float],
         radius: of the markers of the points.
     """
     candidates = [_around(point, size, inside, radius) for point, size in zip(points, sizes, strict=True)]
-    corners = np.array([choices[0] for choices in candidates])
-    crowded = np.argsort([np.partition(_distances(points, p), min(3, len(points) - 1))[-1] for p in points])
-    for sweep in range(_SWEEPS):
-        placed = sweep > 0
+    corners, placed = np.array([choices[0] for choices in candidates]), np.zeros(len(points), bool)
+    for _ in range(_SWEEPS):
         before = corners.copy()
-        for rank, i in enumerate(crowded):
-            others = np.delete(np.arange(len(points)), i) if placed else crowded[:rank]
-            costs = _costs(i, candidates[i], points, corners, sizes, others, radius)
-            corners[i] = candidates[i][np.argmin(costs)]
+        for i, choices in enumerate(candidates):
+            placed[i] = False
+            corners[i] = choices[np.argmin(_costs(i, choices, points, corners, sizes, placed, radius))]
+            placed[i] = True
         if (before == corners).all():
             break
     return corners
-
-
-def _distances(points: np.ndarray, point: np.ndarray) -> np.ndarray:
-    return np.hypot(*(points - point).T)
 
 
 def _around(point: np.ndarray, size: np.ndarray, inside: Sequence[float], radius: float) -> np.ndarray:
@@ -57,33 +51,31 @@ def _costs(
     points: np.ndarray,
     corners: np.ndarray,
     sizes: np.ndarray,
-    others: np.ndarray,
+    placed: np.ndarray,
     radius: float,
 ) -> np.ndarray:
-    """What each candidate, [k, 2], of label ``i`` costs, [k], given the ``others`` that have their places."""
-    size, point = sizes[i], points[i]
+    """What each candidate, [k, 2], of label ``i`` costs, [k], given the others that are ``placed``, [n] of bool."""
+    size, point, others = sizes[i], points[i], np.delete(points, i, axis=0)
+    boxes, extents = corners[placed], sizes[placed]
     nearest = np.clip(point, candidates, candidates + size)
+    ends = np.clip(points[placed], boxes, boxes + extents)
     cost = 0.02 * np.hypot(*(nearest - point).T)
-    cost += 3 * _overlaps(candidates, size, points - radius, np.full_like(points, 2 * radius)).sum(axis=1)
-    if len(others):
-        cost += 20 * _overlaps(candidates - 1, size + 2, corners[others], sizes[others]).sum(axis=1)
-        ends = np.clip(points[others], corners[others], corners[others] + sizes[others])
-        cost += 4 * _cross(nearest, point, ends, points[others]).sum(axis=1)
-        for share in (0.25, 0.5, 0.75):  # lines through labels, either way
-            own = nearest + share * (point - nearest)
-            theirs = ends + share * (points[others] - ends)
-            cost += 4 * _overlaps(own, np.zeros(2), corners[others], sizes[others]).sum(axis=1)
-            cost += 4 * _overlaps(candidates, size, theirs, np.zeros_like(theirs)).sum(axis=1)
-    cost += 2 * _overlaps(
-        nearest + (point - nearest) / 2, np.zeros(2), points - radius, np.full_like(points, 2 * radius)
-    )[:, np.arange(len(points)) != i].sum(axis=1)
+    cost += 3 * _overlaps(candidates, size, points - radius, 2 * radius)
+    cost += 20 * _overlaps(candidates - 1, size + 2, boxes, extents)
+    cost += 4 * _cross(nearest, point, ends, points[placed]).sum(axis=1)
+    for share in (0.25, 0.5, 0.75):  # lines through labels, either way
+        cost += 4 * _overlaps(nearest + share * (point - nearest), 0, boxes, extents)
+        cost += 4 * _overlaps(candidates, size, ends + share * (points[placed] - ends), 0)
+    cost += 2 * _overlaps((nearest + point) / 2, 0, others - radius, 2 * radius)
     return cost
 
 
-def _overlaps(corners: np.ndarray, size: np.ndarray, other: np.ndarray, other_sizes: np.ndarray) -> np.ndarray:
-    """Whether boxes of one size, corners [k, 2], overlap others, [n, 2]; [k, n]."""
+def _overlaps(
+    corners: np.ndarray, size: np.ndarray | float, other: np.ndarray, other_sizes: np.ndarray | float
+) -> np.ndarray:
+    """How many boxes, corners [n, 2], each of those with corners [k, 2] overlaps, [k]; a point has size 0."""
     apart = (corners[:, None] >= other + other_sizes) | (corners[:, None] + size <= other)
-    return ~apart.any(axis=2)
+    return (~apart.any(axis=2)).sum(axis=1)
 
 
 def _cross(starts: np.ndarray, end: np.ndarray, other_starts: np.ndarray, other_ends: np.ndarray) -> np.ndarray:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from server_app.report.compare import WALL, Group
 
 POINT = 0.01  # smallest difference in accuracy that is called one
@@ -21,13 +23,16 @@ def recommend(groups: Sequence[Group]) -> list[str]:
     if len(ranked) < 2:
         return ["No recommendation: it needs two methods with a finished run."]
     best = ranked[0]
-    margin = max(POINT, noise(best)[0])
+    sd, source = noise(best)
+    margin = max(POINT, sd)
     equal = [group for group in ranked if best.mean_sd(ACCURACY)[0] - group.mean_sd(ACCURACY)[0] <= margin]
     lines = [f"Most accurate: {_describe(best)}."]
-    lines.append(f"Differences below {100 * margin:.1f} points mean nothing here: {_why(best)}.")
+    lines.append(
+        f"Differences below {100 * margin:.1f} points mean nothing here: the standard deviation of {best.label} is "
+        f"{100 * sd:.1f} points, {source}{'' if sd > POINT else ', and less than one point is no reason to choose'}."
+    )
     lines += [f"As accurate within that: {_describe(group)}." for group in equal[1:]]
-    lines += [*_decide(best, equal), *_doubts(able, ranked)]
-    return lines
+    return [*lines, _decide(best, equal), *_doubts(able, ranked)]
 
 
 def noise(group: Group) -> tuple[float, str]:
@@ -40,12 +45,6 @@ def noise(group: Group) -> tuple[float, str]:
     if math.isnan(over_seeds) or of_images > over_seeds:
         return (of_images, by_images) if images else (0.0, "nothing that was recorded")
     return over_seeds, f"that over {len(group.finished)} seeds"
-
-
-def _why(best: Group) -> str:
-    sd, source = noise(best)
-    shown = f"the standard deviation of {best.label} is {100 * sd:.1f} points, {source}"
-    return shown if sd > POINT else f"{shown}, and less than one point is no reason to choose"
 
 
 def _describe(group: Group) -> str:
@@ -65,24 +64,20 @@ def _time(group: Group) -> str:
     return f"{minutes:.3g} core-minutes{'' if group.has_core_time else WALL}"
 
 
-def _decide(best: Group, equal: Sequence[Group]) -> list[str]:
+def _decide(best: Group, equal: Sequence[Group]) -> str:
     """The recommendation among groups that are equally accurate."""
     # what was not recorded is never the cheapest
-    by_traffic = min(equal, key=lambda group: _known(group.megabytes[0]))
-    by_time = min(equal, key=lambda group: _known(group.core_minutes[0]))
+    by_traffic = min(equal, key=lambda group: np.nan_to_num(group.megabytes[0], nan=math.inf))
+    by_time = min(equal, key=lambda group: np.nan_to_num(group.core_minutes[0], nan=math.inf))
     if by_traffic is not by_time:
-        return [
+        return (
             f"Recommended: {by_traffic.label} where traffic is dear ({_traffic(by_traffic)}), {by_time.label} where "
             f"computation is ({_time(by_time)}); their accuracies cannot be told apart."
-        ]
+        )
     reason = "nothing else is as accurate" if len(equal) == 1 else "the cheapest in traffic and in computation of these"
     if by_traffic is best and len(equal) > 1:
         reason = f"the most accurate, and {reason}"
-    return [f"Recommended: {by_traffic.label}: {reason}."]
-
-
-def _known(cost: float) -> float:
-    return math.inf if math.isnan(cost) else cost
+    return f"Recommended: {by_traffic.label}: {reason}."
 
 
 def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:

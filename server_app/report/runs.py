@@ -87,11 +87,15 @@ class Run:
         """Test images of each finished task; ones where they were not recorded."""
         return self.results["samples_per_task"] or [1] * len(self.matrix)
 
+    def cost(self, part: str, name: str) -> float:
+        """A number of the part ``communication`` or ``seconds`` of the results; NaN if not recorded."""
+        value = self.results[part].get(name)
+        return value if is_number(value) else math.nan
+
     @property
     def megabytes(self) -> float:
         """Bytes sent and received by all clients in the whole run, in units of 10^6; NaN if not recorded."""
-        sizes = [self.results["communication"].get(name) for name in ("bytes_up", "bytes_down")]
-        return sum(sizes) / 1e6 if all(map(is_number, sizes)) else math.nan
+        return (self.cost("communication", "bytes_up") + self.cost("communication", "bytes_down")) / 1e6
 
 
 def malformed(folder: Path, error: Exception) -> ReportError:

@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from server_app.report.compare import Group, pareto_front
-from server_app.report.figures import INK, MUTED, group_styles, make_figure, plain, style_axes
+from server_app.report.figures import INK, MUTED, grid, group_styles, make_figure, plain, style_axes
 from server_app.report.labels import place_labels
 
 _RADIUS = 4.5  # of a marker, in points
@@ -47,17 +47,14 @@ def _tradeoff_figure(
     columns = min(2, len(settings))
     rows = math.ceil(len(settings) / columns)
     figure = make_figure(9.6 if columns == 1 else 13.6, 0.9 + (5.9 if columns == 1 else 5.0) * rows, title, subtitle)
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    for axes in panels[len(settings) :]:
-        axes.remove()
-    drawn = []
-    for axes, setting in zip(panels, settings, strict=False):
+    panels, drawn = grid(figure, len(settings), columns), []
+    for axes, setting in zip(panels, settings, strict=True):
         points = [point for point in shown if point[0].setting == setting]
         _draw_points(axes, points, styles)
         _cost_axes(axes, axis)
         axes.set_title(plain(setting, 60), loc="left", fontsize=10.5, color=INK)
         drawn.append((axes, points))
-    for axes in panels[: len(settings) : columns]:
+    for axes in panels[::columns]:
         axes.set_ylabel("Final average accuracy, %")
     figure.draw_without_rendering()
     figure.set_layout_engine("none")  # labels are placed by pixels

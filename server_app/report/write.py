@@ -28,32 +28,29 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
         raise ReportError("no run directory was given")
     if len(folders) == 1:
         run = load_run(*folders.values())
-        with _readable(run.folder):
-            return _write(output or run.folder, _draw_run(run))
+        try:
+            files = _draw_run(run)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise malformed(run.folder, error) from error
+        return _write(output or run.folder, files)
     if output is None:
         raise ReportError(f"{len(folders)} runs are compared in a folder of their own: name one with --output DIR")
     if output.resolve() in folders:
         raise ReportError(f"{output} is a run's own folder: the comparison would overwrite that run's report")
-    runs = _load_readable(list(folders.values()))
-    number = f"{len(runs)} runs" if len(runs) == len(folders) else f"{len(runs)} of {len(folders)} runs"
-    return write_comparison(group_runs(runs), output, f"Comparison of {number}")
-
-
-def _load_readable(folders: Sequence[Path]) -> list[Run]:
-    """All runs but those that cannot be read, which are logged; the last one's error if that leaves none."""
     runs = list[Run]()
-    for folder in folders:
+    for folder in folders.values():
         try:
             runs.append(load_run(folder))
         except ReportError as error:
-            if folder is folders[-1] and not runs:
-                raise
             log.warning("left out: %s", error)
-    return runs
+    if not runs:
+        raise ReportError("no run can be read")
+    number = f"{len(runs)} runs" if len(runs) == len(folders) else f"{len(runs)} of {len(folders)} runs"
+    return write_comparison(group_runs(runs), output, f"Comparison of {number}", {})
 
 
 def write_comparison(
-    groups: Sequence[Group], folder: Path, title: str, notes: Mapping[str, Sequence[str]] | None = None
+    groups: Sequence[Group], folder: Path, title: str, notes: Mapping[str, Sequence[str]]
 ) -> list[Path]:
     """Write the table and pictures of groups of runs, in their order, and return their paths.
 
@@ -71,8 +68,8 @@ def write_comparison(
     costs = {"communication.png": tradeoffs.communication_figure, "core_minutes.png": tradeoffs.core_minutes_figure}
     drawings |= {name: figure for name, draw in costs.items() if (figure := draw(begun))}
     pictures = {name: figures.png(figure) for name, figure in drawings.items()}
-    page = pages.comparison_page(groups, pictures, title, notes or {})
-    table = comparison_markdown(groups, notes or {})
+    page = pages.comparison_page(groups, pictures, title, notes)
+    table = comparison_markdown(groups, notes)
     return _write(folder, pictures | {"table.md": table.encode(), "report.html": page.encode()})
 
 
@@ -83,17 +80,6 @@ def _draw_run(run: Run) -> dict[str, bytes]:
     drawings |= heatmaps.recorded_figures(run)
     pictures = {name: figures.png(figure) for name, figure in drawings.items()}
     return pictures | {"report.html": pages.single_page(run, pictures).encode()}
-
-
-@contextlib.contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """Turn what a malformed results.json leads to while its report is drawn into one error."""
-    try:
-        yield
-    except ReportError:
-        raise
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise malformed(folder, error) from error
 
 
 @contextlib.contextmanager

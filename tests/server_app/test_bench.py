@@ -18,6 +18,8 @@ from server_app.bench import runner as bench
 from server_app.bench.runner import Bench, finished_run
 from server_app.bench.suite import PlannedRun, read_suite
 from server_app.cli import main as cli
+from server_app.cli.bench import _run_options
+from server_app.cli.main import _parser
 from server_app.run_files.paths import read_results
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import Interrupted
@@ -297,7 +299,7 @@ def test_a_run_that_is_killed_is_a_failed_one(write, quick, monkeypatch, tmp_pat
     program = "import os; os.kill(os.getpid(), 9)"
     monkeypatch.setattr(Bench, "_command", lambda self, run: [sys.executable, "-c", program])
     said = []
-    failed = Bench(read_suite(write(), {}), 1, False, said.append).run()
+    failed = Bench(read_suite(write(), {}), 1, ["--in-process"], said.append).run()
     assert [run.name for run in failed] == ["means/seed0", "head/seed0"]
     assert "FAILED    means/seed0: ended by SIGKILL" in said[2]
 
@@ -318,18 +320,21 @@ def test_what_remains_is_shared_by_jobs(write, quick):
     suite = read_suite(write(seeds=[0, 1, 2]), {})
     for run, seconds in zip(suite.runs, (30.0, 90.0), strict=False):
         fill(run, run_results((0.5, 0.5, 0.5), seconds))
-    bench_run = Bench(suite, 2, False, lambda line: None)
+    bench_run = Bench(suite, 2, ["--in-process"], lambda line: None)
     bench_run._plan()
     assert bench_run._remaining() == "4 left, about 2.0 min"  # 2 * 30 s + 2 * 90 s, two at a time
 
 
 @pytest.mark.parametrize(
-    ("flower", "gpus", "way"),
-    [(False, None, ["--in-process"]), (True, None, []), (True, 0.25, ["--gpus-per-client=0.25"])],
+    ("words", "way"),
+    [([], ["--in-process"]), (["--flower"], []), (["--flower", "--gpus-per-client=0.25"], ["--gpus-per-client=0.25"])],
 )
-def test_runs_are_fcil_runs(write, flower, gpus, way):
-    (run, _) = read_suite(write(common=KEYS | {"augmentation": "none"}), {}).runs
-    words = Bench(read_suite(write(), {}), 1, flower, print, gpus)._command(run)
+def test_runs_are_fcil_runs(write, monkeypatch, words, way):
+    monkeypatch.setattr("server_app.cli.bench.cluster_address", lambda: "10.0.0.7:6379")
+    path = write(common=KEYS | {"augmentation": "none"})
+    options = _run_options(_parser().parse_args(["bench", str(path), *words]))
+    suite = read_suite(path, {})
+    words = Bench(suite, 1, options, print)._command(suite.runs[0])
     assert words[:4] == [sys.executable, "-m", "server_app.cli", "run"]
     assert words[4 : 4 + len(way)] == way
     assert {"method=ncm", "augmentation=none", "seed=0", "run-name=seed0"} < set(words[4 + len(way) :])
@@ -449,7 +454,7 @@ def test_a_run_that_outlives_its_suite_keeps_the_folder(write, quick, tmp_path, 
     run = "import time; print('up', flush=True); time.sleep(6)"
     program = "import sys; from server_app.bench import runner, suite; from pathlib import Path\n"
     program += f"runner.Bench._command = lambda self, run: [sys.executable, '-c', {run!r}, str(run.directory)]\n"
-    program += "runner.Bench(suite.read_suite(Path(sys.argv[1]), {}), 1, False, print).run()"
+    program += "runner.Bench(suite.read_suite(Path(sys.argv[1]), {}), 1, [], print).run()"
     process = subprocess.Popen([sys.executable, "-c", program, str(write())], cwd=ROOT, stdout=subprocess.DEVNULL)
     folder = tmp_path / "out" / "means" / "seed0"
     wait_for(lambda: (folder / "run.log").exists() and (folder / "run.log").read_text() == "up\n")
@@ -478,7 +483,7 @@ def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path
 
     monkeypatch.setattr(bench.time, "sleep", lambda s, real=time.sleep: (real(s), sleep(s)))
     with pytest.raises(Interrupted):
-        Bench(read_suite(write(), {}), 1, False, lambda line: None).run()
+        Bench(read_suite(write(), {}), 1, ["--in-process"], lambda line: None).run()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 
@@ -495,7 +500,7 @@ def test_table_against_numbers_worked_out_by_hand(write, tmp_path):
             fill(run, run_results(accuracies[run.seed], seconds=10.0 * (run.seed + 1), up=1000 * (run.seed + 1)))
         elif run.seed < 2:  # the one of seed 1 failed
             fill(run, run_results((0.5, 0.25, 0.75), status="finished" if run.seed == 0 else "failed"))
-    Bench(suite, 1, False, lambda line: None)._report()
+    Bench(suite, 1, ["--in-process"], lambda line: None)._report()
     header, rows = table(tmp_path / "out")
     assert list(rows) == [("means", "synthetic, iid"), ("head", "synthetic, iid")]
     shown = dict(zip(header[2:], rows["means", "synthetic, iid"], strict=True))
@@ -528,38 +533,38 @@ def test_half_a_run_of_an_earlier_go_is_not_in_the_table(write, tmp_path):
     suite = read_suite(write(seeds=[0, 1]), {})
     fill(suite.runs[0], run_results((0.5, 0.5, 0.5)))
     fill(suite.runs[2], run_results((0.5, 0.5, 0.5), status="failed"))
-    go = Bench(suite, 1, False, lambda line: None)
+    go = Bench(suite, 1, ["--in-process"], lambda line: None)
     go._plan()
     go._report()
     assert table(tmp_path / "out")[1]["means", "synthetic"][0] == "0"
 
 
 @pytest.mark.parametrize("text", ["{", '{"schema": 1, "status": "finished", "metrics": 3}'])
-def test_results_that_are_none_are_named_once_and_stop_no_other_run(write, quick, monkeypatch, tmp_path, capsys, text):
-    path, write_results = write(), Bench._command
-    first, second = (run.name for run in read_suite(path, {}).runs)
+def test_results_that_are_none_are_named_and_begun_anew(write, quick, capsys, text):
+    path = write()
+    first = read_suite(path, {}).runs[0].directory
+    first.mkdir(parents=True)
+    (first / "results.json").write_text(text)
+    Bench(read_suite(path, {}), 1, ["--in-process"], print)._report()  # which they do not stop
+    assert cli.main(["bench", str(path)]) == 0
+    [warning] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert f"{first / 'results.json'} cannot be read" in warning
+    assert read_results(first)["status"] == "finished"
 
+
+@pytest.mark.parametrize("text", ["{", '{"schema": 1, "status": "finished", "metrics": 3}'])
+def test_a_run_that_leaves_no_results_has_failed(write, monkeypatch, capsys, text):
     def command(self: Bench, run: PlannedRun) -> list[str]:
         program = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
-        words = [sys.executable, "-c", program, str(run.directory / "results.json"), text]
-        return words if run.name == first else write_results(self, run)
+        return [sys.executable, "-c", program, str(run.directory / "results.json"), text]
 
     monkeypatch.setattr(Bench, "_command", command)
-    assert cli.main(["bench", str(path)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    [warning] = [line for line in lines if "results.json" in line]
-    assert warning.startswith("WARNING")
-    assert f"{first}/results.json is no" in warning
-    assert [line.split(":")[0] for line in lines if line.startswith(("FAILED", "finished"))] == [
-        f"FAILED    {first}",
-        f"finished  {second}",
-    ]
-    _, rows = table(tmp_path / "out")
-    assert [row[1] for row in rows.values()] == ["-", "75.00"]  # the final average accuracy
+    assert cli.main(["bench", str(write())]) == 1
+    assert capsys.readouterr().out.count("FAILED") == 2
 
 
 def test_a_suite_without_any_run_has_its_table_too(write, tmp_path):
-    Bench(read_suite(write(), {}), 1, False, lambda line: None)._report()
+    Bench(read_suite(write(), {}), 1, ["--in-process"], lambda line: None)._report()
     _, rows = table(tmp_path / "out")
     assert rows["means", "synthetic"] == ["-"] * 10
 
