@@ -207,7 +207,6 @@ def test_data_of_the_command_line_say_what_they_are(write, path, kind):  # noqa:
 def test_suites_of_the_project_can_be_read():
     cpu = read_suite(ROOT / "suites" / "cifar100-cpu.yaml", {})
     assert {run.config.method for run in cpu.runs} == set(METHODS)
-    assert {run.config.precision for run in cpu.runs} == {"bf16"}
     seeds = {name: sorted({run.seed for run in cpu.runs if run.variant == name}) for name in ("hgp", "fedewc")}
     assert seeds == {"hgp": [0, 1, 2], "fedewc": [0]}
     assert {run.config.data_dir for run in cpu.selection.suite.runs} == {"cifar100-select.npz"}
