@@ -51,7 +51,7 @@ class Options:
         return getattr(self, "features", "every-task") == "first-task"
 
     def client_weight(self, num_examples: int) -> float:
-        """How much a client with so many images of the round counts in a mean that only sums are made for."""
+        """How much a client with so many images of the round counts in its mean."""
         return num_examples
 
     @property
@@ -62,7 +62,7 @@ class Options:
 
 @dataclass(frozen=True)
 class FedAvgOptions(Options):
-    """Keys of FedAvg (McMahan et al. 2017), which weighs by images; PIP's Fed-L2P and Fed-DualPrompt do not."""
+    """Keys of FedAvg (McMahan et al. 2017), which weighs by images; Fed-L2P and Fed-DualP of PIP's paper do not."""
 
     mean: str = key("images", "what a client weighs by: its images, or nothing", choices=("images", "plain"))
 

@@ -212,10 +212,11 @@ def cholesky_fails(packed: np.ndarray, dim: int, slack: float = _SLACK / 2) -> b
     return bool(cholesky(torch.from_numpy(unpack_symmetric(packed, dim)), slack)[1].any())
 
 
-def merge_means(class_ids: Tensor, counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count-weighted mean of each class over clients; [P], [P], [P, D] -> class ids [K], counts [K], means [K, D]."""
+def merge_means(joined: Arrays) -> tuple[Tensor, Tensor]:
+    """Count-weighted mean of each class over clients; class_ids, counts [P], means [P, D] -> ids [K], means [K, D]."""
+    class_ids, counts, means = (torch.from_numpy(joined[name]) for name in ("class_ids", "counts", "means"))
     classes, index = class_ids.unique(return_inverse=True)
     total = torch.zeros(len(classes), dtype=torch.float64).index_add_(0, index, counts.double())
     sums = torch.zeros(len(classes), means.shape[1], dtype=torch.float64)
     sums.index_add_(0, index, counts.double()[:, None] * means.double())
-    return classes, total, (sums / total[:, None]).to(means.dtype)
+    return classes, (sums / total[:, None]).to(means.dtype)
