@@ -1,8 +1,7 @@
 """The model that clients train: a backbone, a prompt and a linear head with one row per seen class."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Self, TypeVar
 
 import numpy as np
@@ -17,6 +16,7 @@ from task.methods import load_class
 from task.models.device import resolve_device
 from task.models.load import load_backbone
 from task.models.vit import Backbone
+from task.models.weights import find_misfits
 from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
 from task.utils.seeding import torch_rng
@@ -47,17 +47,14 @@ class Head(nn.Module):
 
     def grow(self, classes: int) -> None:
         """Add rows; the initial value of a row depends on the seed and the number of rows before."""
-        weight, bias = self._start(classes)
-        self._extend("weight", weight)
-        self._extend("bias", bias)
-
-    def _start(self, classes: int) -> tuple[Tensor, Tensor]:
         seen, dim = self.weight.shape
-        rng = torch_rng(self.seed, "head", seen)
+        rng, start = torch_rng(self.seed, "head", seen), torch.zeros(classes, dim + 1)
         if self.init == "normal":
-            return 0.02 * torch.randn(classes, dim, generator=rng), torch.zeros(classes)
-        start = torch.empty(classes, dim + 1).uniform_(-(dim**-0.5), dim**-0.5, generator=rng)
-        return start[:, :-1], start[:, -1]
+            start[:, :-1] = 0.02 * torch.randn(classes, dim, generator=rng)
+        else:
+            start.uniform_(-(dim**-0.5), dim**-0.5, generator=rng)
+        self._extend("weight", start[:, :-1])
+        self._extend("bias", start[:, -1])
 
     def _extend(self, name: str, rows: Tensor) -> None:
         old = getattr(self, name).data
@@ -258,11 +255,7 @@ class Model(nn.Module):
         """
         parts = (self.trained_state(), self.message_state())
         state = next((part for part in parts if part.keys() == arrays.keys()), self.shared_state())
-        got, expected = ({name: tuple(a.shape) for name, a in part.items()} for part in (arrays, state))
-        if got != expected:
-            raise ValueError(f"arrays {got} do not fit {expected}")
-        for name, target in state.items():
-            target.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])))
+        overwrite(state, arrays)
         if "backbone" in state:
             weights = self._backbone_state()
             for weight, part in zip(weights, state["backbone"].split([w.numel() for w in weights]), strict=True):
@@ -271,14 +264,6 @@ class Model(nn.Module):
     def export(self) -> Arrays:
         """Copies of :meth:`shared_state` as float32 NumPy arrays."""
         return to_arrays(self.shared_state())
-
-    @contextmanager
-    def backbone_eval(self) -> Iterator[None]:
-        """Context with the backbone in evaluation mode: features do not depend on the batch or change running means."""
-        training = self.backbone.training
-        self.backbone.eval()
-        yield
-        self.backbone.train(training)
 
     def _small_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.named_parameters() if not name.startswith("trained_backbone.")]
@@ -297,6 +282,18 @@ class Model(nn.Module):
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+
+def overwrite(tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) -> None:
+    """Copy arrays into the tensors of the same names.
+
+    Raises:
+        ValueError: names or shapes are not those of the tensors.
+    """
+    if misfits := find_misfits(tensors, arrays):
+        raise ValueError(f"{len(misfits)} arrays do not fit, the first is {misfits[0]!r}")
+    for name, tensor in tensors.items():
+        tensor.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])))
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:

@@ -1,7 +1,7 @@
 """The backbone that FedProK trains from scratch."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from task.models.vit import Backbone, digest
 from task.models.weights import load_strictly, read_weights
-from task.prompts.base import PromptVectors
 
 
 class ResNet18(Backbone):
@@ -20,14 +19,8 @@ class ResNet18(Backbone):
         self.network = network.requires_grad_(False)
         self.eval()
 
-    def forward(
-        self,
-        images: Tensor,
-        prompted: PromptVectors | None = None,
-        projects: bool = False,
-        early_blocks: Sequence[int] = (),
-    ) -> Tensor:
-        """Normalised images [B, 3, H, W] -> features [B, 512]: the pooled last layer."""
+    def forward(self, images: Tensor, *nothing: Any, **none: Any) -> Tensor:
+        """Normalised images [B, 3, H, W] -> features [B, 512]: the pooled last layer. It has no blocks to prompt."""
         return self.network(images)
 
 

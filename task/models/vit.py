@@ -51,17 +51,13 @@ class PrefixAttention(nn.Module):
     def _front(self, prefix: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a prefix [B or 1, 2, L_p, D], each [B, heads, L_p, D / heads]."""
         inner = self.attention
-        front = self._projected(prefix) if self.projects else prefix
-        front = front.unflatten(-1, (inner.num_heads, inner.head_dim)).expand(batch, -1, -1, -1, -1)
+        if self.projects:  # by the frozen weights that project the tokens
+            weight, bias = inner.qkv.weight.unflatten(0, (3, -1))[1:], inner.qkv.bias
+            prefix = torch.einsum("bsld,sed->bsle", prefix, weight)
+            prefix = prefix if bias is None else prefix + bias.unflatten(0, (3, 1, -1))[1:]
+        front = prefix.unflatten(-1, (inner.num_heads, inner.head_dim)).expand(batch, -1, -1, -1, -1)
         keys, values = front.permute(1, 0, 3, 2, 4).unbind(0)
         return inner.k_norm(keys) if self.projects else keys, values
-
-    def _projected(self, prefix: Tensor) -> Tensor:
-        """Keys and values of prefix vectors [B or 1, 2, L_p, D], by the frozen weights that project the tokens."""
-        weight = self.attention.qkv.weight.unflatten(0, (3, -1))[1:]
-        front = torch.einsum("bsld,sed->bsle", prefix, weight)
-        bias = self.attention.qkv.bias
-        return front if bias is None else front + bias.unflatten(0, (3, 1, -1))[1:]
 
 
 class PromptedBlock(nn.Module):
@@ -91,7 +87,7 @@ class PromptedBlock(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Images to features; frozen, unless it is a model's own copy to train.
+    """Images to features; frozen, unless it is a model's own copy to train. Called as :meth:`ViT.forward`.
 
     Attributes:
         dim: D, length of a feature.
@@ -99,8 +95,10 @@ class Backbone(nn.Module):
         image_size: side of the square input in pixels.
         mean, std: per-channel normalisation, [1, 3, 1, 1], that the weights were trained with.
         sha256: digest of all weights, to compare server and clients.
+        has_class_token: whether the first token of the blocks stands for the whole image.
     """
 
+    has_class_token = False
     mean: Tensor
     std: Tensor
 
@@ -111,21 +109,6 @@ class Backbone(nn.Module):
         self.dim, self.depth, self.image_size, self.sha256 = dim, depth, image_size, sha256
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
-
-    @property
-    def has_class_token(self) -> bool:
-        """Whether a token of the blocks stands for the whole image."""
-        return False
-
-    def forward(
-        self,
-        images: Tensor,
-        prompted: PromptVectors | None = None,
-        projects: bool = False,
-        early_blocks: Sequence[int] = (),
-    ) -> Tensor:
-        """Normalised images [B, 3, H, W] -> features [B, D], or [B, D (1 + len(early_blocks))]."""
-        raise NotImplementedError
 
 
 class ViT(Backbone):
@@ -139,13 +122,8 @@ class ViT(Backbone):
         for i, block in enumerate(vit.blocks):
             block.attn = PrefixAttention(block.attn)
             vit.blocks[i] = PromptedBlock(block)
-        self.vit = vit.requires_grad_(False)
+        self.vit, self.has_class_token = vit.requires_grad_(False), vit.cls_token is not None
         self.train()
-
-    @property
-    def has_class_token(self) -> bool:
-        """Whether the first token is the class token."""
-        return self.vit.cls_token is not None
 
     def train(self, mode: bool = True) -> "ViT":
         """Stay in evaluation mode: no drop-out and drop-path."""
