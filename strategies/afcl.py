@@ -22,7 +22,8 @@ from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import MAX_FEATURES, AFCLOptions
 from task.models.model import Model
-from task.prototypes.scatter import factor_rows, gram_of, principal_rows, sketch_matrix
+from task.prototypes.gaussians import principal_rows
+from task.prototypes.scatter import factor_rows, gram_of, sketch_matrix
 
 log = logging.getLogger(__name__)
 

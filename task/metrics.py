@@ -1,8 +1,9 @@
 """Accuracy, forgetting and their relatives, each one a pure function of the accuracy matrix.
 
 a[i, j] is the accuracy on the test samples of task j after learning task i, tasks counted from 1 to T, a fraction in
-0..1. Only j <= i is ever read; None or NaN may stand above the diagonal. The literature calls at least four different
-formulas "forgetting"; here each has a name of its own, and one matrix tells them all apart:
+0..1. Only j <= i is ever read; None or NaN may stand above the diagonal. ``summarize`` checks a matrix, the metrics
+take it as ``check_matrix`` returns it. The literature calls at least four different formulas "forgetting"; here each
+has a name of its own, and one matrix tells them all apart:
 
                           on task 1   on task 2   on task 3
     after task 1             0.80         -           -
@@ -46,14 +47,15 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
     Raises:
         ValueError: the matrix or the counts are malformed; the message says where.
     """
-    matrix, samples = accuracy_matrix, samples_per_task
-    if samples is not None:
-        matrix, kept = fold(matrix, samples)
-        samples = np.asarray(samples)[kept]
+    counts: np.ndarray | None = None
+    if samples_per_task is not None:
+        accuracy_matrix, kept = fold(accuracy_matrix, samples_per_task)
+        counts = np.asarray(samples_per_task, dtype=np.float64)[kept]
+    matrix = check_matrix(accuracy_matrix)
     values = {name: metric(matrix) for name, metric in METRICS.items()}
-    seen = seen_accuracy(matrix, samples)
+    seen = seen_accuracy(matrix, counts)
     values |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
-    return values | {"continual_utility": continual_utility(matrix, samples)}
+    return values | {"continual_utility": continual_utility(matrix, counts)}
 
 
 def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -71,7 +73,8 @@ def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) 
         ValueError: not T counts, or an accuracy where there is no sample.
     """
     matrix, counts = _square(accuracy_matrix), np.asarray(samples_per_task, dtype=np.float64)
-    if counts.shape != (len(matrix),) or not np.isnan(matrix[:, counts == 0]).all():
+    fits = counts.shape == (len(matrix),) and (counts >= 0).all()
+    if not fits or not np.isnan(matrix[:, counts == 0]).all():
         raise ValueError(
             f"samples_per_task must be {len(matrix)} positive numbers, or 0 for a task of which no accuracy is known, "
             f"not {samples_per_task}"
@@ -134,134 +137,114 @@ def _lower(matrix: np.ndarray) -> np.ndarray:
     return np.tri(len(matrix), dtype=bool)
 
 
-def seen_accuracy(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None) -> np.ndarray:
+def seen_accuracy(matrix: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
     """Accuracy on all classes seen so far after each task, float64 [T]: sum_{j<=i} n_j a[i, j] / sum_{j<=i} n_j.
 
-    ``samples_per_task`` [T] are the numbers n_j of test samples; without them every task counts equally.
-
-    Raises:
-        ValueError: the matrix is malformed, or the counts are not T positive numbers.
+    ``counts`` [T] are the numbers n_j > 0 of test samples; without them every task counts equally.
     """
-    matrix = check_matrix(accuracy_matrix)
-    counts = np.ones(len(matrix)) if samples_per_task is None else np.asarray(samples_per_task, dtype=np.float64)
-    if counts.shape != (len(matrix),) or not (counts > 0).all():
-        raise ValueError(f"samples_per_task must be {len(matrix)} positive numbers, not {samples_per_task}")
+    counts = np.ones(len(matrix)) if counts is None else counts
     return np.nansum(matrix * counts, axis=1) / counts.cumsum()
 
 
-def final_average_accuracy(accuracy_matrix: Matrix) -> float:
+def final_average_accuracy(matrix: np.ndarray) -> float:
     """mean_j a[T, j]: accuracy after the last task, averaged over the tasks (FAA; Chaudhry et al. 2018)."""
-    return float(check_matrix(accuracy_matrix)[-1].mean())
+    return float(matrix[-1].mean())
 
 
-def average_incremental_accuracy(accuracy_matrix: Matrix) -> float:
+def average_incremental_accuracy(matrix: np.ndarray) -> float:
     """mean_i mean_{j<=i} a[i, j]: FAA averaged over the time after each task (AIA; Rebuffi et al. 2017)."""
-    return float(seen_accuracy(accuracy_matrix).mean())
+    return float(seen_accuracy(matrix).mean())
 
 
-def performance_drop(accuracy_matrix: Matrix) -> float:
+def performance_drop(matrix: np.ndarray) -> float:
     """a[1, 1] - mean_j a[T, j]: what was lost between the first task and the end (PD; Zhang et al. 2021)."""
-    matrix = check_matrix(accuracy_matrix)
     return float(matrix[0, 0] - matrix[-1].mean())
 
 
-def forgetting(accuracy_matrix: Matrix) -> float:
+def forgetting(matrix: np.ndarray) -> float:
     """mean_{j<T} (max_{j<=i<T} a[i, j] - a[T, j]): best earlier minus final accuracy (Chaudhry et al. 2018).
 
     Negative when old tasks are better at the end than ever before; 0 when T = 1.
     """
-    return _mean_or_zero(forgetting_by_task(accuracy_matrix))
+    return _mean_or_zero(forgetting_by_task(matrix))
 
 
-def forgetting_by_task(accuracy_matrix: Matrix) -> np.ndarray:
+def forgetting_by_task(matrix: np.ndarray) -> np.ndarray:
     """The terms of ``forgetting``, one for each task but the last, float64 [T - 1]."""
-    matrix = check_matrix(accuracy_matrix)
     return np.nanmax(matrix[:-1, :-1], axis=0, initial=0) - matrix[-1, :-1]
 
 
-def forgetting_never_negative(accuracy_matrix: Matrix) -> float:
+def forgetting_never_negative(matrix: np.ndarray) -> float:
     """mean_{j<T} (max_{j<=i<=T} a[i, j] - a[T, j]): the last row takes part in the maximum (Mammoth's code).
 
     An old task that ends at its best counts as 0, not as negative; 0 when T = 1.
     """
-    matrix = check_matrix(accuracy_matrix)[:, :-1]
-    return _mean_or_zero(np.nanmax(matrix, axis=0) - matrix[-1])
+    earlier = matrix[:, :-1]
+    return _mean_or_zero(np.nanmax(earlier, axis=0) - earlier[-1])
 
 
-def forgetting_since_learned(accuracy_matrix: Matrix) -> float:
+def forgetting_since_learned(matrix: np.ndarray) -> float:
     """mean_{j<T} (a[j, j] - a[T, j]): accuracy when just learned minus final accuracy (Avalanche).
 
     0 when T = 1.
     """
-    return 0.0 - backward_transfer(accuracy_matrix)  # a unary minus would turn 0 into -0
+    return 0.0 - backward_transfer(matrix)  # a unary minus would turn 0 into -0
 
 
-def forgetting_stepwise(accuracy_matrix: Matrix) -> float:
+def forgetting_stepwise(matrix: np.ndarray) -> float:
     """mean_{i>1} mean_{j<i} (a[i-1, j] - a[i, j]): the mean loss per task learned (CODA-Prompt's code).
 
     On long streams far below the others, being a loss per step and not one since the best; 0 when T = 1.
     """
-    matrix = check_matrix(accuracy_matrix)
     steps = matrix[:-1] - matrix[1:]
     return _mean_or_zero(np.array([step[: i + 1].mean() for i, step in enumerate(steps)]))
 
 
-def backward_transfer(accuracy_matrix: Matrix) -> float:
+def backward_transfer(matrix: np.ndarray) -> float:
     """mean_{j<T} (a[T, j] - a[j, j]): what later tasks did to earlier ones (BWT; Lopez-Paz and Ranzato 2017).
 
     0 when T = 1.
     """
-    matrix = check_matrix(accuracy_matrix)
     return _mean_or_zero((matrix[-1] - matrix.diagonal())[:-1])
 
 
-def plasticity(accuracy_matrix: Matrix) -> float:
+def plasticity(matrix: np.ndarray) -> float:
     """mean_j a[j, j]: accuracy on each task when just learned ("learning accuracy"; Riemer et al. 2019)."""
-    return float(check_matrix(accuracy_matrix).diagonal().mean())
+    return float(matrix.diagonal().mean())
 
 
-def stability(accuracy_matrix: Matrix) -> float:
+def stability(matrix: np.ndarray) -> float:
     """mean_{j<T} a[T, j]: final accuracy on the tasks before the last.
 
     With T = 1 there is none, and a[1, 1] is returned.
     """
-    final = check_matrix(accuracy_matrix)[-1]
-    return float((final[:-1] if len(final) > 1 else final).mean())
+    return float((matrix[-1, :-1] if len(matrix) > 1 else matrix[-1]).mean())
 
 
-def continual_utility(
-    accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None, stability_weight: float = 0.5
-) -> float:
-    """U = mean_{t>1} [lambda A^{t-1} + (1 - lambda) A^t] (Gao et al. 2024, FedProK, eq. 1; lambda 0.5 in its table 2).
+def continual_utility(matrix: np.ndarray, counts: np.ndarray | None = None) -> float:
+    """U = mean_{t>1} (A^{t-1} + A^t) / 2 (Gao et al. 2024, FedProK, eq. 1 with its table's lambda of 0.5).
 
-    Both are measured after task t: A^{t-1} on the classes of all tasks before t, A^t on those of task t. A larger
-    lambda, ``stability_weight`` in 0..1, weighs what was kept against what was learned. With T = 1 it is a[1, 1].
+    Both are measured after task t: A^{t-1} on the classes of all tasks before t, A^t on those of task t. ``counts`` as
+    :func:`seen_accuracy` has them. With T = 1 it is a[1, 1].
 
     Task 3 has two earlier tasks, of 100 and 300 test samples: A^{t-1} = (100 * 0.6 + 300 * 0.8) / 400 = 0.75, so
     U = ((0.9 + 0.7) / 2 + (0.75 + 0.5) / 2) / 2:
 
-    >>> round(continual_utility([[0.8, None, None], [0.9, 0.7, None], [0.6, 0.8, 0.5]], [100, 300, 50]), 4)
+    >>> round(continual_utility(np.array([[0.8, 0, 0], [0.9, 0.7, 0], [0.6, 0.8, 0.5]]), np.array([100, 300, 50])), 4)
     0.7125
-
-    ``samples_per_task`` [T] are the numbers of test samples; without them every task counts equally.
-
-    Raises:
-        ValueError: the matrix is malformed, or the counts are not T positive numbers.
     """
-    matrix = check_matrix(accuracy_matrix)
-    counts = np.ones(len(matrix)) if samples_per_task is None else np.asarray(samples_per_task)
-    seen_accuracy(matrix, samples_per_task)  # it checks the counts
+    counts = np.ones(len(matrix)) if counts is None else counts
     earlier = [np.average(row[:t], weights=counts[:t]) for t, row in enumerate(matrix) if t]
     if not earlier:
         return float(matrix[0, 0])
-    return float(np.mean(stability_weight * np.array(earlier) + (1 - stability_weight) * matrix.diagonal()[1:]))
+    return float(np.mean(0.5 * np.array(earlier) + 0.5 * matrix.diagonal()[1:]))
 
 
 def _mean_or_zero(differences: np.ndarray) -> float:
     return float(differences.mean()) if differences.size else 0.0
 
 
-METRICS: dict[str, Callable[[Matrix], float]] = {
+METRICS: dict[str, Callable[[np.ndarray], float]] = {
     metric.__name__: metric
     for metric in (
         final_average_accuracy,
@@ -290,12 +273,9 @@ def response_entropy(responses: Sequence[int] | np.ndarray) -> float:
     >>> round(response_entropy([100, 50, 50, 0]), 4)
     1.0397
 
-    Raises:
-        ValueError: negative counts, or no answer at all.
+    ``responses`` are the counts [C] of these answers, at least one in all.
     """
     counts = np.asarray(responses, dtype=np.float64)
-    if counts.ndim != 1 or (counts < 0).any() or not counts.sum() > 0:
-        raise ValueError(f"responses must be [C] counts, not all 0, instead of {responses}")
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum() + 0.0)  # one class alone would give -0
 
@@ -330,17 +310,3 @@ def prototype_distance(class_ids: Sequence[int] | np.ndarray, means: np.ndarray)
     sums = np.sqrt(apart.clip(0), where=pairs, out=np.zeros_like(apart)).sum(axis=(1, 2))
     several = holders > 1
     return float((sums[several] / (holders * (holders - 1))[several]).mean())
-
-
-def per_class_accuracy(correct: Sequence[int] | np.ndarray, total: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Accuracy of each class from its ``correct`` and all samples [C], float64 [C]; NaN for one without samples.
-
-    Raises:
-        ValueError: the shapes differ or are not [C], or a class has not 0 <= correct <= total.
-    """
-    hits, counts = np.asarray(correct, dtype=np.float64), np.asarray(total, dtype=np.float64)
-    if hits.ndim != 1 or hits.shape != counts.shape:
-        raise ValueError(f"correct and total must be [C] alike, not {hits.shape} and {counts.shape}")
-    for c in np.flatnonzero(~((hits >= 0) & (hits <= counts))):
-        raise ValueError(f"class {c}: {hits[c]:g} correct of {counts[c]:g} is impossible")
-    return np.divide(hits, counts, out=np.full(len(hits), np.nan), where=counts > 0)

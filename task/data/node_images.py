@@ -215,18 +215,19 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _find_unreadable(root: Path, names: Sequence[str], max_pixels: int) -> set[str]:
-    problems: dict[str, str] = {}
-
-    def read(name: str) -> None:
-        try:
-            read_rgb(str(root / name), max_pixels)
-        except ConfigError as error:
-            problems[name] = str(error)
-
     with ThreadPoolExecutor() as pool:
-        list(pool.map(read, names))
+        reasons = pool.map(lambda name: _problem(root / name, max_pixels), names)
+        problems = {name: why for name, why in zip(names, reasons, strict=True) if why}
     _log_left_out([problems[name] for name in sorted(problems)])
     return set(problems)
+
+
+def _problem(path: Path, max_pixels: int) -> str:
+    try:
+        read_rgb(str(path), max_pixels)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _list_path(state: Path, root: Path, run: str) -> Path:

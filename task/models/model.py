@@ -339,7 +339,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         Head(backbone.dim, config.seed, init=config.head_init) if config.adaptation_rounds else None,
         config.trains_backbone,
         config.prompt_projected,
-        config.options.freezes_features,
+        config.options.features == "first-task",
     )
     if config.feature_cache == AUTO and config.dataset in FROM_PATH:
         model.backbone_name = config.backbone
@@ -352,8 +352,8 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
 def _build_head(config: Config, dim: int) -> Head:
     options, adapts = config.options, config.method_row.adapts
     if options.class_rank:
-        return QuadraticHead(dim, config.seed, options.projection, options.class_rank)
-    return Head(dim, config.seed, options.projection, config.head_init, trained=not adapts)
+        return QuadraticHead(dim, config.seed, options.random_features, options.class_rank)
+    return Head(dim, config.seed, options.random_features, config.head_init, trained=not adapts)
 
 
 def _early_blocks(config: Config, backbone: Backbone) -> list[int]:
@@ -362,13 +362,12 @@ def _early_blocks(config: Config, backbone: Backbone) -> list[int]:
     Raises:
         ConfigError: the backbone has no class token.
     """
-    block = round(config.options.feature_depth * backbone.depth) - 1
+    block = round(config.options.depth * backbone.depth) - 1
     if not 0 <= block < backbone.depth - 1:
         return []
     if not backbone.has_class_token:
         key = f"{config.method_row.name}-depth"
         raise ConfigError(
-            f"{key} = {config.options.feature_depth:g} needs a class token, which {config.backbone!r} lacks: "
-            f"write {key}=0."
+            f"{key} = {config.options.depth:g} needs a class token, which {config.backbone!r} lacks: write {key}=0."
         )
     return [block]

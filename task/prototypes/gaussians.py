@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from task.message import Arrays
-from task.method_options import Packing
 
 _ROWS = 1024  # rows drawn at once, few enough for the processor's cache
 _SLACK = 1e-6  # times the trace: float32 rounding makes eigenvalues of a covariance as low as about -1e-7 of the trace
@@ -34,7 +33,7 @@ def class_means(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tenso
     return class_ids, counts, (sums / counts[:, None]).to(features.dtype)
 
 
-def class_gaussians(features: Tensor, labels: Tensor, packing: Packing, rank: int) -> dict[str, Tensor]:
+def class_gaussians(features: Tensor, labels: Tensor, packing: str, rank: int) -> dict[str, Tensor]:
     """Class ids, counts, means and packed covariances (divided by n - 1; zero for n = 1) of the classes present.
 
     Features float32 [N, D], labels int64 [N]; ``packing`` and ``rank`` as in the module's docstring.
@@ -43,22 +42,22 @@ def class_gaussians(features: Tensor, labels: Tensor, packing: Packing, rank: in
     index = torch.searchsorted(class_ids, labels)
     centred = features - means[index]
     scaled = centred / (counts.to(centred)[index] - 1).clamp(min=1).sqrt()[:, None]
-    packed = {"variances": torch.zeros_like(means).index_add_(0, index, scaled.square())}
-    if packing != "diagonal":
+    arrays = {"class_ids": class_ids, "counts": counts, "means": means}
+    if packing == "full":
         rows = by_class(scaled, index, len(class_ids))
-        packed = (
-            _pack_low_rank(rows, packed["variances"], rank)
-            if packing == "low-rank"
-            else {"covariances": pack_symmetric(rows.mT @ rows)}
-        )
-    return {"class_ids": class_ids, "counts": counts, "means": means, **packed}
-
-
-def _pack_low_rank(rows: Tensor, total: Tensor, rank: int) -> dict[str, Tensor]:
-    _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
-    factors = (singular[:, :, None] * directions)[:, :rank]
+        return arrays | {"covariances": pack_symmetric(rows.mT @ rows)}
+    variances = torch.zeros_like(means).index_add_(0, index, scaled.square())
+    if packing == "diagonal":
+        return arrays | {"variances": variances}
+    factors = principal_rows(by_class(scaled, index, len(class_ids)))[:, :rank]
     factors = F.pad(factors, (0, 0, 0, rank - factors.shape[1]))
-    return {"factors": factors, "variances": (total - factors.square().sum(dim=1)).clamp(min=0)}
+    return arrays | {"factors": factors, "variances": (variances - factors.square().sum(dim=1)).clamp(min=0)}
+
+
+def principal_rows(rows: Tensor) -> Tensor:
+    """R [..., min(n, M), M] with R^T R = rows^T rows, longest row first; ``rows`` [..., n, M]."""
+    _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
+    return singular[..., None] * directions
 
 
 def by_class(rows: Tensor, index: Tensor, classes: int) -> Tensor:
@@ -149,7 +148,7 @@ class Gaussians:
         return torch.cat(rows)
 
 
-def prepare_gaussians(replies: Sequence[Arrays], packing: Packing) -> Gaussians:
+def prepare_gaussians(replies: Sequence[Arrays], packing: str) -> Gaussians:
     """Join the statistics of a round's clients and factorise each covariance once.
 
     A class of which a client has one image has no covariance: it takes the count-weighted mean covariance of that class
@@ -159,7 +158,13 @@ def prepare_gaussians(replies: Sequence[Arrays], packing: Packing) -> Gaussians:
     spread = "covariances" if packing == "full" else "variances"
     joined[spread] = _fill(joined, spread)
     class_ids, counts, means = (torch.from_numpy(joined[name]) for name in ("class_ids", "counts", "means"))
-    return Gaussians(class_ids, counts, means, *_factorise(joined, packing))
+    P, D = means.shape
+    if packing == "full":
+        factor, _ = cholesky(torch.from_numpy(unpack_symmetric(joined["covariances"], D)))
+        return Gaussians(class_ids, counts, means, torch.zeros(P, D), factor.mT.contiguous())
+    deviations = torch.from_numpy(joined["variances"]).sqrt()
+    factors = torch.from_numpy(joined.get("factors", np.zeros((P, 0, D), np.float32)))
+    return Gaussians(class_ids, counts, means, deviations, factors)
 
 
 def _fill(joined: Arrays, spread: str) -> np.ndarray:
@@ -182,15 +187,6 @@ def fill_singletons(class_ids: np.ndarray, counts: np.ndarray, spread: np.ndarra
     overall = sums.sum(axis=0) / total.sum()
     per_class = np.where(total[:, None] > 0, sums / np.maximum(total, 1)[:, None], overall)
     return np.where(weights[:, None] > 0, spread, per_class[index]).astype(spread.dtype)
-
-
-def _factorise(joined: Arrays, packing: Packing) -> tuple[Tensor, Tensor]:
-    P, D = joined["means"].shape
-    if packing == "full":
-        factor, _ = cholesky(torch.from_numpy(unpack_symmetric(joined["covariances"], D)))
-        return torch.zeros(P, D), factor.mT.contiguous()
-    deviations = torch.from_numpy(joined["variances"]).sqrt()
-    return deviations, torch.from_numpy(joined.get("factors", np.zeros((P, 0, D), np.float32)))
 
 
 def cholesky(covariances: Tensor, slack: float = _SLACK) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,11 @@ def partition(
     Raises:
         ValueError: a combination of parameters that cannot be met.
     """
-    return PARTITIONS[name](_problem(labels, num_clients, tasks, seed), **parameters)
+    array = np.asarray(labels)
+    order = np.argsort(array, kind="stable")
+    present, starts = np.unique(array[order], return_index=True)
+    samples = dict(zip(present.tolist(), np.split(order, starts[1:]), strict=False))
+    return PARTITIONS[name](Problem(samples, num_clients, tasks, seed), **parameters)
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Problem:
 
     samples: dict[int, IntArray]
     num_clients: int
-    tasks: list[list[int]]
+    tasks: Sequence[Sequence[int]]
     seed: int
 
     def pools(self, task: int) -> list[IntArray]:
@@ -349,11 +353,3 @@ def _concatenate(arrays: list[IntArray]) -> IntArray:
 
 def _share_of(share: float, number: int) -> int:
     return min(number, max(1, round(share * number)))
-
-
-def _problem(labels: npt.ArrayLike, num_clients: int, tasks: Sequence[Sequence[int]], seed: int) -> Problem:
-    array = np.asarray(labels)
-    order = np.argsort(array, kind="stable")
-    present, starts = np.unique(array[order], return_index=True)
-    samples = dict(zip(present.tolist(), np.split(order, starts[1:]), strict=False))
-    return Problem(samples, num_clients, [[int(c) for c in task] for task in tasks], seed)

@@ -137,7 +137,7 @@ def test_statistics_are_counts_alone():
     assert all(a.dtype == np.int64 for a in found.values())
     assert CountStatistics.carries
     assert not CountStatistics.needs_features
-    assert CountStatistics().shapes(3, D, options()) == {}
+    assert CountStatistics().expected(np.ones(3), {}, D, parse({"method": "hepco"})) == {}
 
 
 def test_quadratic_form_equals_the_direct_difference_of_prompts():

@@ -82,7 +82,7 @@ def test_variances_against_numpy():
         own = features.double().numpy()[labels.numpy() == c]
         assert np.allclose(found["means"][row], own.mean(axis=0), atol=1e-6)
         assert np.allclose(found["variances"][row], own.var(axis=0), rtol=1e-5)
-    shapes = VarianceStatistics().shapes(3, D, Options())
+    shapes = VarianceStatistics().expected(np.ones(3), {}, D, parse({"method": "pip"}))
     assert {n: a.shape for n, a in found.items() if n in shapes} == shapes
     assert {found[n].dtype for n in shapes} == {np.dtype(np.float32)}
 

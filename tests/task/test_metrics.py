@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from task import metrics
 from task.metrics import (
     METRICS,
+    check_matrix,
     crop_to_finished,
     fold,
-    per_class_accuracy,
     prototype_distance,
     response_entropy,
     seen_accuracy,
@@ -188,15 +188,12 @@ def test_one_task():
 def test_utility_weighs_classes_of_earlier_tasks_by_their_samples():
     """After task 2: 0.9 and 0.7. After task 3: (10 * 0.6 + 30 * 0.75) / 40 = 0.7125, and 0.45."""
     assert summarize(WORKED, [10, 30, 5])["continual_utility"] == pytest.approx((0.8 + 0.58125) / 2)
-    keeping, learning = (metrics.continual_utility(WORKED, [10, 30, 5], weight) for weight in (1.0, 0.0))
-    assert (keeping, learning) == pytest.approx(((0.9 + 0.7125) / 2, (0.7 + 0.45) / 2))
-    assert metrics.continual_utility(WORKED, [10, 30, 5], 0.25) == pytest.approx(0.25 * keeping + 0.75 * learning)
 
 
 def test_forgetting_may_be_negative():
     improving = [[0.5, None], [0.9, 0.7]]
-    assert metrics.forgetting(improving) == pytest.approx(-0.4)
-    assert metrics.forgetting_never_negative(improving) == 0
+    assert summarize(improving)["forgetting"] == pytest.approx(-0.4)
+    assert summarize(improving)["forgetting_never_negative"] == 0
 
 
 @pytest.mark.parametrize("convert", [np.array, lambda m: torch.tensor(m, dtype=torch.float64), tuple])
@@ -222,8 +219,8 @@ def test_last_accuracy_is_over_samples(counts):
 
 def test_without_counts_every_task_weighs_the_same():
     assert summarize(WORKED)["last_accuracy"] == pytest.approx(0.60)
-    assert seen_accuracy(WORKED) == pytest.approx([0.80, 0.80, 0.60])
-    assert seen_accuracy(WORKED, SAMPLES) == pytest.approx([0.80, 0.80, 0.5625])
+    assert seen_accuracy(check_matrix(WORKED)) == pytest.approx([0.80, 0.80, 0.60])
+    assert seen_accuracy(check_matrix(WORKED), np.array(SAMPLES)) == pytest.approx([0.80, 0.80, 0.5625])
 
 
 @pytest.mark.parametrize("counts", [[1, 2], [1, 2, 0], [1, -2, 3], [[1, 2, 3]], [1, 2, math.nan]])
@@ -249,9 +246,8 @@ def test_refuses_impossible_counts(counts):
     ],
 )
 def test_refuses_malformed_matrices_and_says_where(matrix, message):
-    for metric in [summarize, seen_accuracy, metrics.forgetting_by_task, *METRICS.values()]:
-        with pytest.raises(ValueError, match=message):
-            metric(matrix)
+    with pytest.raises(ValueError, match=message):
+        summarize(matrix)
 
 
 @given(matrices(), st.data())
@@ -284,29 +280,8 @@ def test_completed_refuses_gaps(matrix, message):
 
 
 def test_forgetting_by_task():
-    assert metrics.forgetting_by_task(WORKED) == pytest.approx([0.30, -0.05])
-    assert metrics.forgetting_by_task([[0.8]]).shape == (0,)
-
-
-def test_per_class_accuracy():
-    accuracy = per_class_accuracy([3, 0, 0, 5], np.array([4, 2, 0, 5]))
-    assert np.array_equal(accuracy, [0.75, 0.0, np.nan, 1.0], equal_nan=True)
-    assert per_class_accuracy([], []).shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("correct", "total", "message"),
-    [
-        ([1, 2], [2], r"\[C\] alike, not \(2,\) and \(1,\)"),
-        ([[1]], [[2]], r"\[C\] alike"),
-        ([1, 3], [2, 2], "class 1: 3 correct of 2"),
-        ([-1], [2], "class 0: -1 correct of 2"),
-        ([math.nan], [2], "class 0"),
-    ],
-)
-def test_per_class_accuracy_refuses_impossible_counts(correct, total, message):
-    with pytest.raises(ValueError, match=message):
-        per_class_accuracy(correct, total)
+    assert metrics.forgetting_by_task(check_matrix(WORKED)) == pytest.approx([0.30, -0.05])
+    assert metrics.forgetting_by_task(np.array([[0.8]])).shape == (0,)
 
 
 def test_examples_in_docstrings():
@@ -327,12 +302,6 @@ def test_response_entropy_is_largest_when_all_classes_are_answered_alike(classes
 def test_response_entropy_agrees_with_a_plain_loop(counts):
     expected = -sum(n / sum(counts) * math.log(n / sum(counts)) for n in counts if n)
     assert response_entropy(counts) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("counts", [[], [0, 0], [-1, 2], [[1, 2]], [math.nan]])
-def test_response_entropy_refuses_what_are_no_answers(counts):
-    with pytest.raises(ValueError, match="responses must be"):
-        response_entropy(counts)
 
 
 @pytest.mark.parametrize("far", [0.0, 1e5])
