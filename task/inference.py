@@ -94,22 +94,14 @@ class Predictor:
         return fit_image(_rgb(image, max_pixels), *self.metadata.image_shape)
 
     def pixels(self, images: Sequence[Picture] | np.ndarray) -> Tensor:
-        """Images as an exported ONNX model takes them, float32 [N, 3, image_size, image_size] in 0 .. 1.
-
-        Raises:
-            ConfigError, ValueError: as in :meth:`read`.
-        """
+        """Images, see :meth:`read`, as an exported ONNX model takes them, float32 [N, 3, side, side] in 0 .. 1."""
         stored = np.stack([self.read(image) for image in images])
         on_device = torch.from_numpy(stored).permute(0, 3, 1, 2).to(self.model.device)
         return resize(on_device, self.model.backbone.image_size)
 
     @torch.inference_mode()
     def predict(self, images: Sequence[Picture] | np.ndarray) -> Predictions:
-        """Classes of N images, each as in :meth:`read`; each answer depends on its own image only.
-
-        Raises:
-            ConfigError, ValueError: as in :meth:`read`.
-        """
+        """Classes of N images, each as in :meth:`read`; each answer depends on its own image only."""
         parts = [np.empty((0, len(self.class_names)), np.float32)]
         for start in range(0, len(images), BATCH):
             pixels = self.pixels(images[start : start + BATCH])

@@ -115,11 +115,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _list_images(root: Path, files: Sequence[str], side: int, max_pixels: int) -> ImageFiles:
-    """Image files of a published list, relative to ``root``.
-
-    Raises:
-        IncompleteError: files are missing.
-    """
+    """Image files of a published list, relative to ``root``; an IncompleteError if some are missing."""
     present: set[str] = set()  # by listing each folder once, which is faster than a check per file
     for folder in {file.rpartition("/")[0] for file in files}:
         with suppress(FileNotFoundError):

@@ -318,7 +318,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
     ``backbone`` is used instead of the process's shared one.
 
     Raises:
-        ConfigError: the backbone or its weights cannot be used, or a prompted block does not exist.
+        ConfigError: the backbone or its weights cannot be used, or a prompted block or class token does not exist.
     """
     backbone = backbone or load_backbone(
         config.backbone, config.backbone_weights, config.image_size, str(resolve_device(config.device))
@@ -327,7 +327,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         raise ConfigError(
             f"prompt-blocks = {config.prompt_blocks!r} is not possible: {config.backbone} has {backbone.depth} blocks."
         )
-    prompt = load_class(PROMPTS[config.prompt].path).build(config, backbone.dim)
+    prompt = load_class(PROMPTS[config.prompt].path)(config, backbone.dim)
     early_blocks = _early_blocks(config, backbone)
     model = Model(
         backbone,
@@ -357,11 +357,7 @@ def _build_head(config: Config, dim: int) -> Head:
 
 
 def _early_blocks(config: Config, backbone: Backbone) -> list[int]:
-    """The block after which the class token is a feature too, counted from 0; none if that is the last.
-
-    Raises:
-        ConfigError: the backbone has no class token.
-    """
+    """The block after which the class token is a feature too, counted from 0; none if that is the last."""
     block = round(config.options.depth * backbone.depth) - 1
     if not 0 <= block < backbone.depth - 1:
         return []

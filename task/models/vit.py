@@ -77,11 +77,9 @@ class PromptedBlock(nn.Module):
         B, N, _ = x.shape
         if self.tokens is not None:
             x = torch.cat([x, self.tokens.to(x.dtype).expand(B, -1, -1)], dim=1)
-        return self._first(x) if self.first_only else self.block(x)[:, :N]
-
-    def _first(self, x: Tensor) -> Tensor:
-        """The forward pass of timm's block for the first token only."""
-        block = self.block
+        if not self.first_only:
+            return self.block(x)[:, :N]
+        block = self.block  # timm's forward pass for the first token only
         first = x[:, :1] + block.drop_path1(block.ls1(block.attn(block.norm1(x))))
         return first + block.drop_path2(block.ls2(block.mlp(block.norm2(first))))
 

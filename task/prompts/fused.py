@@ -1,8 +1,5 @@
 """FPPL's prompt: one per task, fused by weights that depend on the image (He et al. 2024, eq. 2)."""
 
-from collections.abc import Sequence
-from typing import Self
-
 import torch
 from torch import Tensor, nn
 
@@ -23,17 +20,12 @@ class FusedPrompt(Prompt):
 
     needs_query = True
 
-    def __init__(self, blocks: Sequence[int], length: int, dim: int, seed: int) -> None:
-        super().__init__()
-        self.blocks, self.shape, self.seed = tuple(blocks), (len(blocks), length, dim), seed
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.shape = len(self.blocks), config.prompt_length, dim
         self.prompts = nn.ParameterList()
         self.psi = nn.Parameter(torch.empty(0, dim))
         self.scale = nn.Parameter(torch.ones(1))
-
-    @classmethod
-    def build(cls, config: Config, dim: int) -> Self:
-        """L_p, blocks and seed from the run keys."""
-        return cls(config.blocks(), config.prompt_length, dim, config.seed)
 
     def begin_task(self, task: int) -> None:
         """Freeze the earlier prompts and add one, with its row of psi."""
