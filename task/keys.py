@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from task.message import Scalar
 
@@ -26,7 +26,6 @@ Affects = Literal[
     "folder",  # where the run's folder is
     "output",  # what else is written into that folder
 ]
-AFFECTS: tuple[str, ...] = get_args(Affects)
 
 
 class ConfigError(ValueError):

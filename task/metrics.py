@@ -93,7 +93,7 @@ def check_matrix(accuracy_matrix: Matrix) -> np.ndarray:
     matrix = _square(accuracy_matrix)
     if len(matrix) == 0:
         raise ValueError("the accuracy matrix is empty: no task has been finished")
-    for i, j in np.argwhere(np.isnan(matrix) & _lower(matrix)):
+    for i, j in np.argwhere(np.tril(np.isnan(matrix))):
         raise ValueError(f"the accuracy after task {i + 1} on task {j + 1} is missing (row {i + 1}, column {j + 1})")
     return matrix
 
@@ -123,18 +123,13 @@ def _square(accuracy_matrix: Matrix) -> np.ndarray:
         if row.shape != (len(rows),):
             raise ValueError(f"the accuracy matrix is not square: {len(rows)} rows, row {i + 1} of shape {row.shape}")
     matrix = np.array(rows).reshape(len(rows), len(rows))
-    matrix[~_lower(matrix)] = np.nan
+    matrix[np.triu_indices(len(matrix), 1)] = np.nan
     for i, j in np.argwhere((matrix < 0) | (matrix > 1)):
         raise ValueError(
             f"the accuracy after task {i + 1} on task {j + 1} is {matrix[i, j]:g} (row {i + 1}, column {j + 1}); "
             "accuracies are fractions in 0..1"
         )
     return matrix
-
-
-def _lower(matrix: np.ndarray) -> np.ndarray:
-    """Mask [T, T] of the entries on or below the diagonal."""
-    return np.tri(len(matrix), dtype=bool)
 
 
 def seen_accuracy(matrix: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:

@@ -27,8 +27,6 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     """
     try:
         arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
-    except FileNotFoundError as error:
-        raise ConfigError(f"data-dir = {str(path)!r}: there is no such file for dataset 'npz'.") from error
     # RuntimeError: encrypted, or packed in a way that Python does not know
     except (OSError, ValueError, EOFError, MemoryError, RuntimeError, zlib.error, LZMAError, BadZipFile) as error:
         what = "folder of .npy files" if path.is_dir() else ".npz file"

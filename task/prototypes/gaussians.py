@@ -156,7 +156,11 @@ def prepare_gaussians(replies: Sequence[Arrays], packing: str) -> Gaussians:
     """
     joined = {name: np.concatenate([r[name] for r in replies]) for name in replies[0]}
     spread = "covariances" if packing == "full" else "variances"
-    joined[spread] = _fill(joined, spread)
+    total = joined[spread]  # where the covariance is low-rank, its diagonal
+    if "factors" in joined:
+        total = total + np.square(joined["factors"]).sum(axis=1)
+    filled = fill_singletons(joined["class_ids"], joined["counts"], total)
+    joined[spread] = np.where(joined["counts"][:, None] == 1, filled, joined[spread])
     class_ids, counts, means = (torch.from_numpy(joined[name]) for name in ("class_ids", "counts", "means"))
     P, D = means.shape
     if packing == "full":
@@ -165,15 +169,6 @@ def prepare_gaussians(replies: Sequence[Arrays], packing: str) -> Gaussians:
     deviations = torch.from_numpy(joined["variances"]).sqrt()
     factors = torch.from_numpy(joined.get("factors", np.zeros((P, 0, D), np.float32)))
     return Gaussians(class_ids, counts, means, deviations, factors)
-
-
-def _fill(joined: Arrays, spread: str) -> np.ndarray:
-    """``joined[spread]`` with its rows of count 1 filled; with the diagonal where the covariance is low-rank."""
-    total = joined[spread]
-    if "factors" in joined:
-        total = total + np.square(joined["factors"]).sum(axis=1)
-    filled = fill_singletons(joined["class_ids"], joined["counts"], total)
-    return np.where(joined["counts"][:, None] == 1, filled, joined[spread])
 
 
 def fill_singletons(class_ids: np.ndarray, counts: np.ndarray, spread: np.ndarray) -> np.ndarray:

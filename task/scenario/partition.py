@@ -85,10 +85,8 @@ def dirichlet(problem: Problem, *, dirichlet_beta: float, dirichlet_min_size: in
     The shuffled samples of a class are cut at the cumulative p; cuts are rounded at random, so that a client expects
     exactly its share even when there are more clients than samples.
 
-    Args:
-        problem: what is dealt out.
-        dirichlet_beta: beta > 0; small is heterogeneous, large is near iid.
-        dirichlet_min_size: samples that each client has at least in each task, out of what others hold beyond it.
+    ``dirichlet_beta`` is beta > 0: small is heterogeneous, large is near iid. ``dirichlet_min_size`` samples each
+    client has at least in each task, out of what others hold beyond it.
 
     Raises:
         ValueError: a task with fewer than M x dirichlet_min_size samples.
@@ -107,9 +105,7 @@ def quantity(problem: Problem, *, classes_per_client: int) -> Partition:
     The samples of a class are split evenly among its holders. A holder gets none when a class has more holders than
     samples.
 
-    Args:
-        problem: what is dealt out.
-        classes_per_client: alpha, 1 to the number of classes of every task, with M x alpha at least that number.
+    ``classes_per_client`` is alpha, 1 to the number of classes of every task, with M x alpha at least that number.
 
     Raises:
         ValueError: alpha out of that range, with what to change.
