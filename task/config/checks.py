@@ -126,12 +126,11 @@ def _check_bounds(config: Config) -> None:
 
 
 def _check_privacy(config: Config) -> None:
-    row, usual = config.method_row, defaults()
-    values = {name: getattr(config, name.replace("-", "_")) for name in keys_affecting("privacy")}
-    changed = {name: value for name, value in values.items() if value != usual[name]}
+    usual, values = defaults(), config.flat()
+    changed = {name: values[name] for name in keys_affecting("privacy") if values[name] != usual[name]}
     if not changed:
         return
-    kind = load_class(row.statistics)()  # here and not above: it loads torch
+    kind = load_class(config.method_row.statistics)()  # here and not above: it loads torch
     unread = {
         "min-class-count": "" if kind.carries else f"method {config.method!r} sends no class statistics",
         "privacy-clip": "" if config.trains_locally else f"method {config.method!r} trains no arrays",

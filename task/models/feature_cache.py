@@ -12,7 +12,6 @@ import logging
 import platform
 import time
 import weakref
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -65,7 +64,7 @@ class QueryCache:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self._batches: OrderedDict[tuple[int, int, Arithmetic, bytes], CachedBatch] = OrderedDict()
+        self._batches: dict[tuple[int, int, Arithmetic, bytes], CachedBatch] = {}  # the last used at the end
 
     def query(self, model: Model, images: Images, positions: np.ndarray) -> Tensor:
         """q(x) of the images at ``positions``, int64 [B] -> [B, D] on the model's device; read only."""

@@ -236,12 +236,15 @@ class Model(nn.Module):
 
         A trained backbone is one array more, ``backbone`` [P], because sending hundreds of small ones is slow.
         """
-        return {name: p.detach() for name, p in self._small_parameters()} | self._packed()
+        parameters = self.named_parameters()
+        state = {name: p.detach() for name, p in parameters if not name.startswith("trained_backbone.")}
+        return state if self.trained_backbone is None else state | {"backbone": self.packed_backbone().detach()}
 
     def trained_state(self) -> dict[str, Tensor]:
         """Arrays of :meth:`shared_state` that the current task trains: what clients send back."""
-        packed = {} if self.features_frozen else self._packed()
-        return {name: p.detach() for name, p in self._small_parameters() if p.requires_grad} | packed
+        fixed = {name for name, p in self.named_parameters() if not p.requires_grad}
+        fixed |= {"backbone"} if self.features_frozen else set()
+        return {name: a for name, a in self.shared_state().items() if name not in fixed}
 
     def message_state(self) -> dict[str, Tensor]:
         """Arrays of :meth:`shared_state` that a client needs for training and statistics; not a computed head."""
@@ -265,15 +268,9 @@ class Model(nn.Module):
         """Copies of :meth:`shared_state` as float32 NumPy arrays."""
         return to_arrays(self.shared_state())
 
-    def _small_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.named_parameters() if not name.startswith("trained_backbone.")]
-
     def packed_backbone(self) -> Tensor:
         """Weights and running statistics of the trained backbone in a fixed order, [P]; differentiable."""
         return torch.cat([value.flatten() for value in self._backbone_state()])
-
-    def _packed(self) -> dict[str, Tensor]:
-        return {} if self.trained_backbone is None else {"backbone": self.packed_backbone().detach()}
 
     def _backbone_state(self) -> list[Tensor]:
         """Tensors that :meth:`packed_backbone` joins; counters are left out."""

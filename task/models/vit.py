@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -145,16 +145,12 @@ class ViT(Backbone):
         the class token only, as nothing reads the others: the same feature but for rounding.
         """
         tokens = list[Tensor]()
-        hooks = [
-            self.vit.blocks[i].register_forward_hook(lambda block, inputs, output: tokens.append(output[:, 0]))
-            for i in early_blocks
-        ]
-        try:
-            with self._holding(prompted or {}, projects):
-                feature = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as stack:
+            for block in (self.vit.blocks[i] for i in early_blocks):
+                hook = block.register_forward_hook(lambda block, inputs, output: tokens.append(output[:, 0]))
+                stack.callback(hook.remove)
+            stack.enter_context(self._holding(prompted or {}, projects))
+            feature = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
         return torch.cat([feature, *(F.layer_norm(token, token.shape[-1:]) for token in tokens)], dim=1)
 
     @contextmanager
