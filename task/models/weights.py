@@ -41,10 +41,14 @@ def build_vit(name: str, weights: str) -> tuple[Any, Normalisation, Normalisatio
 
 
 def _bundled(name: str, weights: str) -> tuple[VisionTransformer, Normalisation, Normalisation]:
-    card = read_card(BUNDLED[name])
-    parts = [json.loads((BUNDLED[name].parent / part).read_text()) for part in card["parts"]]
-    raw = b"".join(map(base64.b64decode, parts))
-    if hashlib.sha256(raw).hexdigest() != card["sha256"]:
+    try:
+        card = read_card(BUNDLED[name])
+        parts = [json.loads((BUNDLED[name].parent / part).read_text()) for part in card["parts"]]
+        raw = b"".join(map(base64.b64decode, parts))
+        intact = hashlib.sha256(raw).hexdigest() == card["sha256"]
+    except (ValueError, KeyError, TypeError, OSError):
+        intact = False
+    if not intact:
         raise ConfigError(f"the bundled weights {BUNDLED[name]} are damaged: install the project again.")
     vit = VisionTransformer(num_classes=0, **card["architecture"])
     if weights == AUTO:
