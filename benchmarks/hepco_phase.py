@@ -33,7 +33,7 @@ from strategies.hepco import HePCo, distil, distil_head, draw_batches, prompt_lo
 from strategies.hepco_generator import Generator, PromptGap, SampleSource, StackedModels, Teachers, generator_loss
 from task.config.parsing import parse
 from task.config.schema import Config
-from task.message import Arrays
+from task.message import Arrays, Scalar
 from task.method_options import HePCoOptions
 from task.models.model import Head
 from task.prompts.decomposed import DecomposedPrompt
@@ -63,7 +63,9 @@ class Server:
 
     def __init__(self, size: Size) -> None:
         self.clients, self.backbone = size.clients, SimpleNamespace(dim=size.dim)
-        self.prompt, self.head = DecomposedPrompt(range(BLOCKS), size.pool, LENGTH, size.dim, 0), Head(size.dim, 0)
+        keys: dict[str, Scalar] = {"prompt-blocks": f"1-{BLOCKS}", "prompt-pool": size.pool, "prompt-length": LENGTH}
+        self.prompt = DecomposedPrompt(parse({"method": "hepco"} | keys), size.dim)
+        self.head = Head(size.dim, 0)
         self.head.grow(CLASSES)
         self.previous = StackedModels.stack([self.shared_state()])
         self.head.grow(CLASSES)

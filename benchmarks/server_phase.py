@@ -29,7 +29,6 @@ from strategies.base import RoundContext, Update
 from strategies.hgp import HGP
 from task.config.parsing import parse
 from task.message import Arrays
-from task.method_options import Packing
 from task.models.model import Head
 from task.prototypes.gaussians import Gaussians, pack_symmetric, prepare_gaussians
 from task.scenario.class_stream import Schedule
@@ -52,7 +51,7 @@ class Seconds:
 class Phase:
     """A server about to refine: Gaussians of earlier tasks in memory, answers of the last task's clients at hand."""
 
-    def __init__(self, packing: Packing, classes: int) -> None:
+    def __init__(self, packing: str, classes: int) -> None:
         rng = np.random.default_rng(0)
         self.config = parse({"method": "hgp", "hgp-covariance": packing, "hgp-rank": RANK})
         self.packing, self.classes = packing, classes
@@ -75,12 +74,12 @@ class Phase:
         return Seconds(sum(seconds), whole, metrics["rebalance-loss"])
 
 
-def _answer(rng: np.random.Generator, classes: range, packing: Packing) -> Arrays:
+def _answer(rng: np.random.Generator, classes: range, packing: str) -> Arrays:
     """Statistics of one client: 50 images of each class, features of ordinary size."""
     K = len(classes)
     variances = rng.uniform(0.1, 1.0, (K, DIM)).astype(np.float32)
     factors = rng.normal(0, 0.3, (K, RANK, DIM)).astype(np.float32)
-    spread: dict[Packing, Callable[[], Arrays]] = {
+    spread: dict[str, Callable[[], Arrays]] = {
         "diagonal": lambda: {"variances": variances},
         "low-rank": lambda: {"variances": variances, "factors": factors},
         "full": lambda: {"covariances": pack_symmetric(_dense(variances, factors))},
@@ -145,7 +144,7 @@ def median(runs: list[Seconds]) -> Seconds:
     return Seconds(*(statistics.median(getattr(r, name) for r in runs) for name in ("sampling", "whole", "loss")))
 
 
-def compare(packing: Packing, classes: int, repeats: int, direct_repeats: int, validate: bool) -> Seconds:
+def compare(packing: str, classes: int, repeats: int, direct_repeats: int, validate: bool) -> Seconds:
     """Print both forms of one packing; returns how many times faster ours is (its loss is the difference)."""
     phase = Phase(packing, classes)
     phase.run(Gaussians.sample)  # warm up
@@ -183,7 +182,7 @@ def _main() -> int:
     print(f"{'packing':<9} {'classes':>7} {'form':<7} {'sampling s':>10} {'whole s':>10} {'loss':>8} {'peak GiB':>9}")
     size = 2 * TASK if args.quick else args.classes
     ratio = compare("diagonal", size, args.repeats, args.direct_repeats, not args.unchecked)
-    others: list[Packing] = [] if args.quick else ["low-rank", "full"]
+    others: list[str] = [] if args.quick else ["low-rank", "full"]
     for packing in others:
         compare(packing, args.dense_classes, 2, 1, not args.unchecked)
     met = all(getattr(ratio, name) >= least for name, least in REQUIRED.items())

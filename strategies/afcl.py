@@ -22,7 +22,8 @@ from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import MAX_FEATURES, AFCLOptions
 from task.models.model import Model
-from task.prototypes.scatter import factor_rows, gram_of, principal_rows, sketch_matrix
+from task.prototypes.gaussians import principal_rows
+from task.prototypes.scatter import factor_rows, gram_of, sketch_matrix
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,11 @@ class AFCL(Strategy):
             summed = "gram" in report  # over the clients of the round, in a sum that is not taken apart
             gram += torch.from_numpy(report["gram"]) if summed else gram_of(report, means.shape[1], self.options)
             if self.options.class_rank:
-                _collect_class_rows(own, report, rows, (counts, sums), self.options.class_rank)
+                factors = number.sum().sqrt() * torch.from_numpy(report["factors"]).double()
+                sizes = factor_rows(report["counts"], means.shape[1], self.options.class_rank).tolist()
+                gaps = _gaps(counts[rows], sums[rows], number, means)
+                for row, part, gap in zip(rows.tolist(), factors.split(sizes), gaps, strict=True):
+                    own[row] += [part, gap[None]]
             counts.index_add_(0, rows, number)
             sums.index_add_(0, rows, number[:, None] * means)
         return ClassSums(counts, sums, gram, _merge_factors(total.factors, own))
@@ -119,7 +124,8 @@ class AFCL(Strategy):
     def _solve_discriminant(self, total: ClassSums) -> tuple[dict[str, Tensor], dict[str, float]]:
         options, means = self.options, total.sums / total.counts.clamp(min=1)[:, None]
         within = self._spectrum(self._within(total))
-        shrinkage = options.shrinkage or self._choose_shrinkage(total.counts, means, within)
+        unknown = options.sketch or means.shape[1] > MAX_FEATURES
+        shrinkage = options.shrinkage or (PRIOR if unknown else choose_shrinkage(total.counts, means, within))
         freedom = float(total.counts.sum()) - int((total.counts > 0).sum())
         covariance = Spectrum(within.values / max(freedom, 1), within.vectors)
         if options.head == "discriminant":
@@ -127,12 +133,7 @@ class AFCL(Strategy):
             return {"weight": weight, "bias": bias}, {"shrinkage": shrinkage}
         factors = total.factors / (total.counts - 1).clamp(min=1).sqrt()[:, None, None]
         solution = solve_regularised(covariance, means, factors, options.own_covariance, shrinkage)
-        return vars(solution).copy(), {"shrinkage": shrinkage}
-
-    def _choose_shrinkage(self, counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
-        if self.options.sketch or means.shape[1] > MAX_FEATURES:
-            return PRIOR
-        return choose_shrinkage(counts, means, scatter)
+        return solution, {"shrinkage": shrinkage}
 
     def _within(self, total: ClassSums) -> Tensor:
         """Scatter about the class means: sum h h^T - sum_c s_c s_c^T / n_c, or its sketch."""
@@ -146,21 +147,12 @@ class AFCL(Strategy):
         return Spectrum.of_sketch(matrix, sketch_matrix(matrix.shape[1], self.options.sketch))
 
 
-def _collect_class_rows(
-    own: list[list[Tensor]], report: Arrays, rows: Tensor, before: tuple[Tensor, Tensor], rank: int
-) -> None:
-    """Add a report's factors, and the difference of its class means to those ``before`` it, to the rows of classes.
+def _gaps(earlier: Tensor, sums: Tensor, counts: Tensor, means: Tensor) -> Tensor:
+    """sqrt(n_1 n_2 / (n_1 + n_2)) (mu_2 - mu_1) of each class, [K, M]: n_1 ``earlier`` and mu_1 = ``sums`` / n_1.
 
-    The scatter of two sets of images about their common mean is the sum of theirs and of
-    n_1 n_2 / (n_1 + n_2) (mu_1 - mu_2)(mu_1 - mu_2)^T. ``before`` are counts [K] and sums [K, M].
+    The scatter of two sets of images about their common mean is that of each about its own, and gap gap^T.
     """
-    counts, means = torch.from_numpy(report["counts"]).double(), torch.from_numpy(report["means"]).double()
-    factors = counts.sum().sqrt() * torch.from_numpy(report["factors"]).double()
-    earlier, sums = before[0][rows], before[1][rows]
-    gaps = (earlier * counts / (earlier + counts)).sqrt()[:, None] * (means - sums / earlier.clamp(min=1)[:, None])
-    sizes = factor_rows(report["counts"], means.shape[1], rank).tolist()
-    for row, part, gap in zip(rows.tolist(), factors.split(sizes), gaps, strict=True):
-        own[row] += [part, gap[None]]
+    return (earlier * counts / (earlier + counts)).sqrt()[:, None] * (means - sums / earlier.clamp(min=1)[:, None])
 
 
 def _merge_factors(factors: Tensor, own: list[list[Tensor]]) -> Tensor:

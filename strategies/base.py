@@ -108,7 +108,7 @@ class RoundContext:
 
 
 class Strategy:
-    """Mean of the clients weighted by images, and no refinement (FedAvg, McMahan et al. 2017; HGP eq. 3).
+    """Mean of the clients by their options' weights, and no refinement (FedAvg, McMahan et al. 2017; HGP eq. 3).
 
     A method overrides the hooks it needs, and declares the type of its ``options``. What it remembers from round to
     round lies in attributes. It replaces them and never changes them in place: to undo a failed round, the server puts
@@ -127,7 +127,7 @@ class Strategy:
 
     def weight(self, update: Update) -> float:
         """How much an update counts in the mean of its round; called before ``refine``, in any order."""
-        return update.num_examples
+        return self.options.client_weight(update.num_examples)
 
     def receive(self, model: Model, update: Update, context: RoundContext) -> None:
         """Look at an accepted update while its arrays are still there; called in any order, with the model as sent.

@@ -40,7 +40,7 @@ class CCVR(Strategy):
             return {}
         if self.reports:
             merged = merge_by_class(list(self.reports.values()))
-            reported = prepare_gaussians([merged], self.options.packing)
+            reported = prepare_gaussians([merged], self.options.covariance)
             self.prototypes, self.reports = replace_class_gaussians(self.prototypes, reported), {}
         if self.prototypes is None:
             return {}

@@ -125,7 +125,9 @@ def _cross_validate(features: Tensor, classes: Tensor, number: int) -> Tensor:
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
     for held_out in range(FOLDS):
         rest, here = fold != held_out, fold == held_out
-        spectrum, means, seen = _class_spectrum(features[rest], classes[rest], number)
+        means, seen = _class_means(features[rest], classes[rest], number), classes[rest].bincount(minlength=number) > 0
+        freedom = max(int(rest.sum()) - int(seen.sum()), 1)
+        spectrum = Spectrum.of_rows((features[rest] - means[classes[rest]]) / freedom**0.5)
         for i, shrinkage in enumerate(SHRINKAGES.tolist()):
             weight, bias = solve_discriminant(spectrum, means, shrinkage)
             logits = torch.where(seen, features[here] @ weight.T + bias, -torch.inf)
@@ -136,13 +138,6 @@ def _cross_validate(features: Tensor, classes: Tensor, number: int) -> Tensor:
 def _class_means(features: Tensor, classes: Tensor, number: int) -> Tensor:
     sums = features.new_zeros(number, features.shape[1]).index_add_(0, classes, features)
     return sums / classes.bincount(minlength=number).clamp(min=1)[:, None]
-
-
-def _class_spectrum(features: Tensor, classes: Tensor, number: int) -> tuple[Spectrum, Tensor, Tensor]:
-    """Covariance about the class means [K, M], these, and which classes there are, bool [K]."""
-    means, seen = _class_means(features, classes, number), classes.bincount(minlength=number) > 0
-    centred = (features - means[classes]) / max(len(features) - int(seen.sum()), 1) ** 0.5
-    return Spectrum.of_rows(centred), means, seen
 
 
 def solve_ridge(gram: Spectrum, sums: Tensor, ridge: float) -> Tensor:
@@ -172,23 +167,16 @@ def _linear(covariance: Spectrum, shift: float, means: Tensor) -> tuple[Tensor, 
     return weight, -0.5 * (weight * means).sum(dim=1)
 
 
-@dataclass(frozen=True)
-class Quadratic:
-    """logit_c(h) = weight_c h + bias_c + |directions_c h - offsets_c|^2 / 2; [K, M], [K], [K, q, M] and [K, q]."""
-
-    weight: Tensor
-    bias: Tensor
-    directions: Tensor
-    offsets: Tensor
-
-
 def solve_regularised(
     covariance: Spectrum, means: Tensor, factors: Tensor, share: float, shrinkage: float
-) -> Quadratic:
+) -> dict[str, Tensor]:
     """Regularised discriminant (Friedman 1989): class covariances a F_c^T F_c + (1 - a) S + s t I, equal priors.
 
     With B = (1 - a) S + s t I and Z_c = sqrt(a) F_c B^-1/2 = U diag(z) V^T, the inverse of a class covariance is
     B^-1 - B^-1/2 V diag(e / (1 + e)) V^T B^-1/2, e = z^2, and its determinant that of B times prod (1 + e).
+
+    So logit_c(h) = weight_c h + bias_c + |directions_c h - offsets_c|^2 / 2, with weight [K, M], bias [K],
+    directions [K, q, M] and offsets [K, q], by these names.
 
     Args:
         covariance: S.
@@ -208,14 +196,11 @@ def solve_regularised(
     directions = (rotation / (1 + e).sqrt()[:, None]).mT @ unwhitened
     weight, bias = _linear(base, shift, means)
     offsets = (directions @ means[:, :, None])[:, :, 0]
-    return Quadratic(weight, bias - 0.5 * torch.log1p(e).sum(dim=1), directions, offsets)
-
-
-def _mean(covariance: Spectrum) -> float:
-    """Mean eigenvalue over all M, those of zero included."""
-    return float(covariance.values.sum()) / len(covariance.vectors)
+    bias -= 0.5 * torch.log1p(e).sum(dim=1)
+    return {"weight": weight, "bias": bias, "directions": directions, "offsets": offsets}
 
 
 def _shift(covariance: Spectrum, means: Tensor, shrinkage: float) -> float:
-    """S t, but more than what rounding leaves of the means [K, M] where the covariance is zero."""
-    return max(shrinkage * _mean(covariance), 1e-9 * float(means.square().mean()), 1e-12)
+    """Shrinkage s t, but more than what rounding leaves of the means [K, M] where the covariance is zero."""
+    mean = float(covariance.values.sum()) / len(covariance.vectors)  # over all M, those of zero included
+    return max(shrinkage * mean, 1e-9 * float(means.square().mean()), 1e-12)

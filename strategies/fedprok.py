@@ -49,7 +49,7 @@ class FedProK(Strategy):
             self.task, self.earlier = context.task, self.prototypes
         joined = join_statistics(u.statistics for u in updates)
         if joined:
-            class_ids, _, means = merge_means(*(torch.from_numpy(joined[n]) for n in ("class_ids", "counts", "means")))
+            class_ids, means = merge_means(joined)
             known = self.earlier if self.options.fusion == "tasks" else self.prototypes
             fused = fuse(known, {"class_ids": class_ids.numpy(), "means": means.numpy()}, self.options.beta)
             self.prototypes = replace_classes(self.prototypes, fused)

@@ -49,9 +49,8 @@ class FPPL(Strategy):
         if not self.pool:
             return {}
         rows, means = (value.to(model.device) for value in self._prototypes(context))
-        loss = debias(
-            model.head, means, rows, self.options, torch_rng(self.config.seed, "debias", context.server_round)
-        )
+        rng = torch_rng(self.config.seed, "debias", context.server_round)
+        loss = debias(model.head, means, rows, self.options, rng)
         return {"debias-loss": loss, "prototypes": float(len(rows))}
 
     def _prototypes(self, context: RoundContext) -> tuple[Tensor, Tensor]:

@@ -188,8 +188,7 @@ def require_memory(arrays: Mapping[str, Tensor], clients: int, device: torch.dev
         free = min(free, torch.cuda.mem_get_info(device)[0])
     if clients * each > free:
         needed, left = (f"{size / 2**30:.3g} GiB" for size in (clients * each, free))
-        most = f"at most {free // each} fit; lower clients-per-round" if free >= each else "not even one fits"
         raise ConfigError(
             f"hepco keeps the prompts of all clients of a round in memory: {clients} clients need {needed}, {left} are "
-            f"free, so that {most}{'.' if free >= each else '; lower prompt-pool or prompt-length, or free memory.'}"
+            f"free, so that at most {free // each} fit; lower clients-per-round, prompt-pool or prompt-length."
         )

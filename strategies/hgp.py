@@ -35,7 +35,7 @@ class HGP(Strategy):
         """Store the round's Gaussians and rebalance the head on samples of them."""
         reports = [u.statistics for u in updates if u.statistics]
         if reports:
-            reported = prepare_gaussians(reports, self.options.packing)
+            reported = prepare_gaussians(reports, self.options.covariance)
             self.prototypes = replace_class_gaussians(self.prototypes, reported)
         if self.prototypes is None:
             return {}

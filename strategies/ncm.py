@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from strategies.base import RoundContext, Strategy, Update, join_statistics
 from task.config.schema import Config
 from task.message import Arrays
@@ -31,8 +29,7 @@ class NearestMean(Strategy):
             bias[model.current_rows()] = NEVER
         self.reports = self.reports | {(context.task, u.client): u.statistics for u in updates if u.statistics}
         if self.reports:
-            joined = join_statistics(self.reports.values())
-            class_ids, _, means = merge_means(*(torch.from_numpy(joined[n]) for n in ("class_ids", "counts", "means")))
+            class_ids, means = merge_means(join_statistics(self.reports.values()))
             rows = context.head_rows(class_ids).to(model.device)
             weight[rows] = means.to(model.device)
             bias[rows] = -0.5 * means.square().sum(dim=1).to(model.device)

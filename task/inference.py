@@ -1,7 +1,7 @@
 """Class names and probabilities of new images by the model in a run's folder or an exported file."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from task.models.device import resolve_device
 from task.models.feature_cache import BATCH
 from task.models.load import build_backbone
 from task.models.metadata import MODEL, ModelMetadata
-from task.models.model import Model, build_model
+from task.models.model import Model, build_model, overwrite
 from task.models.preprocessing import normalise, resize
 
 Picture = str | Path | Image.Image | np.ndarray
@@ -68,20 +68,6 @@ class Classifier(nn.Module):
         """Every parameter and buffer by name, also the backbone's and those drawn from the seed."""
         return {name: t.detach() for name, t in [*self.named_parameters(), *self.named_buffers()]}
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Overwrite all tensors in place.
-
-        Raises:
-            ValueError: names or shapes are not those of :meth:`tensors`.
-        """
-        tensors = self.tensors()
-        misfits = sorted(tensors.keys() ^ arrays.keys())
-        misfits = misfits or [name for name, t in tensors.items() if t.shape != arrays[name].shape]
-        if misfits:
-            raise ValueError(f"{len(misfits)} arrays do not fit, the first is {misfits[0]!r}")
-        for name, tensor in tensors.items():
-            tensor.copy_(torch.from_numpy(arrays[name]))
-
 
 class Predictor:
     """A trained model in evaluation mode; images are prepared as in the run's evaluation."""
@@ -108,22 +94,14 @@ class Predictor:
         return fit_image(_rgb(image, max_pixels), *self.metadata.image_shape)
 
     def pixels(self, images: Sequence[Picture] | np.ndarray) -> Tensor:
-        """Images as an exported ONNX model takes them, float32 [N, 3, image_size, image_size] in 0 .. 1.
-
-        Raises:
-            ConfigError, ValueError: as in :meth:`read`.
-        """
+        """Images, see :meth:`read`, as an exported ONNX model takes them, float32 [N, 3, side, side] in 0 .. 1."""
         stored = np.stack([self.read(image) for image in images])
         on_device = torch.from_numpy(stored).permute(0, 3, 1, 2).to(self.model.device)
         return resize(on_device, self.model.backbone.image_size)
 
     @torch.inference_mode()
     def predict(self, images: Sequence[Picture] | np.ndarray) -> Predictions:
-        """Classes of N images, each as in :meth:`read`; each answer depends on its own image only.
-
-        Raises:
-            ConfigError, ValueError: as in :meth:`read`.
-        """
+        """Classes of N images, each as in :meth:`read`; each answer depends on its own image only."""
         parts = [np.empty((0, len(self.class_names)), np.float32)]
         for start in range(0, len(images), BATCH):
             pixels = self.pixels(images[start : start + BATCH])
@@ -155,7 +133,10 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
         )
     model = build_model(replace(config, device=device), metadata.task_sizes, backbone)
     try:
-        (Classifier(model) if exported else model).load(arrays)
+        if exported:
+            overwrite(Classifier(model).tensors(), arrays)
+        else:
+            model.load(arrays)
     except ValueError as error:
         raise ModelError(f"{file} does not fit its own run keys: {error}.") from error
     return Predictor(model, metadata)

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from task.message import Scalar
 
@@ -26,7 +26,6 @@ Affects = Literal[
     "folder",  # where the run's folder is
     "output",  # what else is written into that folder
 ]
-AFFECTS: tuple[str, ...] = get_args(Affects)
 
 
 class ConfigError(ValueError):
@@ -136,14 +135,12 @@ _CONVERT: Mapping[type, Any] = {
 @cache  # every message of a run is parsed
 def keys_of(cls: type, prefix: str = "") -> Mapping[str, Key]:
     """Every run key that a dataclass declares, by its kebab-case name behind ``prefix``."""
-    hints = get_type_hints(cls)
-    declared = [_key_of(f, hints[f.name], prefix) for f in fields(cls) if "rule" in f.metadata]
-    return MappingProxyType({k.name: k for k in declared})
-
-
-def _key_of(declared: Field, kind: type, prefix: str) -> Key:
-    rule: Rule = declared.metadata["rule"]
-    default: Any = declared.default
-    if prefix and rule.only:
-        rule = replace(rule, only=(prefix + str(rule.only[0]), *rule.only[1:]))
-    return Key(prefix + declared.name.replace("_", "-"), kind, default, rule)
+    hints, keys = get_type_hints(cls), dict[str, Key]()
+    for declared in (f for f in fields(cls) if "rule" in f.metadata):
+        rule: Rule = declared.metadata["rule"]
+        default: Any = declared.default
+        if rule.only:
+            rule = replace(rule, only=(f"{prefix}{rule.only[0]}", *rule.only[1:]))
+        name = prefix + declared.name.replace("_", "-")
+        keys[name] = Key(name, hints[declared.name], default, rule)
+    return MappingProxyType(keys)

@@ -8,61 +8,40 @@ from typing import Literal
 from task.keys import AUTO, Key, key, keys_of
 from task.message import Scalar
 
-Packing = Literal["diagonal", "full", "low-rank"]
-
 
 @dataclass(frozen=True)
 class Options:
     """A method's own run keys, none here. A subclass adds fields: field ``scale`` of hgp is the run key hgp-scale.
 
-    Fields of some names are read by parts that all methods share: ``covariance`` and ``rank`` say what clients send,
-    ``random_features`` and ``depth`` what the head takes, ``adaptation_rounds`` how long a method that adapts trains,
-    ``features`` and ``prototypes`` when what is trained and measured.
+    The attributes here are read by parts that all methods share; a field of the same name replaces one.
     """
 
-    @property
-    def packing(self) -> Packing:
-        """How a class covariance travels."""
-        return getattr(self, "covariance", "diagonal")
-
-    @property
-    def packing_rank(self) -> int:
-        """Rank of the low-rank packing."""
-        return getattr(self, "rank", 1)
-
-    @property
-    def projection(self) -> int:
-        """Number of random features that the head takes; 0 = it takes the backbone's own features."""
-        return getattr(self, "random_features", 0)
-
-    @property
-    def feature_depth(self) -> float:
-        """Share of the backbone's blocks after which the class token is a feature too; 0 = after the last only."""
-        return getattr(self, "depth", 0.0)
+    covariance = "diagonal"  # how a class covariance travels, or full, or low-rank
+    rank = 1  # of the low-rank covariance
+    random_features = 0  # that the head takes; 0 = it takes the backbone's own features
+    depth = 0.0  # share of the blocks after which the class token is a feature too; 0 = after the last only
+    adaptation_rounds = 0  # in which a method that adapts trains its prompt
+    features = "every-task"  # in which prompt and trained backbone learn, or first-task
+    prototypes = "after"  # or before local training: the model that statistics are of
 
     @property
     def class_rank(self) -> int:
         """Directions of each class's own covariance that the head takes; 0 = the head is linear."""
         return 0
 
-    @property
-    def freezes_features(self) -> bool:
-        """Whether prompt and trained backbone learn in the first task only."""
-        return getattr(self, "features", "every-task") == "first-task"
-
     def client_weight(self, num_examples: int) -> float:
-        """How much a client with so many images of the round counts in a mean that only sums are made for."""
+        """How much a client with so many images of the round counts in its mean."""
         return num_examples
 
     @property
     def statistics_first(self) -> bool:
         """Whether statistics are of the model as it came to the client, not as it leaves."""
-        return getattr(self, "prototypes", "after") == "before"
+        return self.prototypes == "before"
 
 
 @dataclass(frozen=True)
 class FedAvgOptions(Options):
-    """Keys of FedAvg (McMahan et al. 2017), which weighs by images; PIP's Fed-L2P and Fed-DualPrompt do not."""
+    """Keys of FedAvg (McMahan et al. 2017), which weighs by images; Fed-L2P and Fed-DualP of PIP's paper do not."""
 
     mean: str = key("images", "what a client weighs by: its images, or nothing", choices=("images", "plain"))
 

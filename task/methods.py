@@ -45,8 +45,8 @@ Method("fedprok", ("none", "shared"), "client_app.objectives.fedprok:FedProKObje
 Method("fedrda", LORA_OR_ANY, CROSS_ENTROPY, SCATTER, "strategies.afcl:AFCL", options.FedRDAOptions, ONE_ROUND,
        asynchronous=True, adapts=True, sums=True),
 # what they are compared with
-Method("fedavg", ANY_PROMPT, CROSS_ENTROPY, NO_STATISTICS, "strategies.fedavg:FedAvg", options.FedAvgOptions,
-       backbone="either", asynchronous=True, sums=True),
+Method("fedavg", ANY_PROMPT, CROSS_ENTROPY, NO_STATISTICS, WEIGHTED_MEAN, options.FedAvgOptions, backbone="either",
+       asynchronous=True, sums=True),
 Method("fedprox", ANY_PROMPT, "client_app.objectives.fedprox:FedProxObjective", NO_STATISTICS, WEIGHTED_MEAN,
        options.FedProxOptions, backbone="either", asynchronous=True, sums=True),
 Method("fed-cprompt", ("coda",), "client_app.objectives.fed_cprompt:FedCPrompt", NO_STATISTICS, WEIGHTED_MEAN,

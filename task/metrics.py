@@ -330,17 +330,3 @@ def prototype_distance(class_ids: Sequence[int] | np.ndarray, means: np.ndarray)
     sums = np.sqrt(apart.clip(0), where=pairs, out=np.zeros_like(apart)).sum(axis=(1, 2))
     several = holders > 1
     return float((sums[several] / (holders * (holders - 1))[several]).mean())
-
-
-def per_class_accuracy(correct: Sequence[int] | np.ndarray, total: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Accuracy of each class from its ``correct`` and all samples [C], float64 [C]; NaN for one without samples.
-
-    Raises:
-        ValueError: the shapes differ or are not [C], or a class has not 0 <= correct <= total.
-    """
-    hits, counts = np.asarray(correct, dtype=np.float64), np.asarray(total, dtype=np.float64)
-    if hits.ndim != 1 or hits.shape != counts.shape:
-        raise ValueError(f"correct and total must be [C] alike, not {hits.shape} and {counts.shape}")
-    for c in np.flatnonzero(~((hits >= 0) & (hits <= counts))):
-        raise ValueError(f"class {c}: {hits[c]:g} correct of {counts[c]:g} is impossible")
-    return np.divide(hits, counts, out=np.full(len(hits), np.nan), where=counts > 0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from server_app.run_files.writers import append_line, keep_lines, write_json
 from task.config.schema import Config
-from task.metrics import per_class_accuracy, summarize
+from task.metrics import summarize
 from task.scenario.class_stream import Schedule
 from task.scenario.partition import consensus_sizes
 from task.scenario.scenario import Scenario
@@ -134,10 +134,7 @@ class Results:
             self.matrix[task][j] = _accuracy(correct[classes].sum(), total[classes].sum())
         self.samples = [int(total[classes].sum()) for classes in self.tasks[: task + 1]]
         self.seen[task] = _accuracy(correct.sum(), total.sum())
-        accuracies = per_class_accuracy(correct, total).tolist()
-        self.per_class = {
-            name: None if math.isnan(a) else a for name, a in zip(self.class_names, accuracies, strict=True)
-        }
+        self.per_class = {name: _accuracy(*n) for name, *n in zip(self.class_names, correct, total, strict=True)}
 
     def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:
         """Note the federated bias of the local models of ``task`` (from 0).

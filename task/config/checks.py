@@ -16,7 +16,6 @@ def check_combination(config: Config) -> None:
         ConfigError: names the keys, their values and what to change.
     """
     _check_method(config)
-    _check_adaptation(config)
     _check_backbone(config)
     _check_prompt(config)
     _check_sizes(config)
@@ -77,10 +76,6 @@ def _check_method(config: Config) -> None:
         )
     if config.federated_bias and (config.method_row.adapts or not config.trains_locally):
         raise ConfigError(f"federated-bias = True is not possible: {config.method!r} trains no model in every task.")
-
-
-def _check_adaptation(config: Config) -> None:
-    """Refuse a key of an adaptation that does not take place."""
     name = f"{config.method_row.name}-adaptation-rounds"
     if config.method_row.adapts and config.prompt == "none" and config.flat()[name] != defaults()[name]:
         raise ConfigError(f"{name} = {config.flat()[name]} would be ignored: it needs a prompt to adapt, not none.")
@@ -131,12 +126,11 @@ def _check_bounds(config: Config) -> None:
 
 
 def _check_privacy(config: Config) -> None:
-    row, usual = config.method_row, defaults()
-    values = {name: getattr(config, name.replace("-", "_")) for name in keys_affecting("privacy")}
-    changed = {name: value for name, value in values.items() if value != usual[name]}
+    usual, values = defaults(), config.flat()
+    changed = {name: values[name] for name in keys_affecting("privacy") if values[name] != usual[name]}
     if not changed:
         return
-    kind = load_class(row.statistics)()  # here and not above: it loads torch
+    kind = load_class(config.method_row.statistics)()  # here and not above: it loads torch
     unread = {
         "min-class-count": "" if kind.carries else f"method {config.method!r} sends no class statistics",
         "privacy-clip": "" if config.trains_locally else f"method {config.method!r} trains no arrays",
@@ -185,17 +179,12 @@ def _check_secure_aggregation(config: Config) -> None:
             f"{setting} needs rounds-per-task = 1 with method {config.method!r}, not {config.rounds_per_task}: clients "
             "send the same sums in each round of a task, and two rounds that differ in one client give that one's away."
         )
-    single = {
-        "max-update-norm": (
-            config.max_update_norm,
-            "the server sees no client's own: use privacy-clip, a client's limit",
-        ),
-        "max-update-ratio": (config.max_update_ratio, "the server sees no client's own: use privacy-clip instead"),
-        "federated-bias": (config.federated_bias, "it measures the model of each client"),
-    }
-    for name, (value, reason) in single.items():
-        if value:
-            raise ConfigError(f"{setting} is not possible with {name} = {value!r}: {reason}.")
+    for name in ("max-update-norm", "max-update-ratio", "federated-bias"):
+        if value := config.flat()[name]:
+            raise ConfigError(
+                f"{setting} is not possible with {name} = {value!r}: the server sees no client's own model; to limit "
+                "what one client changes, use privacy-clip."
+            )
     _check_threshold(config)
 
 
@@ -208,7 +197,7 @@ def _check_threshold(config: Config) -> None:
     if not max(1, clients / 2) < threshold <= clients:
         raise ConfigError(
             f"secure-aggregation-threshold = {threshold} is not possible with {clients} clients in a round: it must be "
-            f"more than half of them, at least 2 and at most all, so that the server can open one sum only."
+            "more than half of them, at least 2 and at most all, so that the server can open one sum only."
         )
 
 

@@ -276,8 +276,7 @@ class Config:
     @property
     def adaptation_rounds(self) -> int:
         """Rounds of the first task, before all others, in which a method that adapts trains its prompt."""
-        options, adapts = self.options, self.method_row.adapts and self.prompt != "none"
-        return getattr(options, "adaptation_rounds") if adapts else 0  # noqa: B009  # only such a method has the key
+        return self.options.adaptation_rounds if self.method_row.adapts and self.prompt != "none" else 0
 
     def trains_in(self, server_round: int) -> bool:
         """Whether clients train in a round of the run, counted from 1."""

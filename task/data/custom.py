@@ -27,8 +27,6 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     """
     try:
         arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
-    except FileNotFoundError as error:
-        raise ConfigError(f"data-dir = {str(path)!r}: there is no such file for dataset 'npz'.") from error
     # RuntimeError: encrypted, or packed in a way that Python does not know
     except (OSError, ValueError, EOFError, MemoryError, RuntimeError, zlib.error, LZMAError, BadZipFile) as error:
         what = "folder of .npy files" if path.is_dir() else ".npz file"
@@ -36,7 +34,12 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     images, labels = _check_arrays(arrays, path)
     names = arrays.get("class_names", np.arange(labels.max() + 1))
     _check_names(names, path)
-    test = _test_part(arrays, images, labels, by_content)
+    if "split" in arrays:
+        test = np.asarray(arrays["split"]) == 1
+    elif by_content:
+        test = select_by_digest([image.tobytes() for image in images])
+    else:
+        test = draw_held_out(labels, HELD_OUT, 0, "npz")
     if (
         len(names) <= labels.max()
         or test.shape != labels.shape
@@ -48,26 +51,13 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
 
 
 def _check_names(names: np.ndarray, path: Path) -> None:
-    texts = [str(name) for name in names.ravel()]
-    wrong = [text for text in texts if not text.strip() or not text.isprintable()]
-    repeated = [text for text, count in Counter(texts).items() if count > 1]
-    if names.ndim != 1:
-        problem = f"they are {list(names.shape)}, a list was expected"
-    elif wrong:
-        problem = f"{wrong[0]!r} is empty or no single line that can be shown"
-    elif repeated:
-        problem = f"{repeated[0]!r} is there more than once"
-    else:
-        return
-    raise ConfigError(f"data-dir = {str(path)!r}: class_names cannot be used, {problem}.")
-
-
-def _test_part(arrays: dict[str, np.ndarray], images: np.ndarray, labels: np.ndarray, by_content: bool) -> np.ndarray:
-    if "split" in arrays:
-        return np.asarray(arrays["split"]) == 1
-    if by_content:
-        return select_by_digest([image.tobytes() for image in images])
-    return draw_held_out(labels, HELD_OUT, 0, "npz")
+    counts = Counter(map(str, names.ravel())).items()
+    wrong = [text for text, count in counts if count > 1 or not text.strip() or not text.isprintable()]
+    if names.ndim != 1 or wrong:
+        raise ConfigError(
+            f"data-dir = {str(path)!r}: class_names must be a list of different names, each one line that can be "
+            f"shown, not {wrong[:1]} among names of shape {list(names.shape)}."
+        )
 
 
 def _npz_file(path: Path) -> dict[str, np.ndarray]:

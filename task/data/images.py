@@ -164,11 +164,7 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def _shrink_to(image: Image.Image, max_pixels: int) -> None:
-    """Have a JPEG that is not decoded yet decoded at a smaller scale, if it has more than ``max_pixels``.
-
-    Raises:
-        ValueError: it still has more.
-    """
+    """Have a JPEG of more than ``max_pixels`` decoded at a smaller scale; a ValueError if it still has more."""
     width, height = image.size
     factor = next((n for n in (1, 2, 4) if width * height <= max_pixels * n**2), 8)
     if factor > 1 and "progressive" not in image.info:  # a progressive one is held in memory at full size

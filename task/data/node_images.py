@@ -20,7 +20,7 @@ from task.data.class_names import find_same_class
 from task.data.custom import npz
 from task.data.image_folders import class_folders, image_files, require_classes
 from task.data.images import MAX_PIXELS, Dataset, ImageFiles, read_rgb
-from task.data.splits import select_by_digest
+from task.data.splits import select_by_digest, split_dataset
 from task.keys import ConfigError
 from task.utils.atomic import write_atomically
 
@@ -79,7 +79,10 @@ def scan_images(
         return Inventory(str(root))
     if not os.path.isdir(root):
         raise ConfigError(f"data-dir = {data_dir!r}: this node has no such folder or .npz file, or may not read it.")
-    before = _read_list(_newest_list(state, root), root)
+    newest = max(
+        _list_paths(state, root), key=lambda path: (_stamp(path)[1], path.name), default=_list_path(state, root, run)
+    )
+    before = _read_list(newest, root)
     split = previous.split if previous else all(os.path.isdir(root / part) for part in PARTS)
     files, folders = (previous.readable, []) if previous else _list_files(root, split)
     stamps = {name: _stamp(root / name) for name in files}
@@ -130,8 +133,8 @@ def open_inventory(inventory: Inventory, side: int, max_pixels: int = MAX_PIXELS
     names, labels = np.unique(np.array(class_of_file, np.str_), return_inverse=True)
     held_out = set(inventory.held_out)
     test = np.array([name in held_out for name in inventory.readable], bool)
-    parts = [_part(root, inventory.readable, labels, np.flatnonzero(mask), side, max_pixels) for mask in (~test, test)]
-    return Dataset(tuple(map(str, names)), *parts[0], *parts[1])
+    images = ImageFiles(tuple(str(root / name) for name in inventory.readable), side, max_pixels)
+    return split_dataset(test, images, labels, tuple(map(str, names)))
 
 
 def _normalise_names(names: Sequence[str], root: Path) -> list[str]:
@@ -146,13 +149,6 @@ def _normalise_names(names: Sequence[str], root: Path) -> list[str]:
             "white space, which makes them one class: rename or merge one of the folders."
         )
     return normalised
-
-
-def _part(
-    root: Path, files: tuple[str, ...], labels: np.ndarray, positions: np.ndarray, side: int, max_pixels: int
-) -> tuple[ImageFiles, np.ndarray]:
-    paths = tuple(str(root / files[i]) for i in positions)
-    return ImageFiles(paths, side, max_pixels), labels[positions].astype(np.int64)
 
 
 def _classes_of(split: bool, files: Sequence[str]) -> list[str]:
@@ -173,10 +169,9 @@ def _choose_held_out(split: bool, files: tuple[str, ...], trained: AbstractSet[s
 
 def _list_files(root: Path, split: bool) -> tuple[list[str], list[str]]:
     """Image files and the folders that cannot be read, which the log names; relative to root, the folders with a /."""
+    parts = [root / part for part in PARTS] if split else [root]
     try:
-        folders = [
-            folder for r in ([root / part for part in PARTS] if split else [root]) for folder in class_folders(r)
-        ]
+        folders = [folder for part in parts for folder in class_folders(part)]
         require_classes(folders)
     except OSError as error:
         raise ConfigError(f"data-dir = {str(root)!r} cannot be read by this node: {error}.") from error
@@ -243,12 +238,6 @@ def _list_path(state: Path, root: Path, run: str) -> Path:
 def _list_paths(state: Path, root: Path) -> Iterator[Path]:
     """Paths of the lists of all runs."""
     return state.glob(_list_path(state, root, "*").name)
-
-
-def _newest_list(state: Path, root: Path) -> Path:
-    """Path of the list that was written last."""
-    paths = _list_paths(state, root)
-    return max(paths, key=lambda path: (_stamp(path)[1], path.name), default=_list_path(state, root, ""))
 
 
 def _read_list(path: Path, root: Path) -> dict[str, Any]:

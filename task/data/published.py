@@ -65,9 +65,8 @@ def mini_imagenet(root: Path, side: int, max_pixels: int) -> Dataset:
     rows = sorted([field.strip() for field in line.split(",")] for lines in lists for line in lines)
     numbers, labels = np.unique([number for _, number in rows], return_inverse=True)
     images = _list_images(root, [f"images/{file}" for file, _ in rows], side, max_pixels)
-    return split_dataset(
-        draw_held_out(labels, 1 / 6, 0, "mini-imagenet"), images, labels, _word_of_each(numbers.tolist())
-    )
+    test = draw_held_out(labels, 1 / 6, 0, "mini-imagenet")
+    return split_dataset(test, images, labels, _word_of_each(numbers.tolist()))
 
 
 def cub200(root: Path, side: int, max_pixels: int) -> Dataset:
@@ -90,9 +89,8 @@ def imagenet_r(root: Path, side: int, max_pixels: int) -> Dataset:
     """
     folders = class_folders(root)
     images, labels = images_by_class(folders, side, max_pixels)
-    return split_dataset(
-        draw_held_out(labels, HELD_OUT, 0, "imagenet-r"), images, labels, _word_of_each([p.name for p in folders])
-    )
+    test = draw_held_out(labels, HELD_OUT, 0, "imagenet-r")
+    return split_dataset(test, images, labels, _word_of_each([p.name for p in folders]))
 
 
 def domainnet(root: Path, side: int, max_pixels: int) -> Dataset:
@@ -115,11 +113,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _list_images(root: Path, files: Sequence[str], side: int, max_pixels: int) -> ImageFiles:
-    """Image files of a published list, relative to ``root``.
-
-    Raises:
-        IncompleteError: files are missing.
-    """
+    """Image files of a published list, relative to ``root``; an IncompleteError if some are missing."""
     present: set[str] = set()  # by listing each folder once, which is faster than a check per file
     for folder in {file.rpartition("/")[0] for file in files}:
         with suppress(FileNotFoundError):

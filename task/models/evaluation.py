@@ -21,8 +21,10 @@ def iterate_batches(model: Model, images: Images, positions: np.ndarray) -> Iter
 @torch.no_grad()
 def extract_features(model: Model, images: Images, positions: np.ndarray) -> Tensor:
     """f(x) of the images at ``positions`` [N] -> float32 [N, D] on the model's device, no augmentation."""
-    with model.backbone_eval():
-        features = [model.features(*inputs) for _, inputs in iterate_batches(model, images, positions)]
+    training = model.backbone.training
+    model.backbone.eval()  # so that features neither depend on the batch nor change running means
+    features = [model.features(*inputs) for _, inputs in iterate_batches(model, images, positions)]
+    model.backbone.train(training)
     return torch.cat(features) if features else torch.empty(0, model.backbone.dim, device=model.device)
 
 

@@ -12,9 +12,7 @@ import logging
 import platform
 import time
 import weakref
-from collections import OrderedDict
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +64,7 @@ class QueryCache:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self._batches: OrderedDict[tuple[int, int, Arithmetic, bytes], CachedBatch] = OrderedDict()
+        self._batches: dict[tuple[int, int, Arithmetic, bytes], CachedBatch] = {}  # the last used at the end
 
     def query(self, model: Model, images: Images, positions: np.ndarray) -> Tensor:
         """q(x) of the images at ``positions``, int64 [B] -> [B, D] on the model's device; read only."""
@@ -152,6 +150,8 @@ def _identity(model: Model, source: Images) -> dict[str, str]:
     """All that the bits of stored queries depend on."""
     backbone = model.backbone
     normalisation = [backbone.mean.flatten().tolist(), backbone.std.flatten().tolist()]
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads={torch.get_num_threads()}"
+    code = b"".join((Path(__file__).parents[1] / name).read_bytes() for name in CODE)
     return {
         "images": image_digest(source),
         "backbone": model.backbone_name,
@@ -161,23 +161,10 @@ def _identity(model: Model, source: Images) -> dict[str, str]:
         "precision": model.precision,
         "early-blocks": str(model.early_blocks),
         "batch": str(BATCH),
-        "processor": _processor(model.device),
+        "processor": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor,
         "versions": " ".join(f"{name} {package_version(name)}" for name in ("torch", "timm", "pillow")),
-        "code": _code_digest(),
+        "code": hashlib.sha256(code).hexdigest(),
     }
-
-
-def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    kind = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} {kind}, threads={torch.get_num_threads()}"
-
-
-@lru_cache(maxsize=1)
-def _code_digest() -> str:
-    files = (Path(__file__).parents[1] / name for name in CODE)
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def image_digest(images: Images) -> str:

@@ -129,16 +129,11 @@ def list_stored() -> list[StoredFeatures]:
     files = []
     for path in store_folder().glob("*.safetensors"):
         with suppress(OSError):  # another process may delete it
-            stat = path.stat()
-            files.append(StoredFeatures(path, stat.st_size, stat.st_mtime, _read_about(path)))
+            stat, about = path.stat(), dict[str, str]()
+            with suppress(SafetensorError), safe_open(path, framework="pt") as content:  # none if it is damaged
+                about = content.metadata() or about
+            files.append(StoredFeatures(path, stat.st_size, stat.st_mtime, about))
     return sorted(files, key=lambda file: file.used)
-
-
-def _read_about(path: Path) -> dict[str, str]:
-    """The metadata of a file; none if it is damaged."""
-    with suppress(SafetensorError), safe_open(path, framework="pt") as file:
-        return file.metadata() or {}
-    return {}
 
 
 def clear_store() -> list[StoredFeatures]:

@@ -1,8 +1,7 @@
 """The model that clients train: a backbone, a prompt and a linear head with one row per seen class."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Self, TypeVar
 
 import numpy as np
@@ -17,6 +16,7 @@ from task.methods import load_class
 from task.models.device import resolve_device
 from task.models.load import load_backbone
 from task.models.vit import Backbone
+from task.models.weights import find_misfits
 from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
 from task.utils.seeding import torch_rng
@@ -47,17 +47,14 @@ class Head(nn.Module):
 
     def grow(self, classes: int) -> None:
         """Add rows; the initial value of a row depends on the seed and the number of rows before."""
-        weight, bias = self._start(classes)
-        self._extend("weight", weight)
-        self._extend("bias", bias)
-
-    def _start(self, classes: int) -> tuple[Tensor, Tensor]:
         seen, dim = self.weight.shape
-        rng = torch_rng(self.seed, "head", seen)
+        rng, start = torch_rng(self.seed, "head", seen), torch.zeros(classes, dim + 1)
         if self.init == "normal":
-            return 0.02 * torch.randn(classes, dim, generator=rng), torch.zeros(classes)
-        start = torch.empty(classes, dim + 1).uniform_(-(dim**-0.5), dim**-0.5, generator=rng)
-        return start[:, :-1], start[:, -1]
+            start[:, :-1] = 0.02 * torch.randn(classes, dim, generator=rng)
+        else:
+            start.uniform_(-(dim**-0.5), dim**-0.5, generator=rng)
+        self._extend("weight", start[:, :-1])
+        self._extend("bias", start[:, -1])
 
     def _extend(self, name: str, rows: Tensor) -> None:
         old = getattr(self, name).data
@@ -239,12 +236,15 @@ class Model(nn.Module):
 
         A trained backbone is one array more, ``backbone`` [P], because sending hundreds of small ones is slow.
         """
-        return {name: p.detach() for name, p in self._small_parameters()} | self._packed()
+        parameters = self.named_parameters()
+        state = {name: p.detach() for name, p in parameters if not name.startswith("trained_backbone.")}
+        return state if self.trained_backbone is None else state | {"backbone": self.packed_backbone().detach()}
 
     def trained_state(self) -> dict[str, Tensor]:
         """Arrays of :meth:`shared_state` that the current task trains: what clients send back."""
-        packed = {} if self.features_frozen else self._packed()
-        return {name: p.detach() for name, p in self._small_parameters() if p.requires_grad} | packed
+        fixed = {name for name, p in self.named_parameters() if not p.requires_grad}
+        fixed |= {"backbone"} if self.features_frozen else set()
+        return {name: a for name, a in self.shared_state().items() if name not in fixed}
 
     def message_state(self) -> dict[str, Tensor]:
         """Arrays of :meth:`shared_state` that a client needs for training and statistics; not a computed head."""
@@ -258,11 +258,7 @@ class Model(nn.Module):
         """
         parts = (self.trained_state(), self.message_state())
         state = next((part for part in parts if part.keys() == arrays.keys()), self.shared_state())
-        got, expected = ({name: tuple(a.shape) for name, a in part.items()} for part in (arrays, state))
-        if got != expected:
-            raise ValueError(f"arrays {got} do not fit {expected}")
-        for name, target in state.items():
-            target.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])))
+        overwrite(state, arrays)
         if "backbone" in state:
             weights = self._backbone_state()
             for weight, part in zip(weights, state["backbone"].split([w.numel() for w in weights]), strict=True):
@@ -272,23 +268,9 @@ class Model(nn.Module):
         """Copies of :meth:`shared_state` as float32 NumPy arrays."""
         return to_arrays(self.shared_state())
 
-    @contextmanager
-    def backbone_eval(self) -> Iterator[None]:
-        """Context with the backbone in evaluation mode: features do not depend on the batch or change running means."""
-        training = self.backbone.training
-        self.backbone.eval()
-        yield
-        self.backbone.train(training)
-
-    def _small_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self.named_parameters() if not name.startswith("trained_backbone.")]
-
     def packed_backbone(self) -> Tensor:
         """Weights and running statistics of the trained backbone in a fixed order, [P]; differentiable."""
         return torch.cat([value.flatten() for value in self._backbone_state()])
-
-    def _packed(self) -> dict[str, Tensor]:
-        return {} if self.trained_backbone is None else {"backbone": self.packed_backbone().detach()}
 
     def _backbone_state(self) -> list[Tensor]:
         """Tensors that :meth:`packed_backbone` joins; counters are left out."""
@@ -297,6 +279,18 @@ class Model(nn.Module):
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16")
+
+
+def overwrite(tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) -> None:
+    """Copy arrays into the tensors of the same names.
+
+    Raises:
+        ValueError: names or shapes are not those of the tensors.
+    """
+    if misfits := find_misfits(tensors, arrays):
+        raise ValueError(f"{len(misfits)} arrays do not fit, the first is {misfits[0]!r}")
+    for name, tensor in tensors.items():
+        tensor.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])))
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
@@ -321,7 +315,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
     ``backbone`` is used instead of the process's shared one.
 
     Raises:
-        ConfigError: the backbone or its weights cannot be used, or a prompted block does not exist.
+        ConfigError: the backbone or its weights cannot be used, or a prompted block or class token does not exist.
     """
     backbone = backbone or load_backbone(
         config.backbone, config.backbone_weights, config.image_size, str(resolve_device(config.device))
@@ -330,7 +324,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         raise ConfigError(
             f"prompt-blocks = {config.prompt_blocks!r} is not possible: {config.backbone} has {backbone.depth} blocks."
         )
-    prompt = load_class(PROMPTS[config.prompt].path).build(config, backbone.dim)
+    prompt = load_class(PROMPTS[config.prompt].path)(config, backbone.dim)
     early_blocks = _early_blocks(config, backbone)
     model = Model(
         backbone,
@@ -342,7 +336,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         Head(backbone.dim, config.seed, init=config.head_init) if config.adaptation_rounds else None,
         config.trains_backbone,
         config.prompt_projected,
-        config.options.freezes_features,
+        config.options.features == "first-task",
     )
     if config.feature_cache == AUTO and config.dataset in FROM_PATH:
         model.backbone_name = config.backbone
@@ -355,23 +349,18 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
 def _build_head(config: Config, dim: int) -> Head:
     options, adapts = config.options, config.method_row.adapts
     if options.class_rank:
-        return QuadraticHead(dim, config.seed, options.projection, options.class_rank)
-    return Head(dim, config.seed, options.projection, config.head_init, trained=not adapts)
+        return QuadraticHead(dim, config.seed, options.random_features, options.class_rank)
+    return Head(dim, config.seed, options.random_features, config.head_init, trained=not adapts)
 
 
 def _early_blocks(config: Config, backbone: Backbone) -> list[int]:
-    """The block after which the class token is a feature too, counted from 0; none if that is the last.
-
-    Raises:
-        ConfigError: the backbone has no class token.
-    """
-    block = round(config.options.feature_depth * backbone.depth) - 1
+    """The block after which the class token is a feature too, counted from 0; none if that is the last."""
+    block = round(config.options.depth * backbone.depth) - 1
     if not 0 <= block < backbone.depth - 1:
         return []
     if not backbone.has_class_token:
         key = f"{config.method_row.name}-depth"
         raise ConfigError(
-            f"{key} = {config.options.feature_depth:g} needs a class token, which {config.backbone!r} lacks: "
-            f"write {key}=0."
+            f"{key} = {config.options.depth:g} needs a class token, which {config.backbone!r} lacks: write {key}=0."
         )
     return [block]

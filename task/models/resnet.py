@@ -27,7 +27,7 @@ class ResNet18(Backbone):
         projects: bool = False,
         early_blocks: Sequence[int] = (),
     ) -> Tensor:
-        """Normalised images [B, 3, H, W] -> features [B, 512]: the pooled last layer."""
+        """Normalised images [B, 3, H, W] -> features [B, 512]: the pooled last layer. It has no blocks to prompt."""
         return self.network(images)
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -51,17 +51,13 @@ class PrefixAttention(nn.Module):
     def _front(self, prefix: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a prefix [B or 1, 2, L_p, D], each [B, heads, L_p, D / heads]."""
         inner = self.attention
-        front = self._projected(prefix) if self.projects else prefix
-        front = front.unflatten(-1, (inner.num_heads, inner.head_dim)).expand(batch, -1, -1, -1, -1)
+        if self.projects:  # by the frozen weights that project the tokens
+            weight, bias = inner.qkv.weight.unflatten(0, (3, -1))[1:], inner.qkv.bias
+            prefix = torch.einsum("bsld,sed->bsle", prefix, weight)
+            prefix = prefix if bias is None else prefix + bias.unflatten(0, (3, 1, -1))[1:]
+        front = prefix.unflatten(-1, (inner.num_heads, inner.head_dim)).expand(batch, -1, -1, -1, -1)
         keys, values = front.permute(1, 0, 3, 2, 4).unbind(0)
         return inner.k_norm(keys) if self.projects else keys, values
-
-    def _projected(self, prefix: Tensor) -> Tensor:
-        """Keys and values of prefix vectors [B or 1, 2, L_p, D], by the frozen weights that project the tokens."""
-        weight = self.attention.qkv.weight.unflatten(0, (3, -1))[1:]
-        front = torch.einsum("bsld,sed->bsle", prefix, weight)
-        bias = self.attention.qkv.bias
-        return front if bias is None else front + bias.unflatten(0, (3, 1, -1))[1:]
 
 
 class PromptedBlock(nn.Module):
@@ -81,17 +77,15 @@ class PromptedBlock(nn.Module):
         B, N, _ = x.shape
         if self.tokens is not None:
             x = torch.cat([x, self.tokens.to(x.dtype).expand(B, -1, -1)], dim=1)
-        return self._first(x) if self.first_only else self.block(x)[:, :N]
-
-    def _first(self, x: Tensor) -> Tensor:
-        """The forward pass of timm's block for the first token only."""
-        block = self.block
+        if not self.first_only:
+            return self.block(x)[:, :N]
+        block = self.block  # timm's forward pass for the first token only
         first = x[:, :1] + block.drop_path1(block.ls1(block.attn(block.norm1(x))))
         return first + block.drop_path2(block.ls2(block.mlp(block.norm2(first))))
 
 
 class Backbone(nn.Module):
-    """Images to features; frozen, unless it is a model's own copy to train.
+    """Images to features; frozen, unless it is a model's own copy to train. Called as :meth:`ViT.forward`.
 
     Attributes:
         dim: D, length of a feature.
@@ -99,8 +93,10 @@ class Backbone(nn.Module):
         image_size: side of the square input in pixels.
         mean, std: per-channel normalisation, [1, 3, 1, 1], that the weights were trained with.
         sha256: digest of all weights, to compare server and clients.
+        has_class_token: whether the first token of the blocks stands for the whole image.
     """
 
+    has_class_token = False
     mean: Tensor
     std: Tensor
 
@@ -111,21 +107,6 @@ class Backbone(nn.Module):
         self.dim, self.depth, self.image_size, self.sha256 = dim, depth, image_size, sha256
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
-
-    @property
-    def has_class_token(self) -> bool:
-        """Whether a token of the blocks stands for the whole image."""
-        return False
-
-    def forward(
-        self,
-        images: Tensor,
-        prompted: PromptVectors | None = None,
-        projects: bool = False,
-        early_blocks: Sequence[int] = (),
-    ) -> Tensor:
-        """Normalised images [B, 3, H, W] -> features [B, D], or [B, D (1 + len(early_blocks))]."""
-        raise NotImplementedError
 
 
 class ViT(Backbone):
@@ -139,13 +120,8 @@ class ViT(Backbone):
         for i, block in enumerate(vit.blocks):
             block.attn = PrefixAttention(block.attn)
             vit.blocks[i] = PromptedBlock(block)
-        self.vit = vit.requires_grad_(False)
+        self.vit, self.has_class_token = vit.requires_grad_(False), vit.cls_token is not None
         self.train()
-
-    @property
-    def has_class_token(self) -> bool:
-        """Whether the first token is the class token."""
-        return self.vit.cls_token is not None
 
     def train(self, mode: bool = True) -> "ViT":
         """Stay in evaluation mode: no drop-out and drop-path."""
@@ -169,16 +145,12 @@ class ViT(Backbone):
         the class token only, as nothing reads the others: the same feature but for rounding.
         """
         tokens = list[Tensor]()
-        hooks = [
-            self.vit.blocks[i].register_forward_hook(lambda block, inputs, output: tokens.append(output[:, 0]))
-            for i in early_blocks
-        ]
-        try:
-            with self._holding(prompted or {}, projects):
-                feature = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with ExitStack() as stack:
+            for block in (self.vit.blocks[i] for i in early_blocks):
+                hook = block.register_forward_hook(lambda block, inputs, output: tokens.append(output[:, 0]))
+                stack.callback(hook.remove)
+            stack.enter_context(self._holding(prompted or {}, projects))
+            feature = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
         return torch.cat([feature, *(F.layer_norm(token, token.shape[-1:]) for token in tokens)], dim=1)
 
     @contextmanager

@@ -58,37 +58,30 @@ def _bundled(name: str, weights: str) -> tuple[VisionTransformer, Normalisation,
 
 def _from_timm(name: str, weights: str) -> tuple[nn.Module, Normalisation, Normalisation]:
     if not timm.is_model(name.split(".")[0]):
-        raise ConfigError(f"backbone = {name!r} does not exist: use {_nearest(name)}, or any plain ViT of timm.")
+        start = "".join(c for c in name[:8] if c.isalnum() or c == "_")
+        near = ", ".join([*BUNDLED, *timm.list_models(f"*{start}*", module="vision_transformer")[:3]])
+        raise ConfigError(f"backbone = {name!r} does not exist: use {near}, or any plain ViT of timm.")
     vit = _create(name, pretrained=False)
-    _require_plain(vit, name)  # before anything is fetched
+    if not isinstance(vit, VisionTransformer) or not all(
+        type(getattr(block, "attn", None)) is Attention and getattr(block.attn, "gate", None) is None
+        for block in vit.blocks
+    ):  # before anything is fetched
+        raise ConfigError(f"backbone = {name!r} is not a plain ViT of timm; vit_base_patch16_224, for example, is one.")
     if weights == AUTO:
         _go_offline_if_unreachable()
         vit = _create(name, pretrained=True)
     return vit, vit.pretrained_cfg["mean"], vit.pretrained_cfg["std"]
 
 
-def _nearest(name: str) -> str:
-    plain = "".join(c for c in name[:8] if c.isalnum() or c == "_")
-    return ", ".join([*BUNDLED, *timm.list_models(f"*{plain}*", module="vision_transformer")[:3]])
-
-
 def _create(name: str, pretrained: bool) -> Any:
     try:
         return timm.create_model(name, pretrained=pretrained, num_classes=0)
     except Exception as error:
-        what = (
-            f"backbone-weights = {AUTO!r}: no pre-trained weights of {name!r}" if pretrained else f"backbone = {name!r}"
-        )
+        what = f"backbone-weights = {AUTO!r}: no pre-trained weights of" if pretrained else "backbone ="
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{what} could be had from timm ({type(error).__name__}: {reason}). Name a file.") from error
-
-
-def _require_plain(vit: nn.Module, name: str) -> None:
-    if not isinstance(vit, VisionTransformer) or not all(
-        type(getattr(block, "attn", None)) is Attention and getattr(block.attn, "gate", None) is None
-        for block in vit.blocks
-    ):
-        raise ConfigError(f"backbone = {name!r} is not a plain ViT of timm; vit_base_patch16_224, for example, is one.")
+        raise ConfigError(
+            f"{what} {name!r} could be had from timm ({type(error).__name__}: {reason}). Name a file."
+        ) from error
 
 
 def _go_offline_if_unreachable() -> None:
@@ -113,14 +106,20 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         is_safe = path.suffix == ".safetensors"
         state = safetensors.torch.load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
+        if not all(isinstance(value, Tensor) for value in state.values()):
+            raise TypeError("no tensors by name")
+        return dict(state)
     except Exception as error:  # whose text is left out: torch's advises to run the code that a file may hold
         raise ConfigError(
-            f"backbone-weights = {str(path)!r} is damaged, of another format, or holds more than tensors: save them "
-            "anew, by torch.save(model.state_dict(), PATH) or as .safetensors."
+            f"backbone-weights = {str(path)!r} is damaged, of another format, or holds more than tensors by name: "
+            "save them anew, by torch.save(model.state_dict(), PATH) or as .safetensors."
         ) from error
-    if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ConfigError(f"backbone-weights = {str(path)!r} must hold tensors by name, a plain state dict.")
-    return dict(state)
+
+
+def find_misfits(expected: Mapping[str, Tensor], given: Mapping[str, Any]) -> list[str]:
+    """Names of arrays that only one of both has, or if there are none, of those with another shape than expected."""
+    either = sorted(expected.keys() ^ given.keys())
+    return either or [name for name, value in expected.items() if value.shape != given[name].shape]
 
 
 def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
@@ -131,8 +130,7 @@ def load_strictly(network: nn.Module, state: Mapping[str, Tensor], source: str) 
     """
     expected = network.state_dict()
     state = {name: value.float() for name, value in state.items() if not name.startswith(("head.", "fc."))}
-    misfits = sorted(set(expected) ^ set(state)) or [n for n in expected if expected[n].shape != state[n].shape]
-    if misfits:
+    if misfits := find_misfits(expected, state):
         raise ConfigError(
             f"backbone-weights = {source!r} are of another architecture: {len(misfits)} of {len(expected)} arrays do "
             f"not fit, the first is {misfits[0]!r}."

@@ -1,7 +1,7 @@
 """What every prompt has in common; by itself the prompt "none"."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ PromptVectors = Mapping[int, Tensor]
 
 
 class Prompt(nn.Module):
-    """No prompt: the base of all.
+    """No prompt: the base of all. Made from the run keys and D = ``dim``.
 
     A parameter of a task that has ended is frozen (requires_grad False) and stays with the server.
 
     Attributes:
+        blocks: that are prompted, J of them, counted from 0.
         needs_query: whether the backbone must first compute q(x), the features without prompt.
         penalty: what the last forward pass in training mode adds to the local loss.
     """
@@ -26,10 +27,9 @@ class Prompt(nn.Module):
     needs_query = False
     penalty: Tensor | float = 0.0
 
-    @classmethod
-    def build(cls, config: Config, dim: int) -> Self:
-        """From the run keys and D = ``dim``."""
-        return cls()
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__()
+        self.blocks, self.seed = tuple(config.blocks()), config.seed
 
     def begin_task(self, task: int) -> None:
         """Make room for task ``task`` (counted from 0); called once per task, in order."""

@@ -1,7 +1,6 @@
 """CODA-Prompt: attended keys weigh prompt components, and each task adds some (Smith et al. 2023)."""
 
-from collections.abc import Sequence
-from typing import Self
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -21,31 +20,26 @@ class CodaPrompt(Prompt):
     components of the pool start orthogonal, as in the public code. The paper's length of 8 is L_p = 4 here: four key
     and four value vectors.
 
-    >>> prompt = CodaPrompt(blocks=[0, 1], components=10, tasks=5, length=4, dim=16, penalty=0.1, seed=0)
+    >>> from task.config.parsing import parse
+    >>> prompt = CodaPrompt(parse({"prompt": "coda", "method": "fedavg", "prompt-length": 4}), dim=16)
     >>> prompt.begin_task(0)
-    >>> prompt(torch.ones(7, 16))[1].shape
+    >>> prompt(torch.ones(7, 16))[0].shape
     torch.Size([7, 2, 4, 16])
     """
 
     needs_query = True
 
-    def __init__(
-        self, blocks: Sequence[int], components: int, tasks: int, length: int, dim: int, penalty: float, seed: int
-    ) -> None:
-        super().__init__()
-        self.blocks, self.weight = tuple(blocks), penalty
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.weight, length = config.prompt_orthogonality, config.prompt_length
         self.keys, self.attention, self.prompts = nn.ParameterList(), nn.ParameterList(), nn.ParameterList()
-        rng, J, size = torch_rng(seed, "prompt"), len(self.blocks), components * tasks
-        starts = [_orthogonal(J, size, dim, rng), _orthogonal(J, size, dim, rng)]
-        starts.append(_orthogonal(J, size, 2 * length * dim, rng).unflatten(2, (2, length, dim)))
-        self.starts = [start.split(components, dim=1) for start in starts]
-
-    @classmethod
-    def build(cls, config: Config, dim: int) -> Self:
-        """Pool, tasks, L_p, blocks, penalty and seed from the run keys."""
         components = config.prompt_pool // config.num_tasks
-        penalty, length = config.prompt_orthogonality, config.prompt_length
-        return cls(config.blocks(), components, config.num_tasks, length, dim, penalty, config.seed)
+        rng, J, size = torch_rng(self.seed, "prompt"), len(self.blocks), components * config.num_tasks
+        starts = [torch.empty(J, size, width) for width in (dim, dim, 2 * length * dim)]
+        for block in chain(*starts):  # orthonormal rows, or columns where there are more rows than dimensions
+            nn.init.orthogonal_(block, generator=rng)
+        starts[2] = starts[2].unflatten(2, (2, length, dim))
+        self.starts = [start.split(components, dim=1) for start in starts]
 
     def begin_task(self, task: int) -> None:
         """Freeze the components of earlier tasks and add those of this one."""
@@ -82,11 +76,3 @@ def orthogonality(rows: Tensor) -> Tensor:
     tensor(4.5000)
     """
     return (rows @ rows.mT - torch.eye(rows.shape[1], device=rows.device)).square().mean()
-
-
-def _orthogonal(blocks: int, size: int, dim: int, rng: torch.Generator) -> Tensor:
-    """Per block orthonormal rows [size, dim], or columns where there are more rows than dimensions."""
-    start = torch.empty(blocks, size, dim)
-    for block in start:
-        nn.init.orthogonal_(block, generator=rng)
-    return start

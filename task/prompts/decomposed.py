@@ -1,8 +1,5 @@
 """HePCo's decomposed prompt: a weighted sum over a pool, with no hard choice (Halbe et al. 2024, section 4)."""
 
-from collections.abc import Sequence
-from typing import Self
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,24 +15,19 @@ class DecomposedPrompt(Prompt):
     Parameters: ``keys`` [J, N, D] and ``pool`` [J, N, 2, L_p, D], uniform(0, 1) at the start. The paper's length of 20
     is L_p = 10 here: ten key and ten value vectors.
 
-    >>> prompt = DecomposedPrompt(blocks=[0, 1], size=100, length=10, dim=16, seed=0)
-    >>> prompt(torch.ones(7, 16))[1].shape
-    torch.Size([7, 2, 10, 16])
+    >>> from task.config.parsing import parse
+    >>> prompt = DecomposedPrompt(parse({"method": "hepco", "prompt-length": 4}), dim=16)
+    >>> prompt(torch.ones(7, 16))[0].shape
+    torch.Size([7, 2, 4, 16])
     """
 
     needs_query = True
 
-    def __init__(self, blocks: Sequence[int], size: int, length: int, dim: int, seed: int) -> None:
-        super().__init__()
-        self.blocks = tuple(blocks)
-        rng = torch_rng(seed, "prompt")
-        self.keys = nn.Parameter(torch.rand(len(self.blocks), size, dim, generator=rng))
-        self.pool = nn.Parameter(torch.rand(len(self.blocks), size, 2, length, dim, generator=rng))
-
-    @classmethod
-    def build(cls, config: Config, dim: int) -> Self:
-        """N, L_p, blocks and seed from the run keys."""
-        return cls(config.blocks(), config.prompt_pool, config.prompt_length, dim, config.seed)
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        J, N, rng = len(self.blocks), config.prompt_pool, torch_rng(self.seed, "prompt")
+        self.keys = nn.Parameter(torch.rand(J, N, dim, generator=rng))
+        self.pool = nn.Parameter(torch.rand(J, N, 2, config.prompt_length, dim, generator=rng))
 
     def forward(self, query: Tensor) -> PromptVectors:
         """Query [B, D] -> prefixes [B, 2, L_p, D]."""

@@ -1,8 +1,5 @@
 """DualPrompt (Wang et al. 2022): general prefixes for what all tasks share, expert prefixes for each task."""
 
-from collections.abc import Sequence
-from typing import Self
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -24,20 +21,21 @@ class DualPrompt(Prompt):
 
     Expert and key of a task that has ended are frozen. In training every image takes the current task's expert. At
     test an image takes the expert whose key is nearest to its query.
+
+    >>> from task.config.parsing import parse
+    >>> prompt = DualPrompt(parse({"method": "pip", "prompt-length": 4}), dim=16)
+    >>> prompt.begin_task(0)
+    >>> prompt(torch.ones(7, 16))[4].shape
+    torch.Size([1, 2, 4, 16])
     """
 
     needs_query = True
 
-    def __init__(self, blocks: Sequence[int], length: int, dim: int, seed: int, matching: float) -> None:
-        super().__init__()
-        self.blocks, self.seed, self.matching = tuple(blocks), seed, matching
-        self.general = nn.Parameter(draw_uniform(GENERAL, 2, length, dim, rng=torch_rng(seed, "prompt")))
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.matching, rng = config.prompt_matching, torch_rng(self.seed, "prompt")
+        self.general = nn.Parameter(draw_uniform(GENERAL, 2, config.prompt_length, dim, rng=rng))
         self.experts, self.keys = nn.ParameterList(), nn.ParameterList()
-
-    @classmethod
-    def build(cls, config: Config, dim: int) -> Self:
-        """Blocks, L_p, seed and lambda from the run keys."""
-        return cls(config.blocks(), config.prompt_length, dim, config.seed, config.prompt_matching)
 
     def begin_task(self, task: int) -> None:
         """Freeze the earlier experts and their keys, and add a new pair."""
@@ -53,14 +51,10 @@ class DualPrompt(Prompt):
         In training the penalty is the matching loss of PIP eq. 9: -lambda times the mean cosine of queries and the
         current key.
         """
-        expert = self._train_expert(query) if self.training else self._nearest_expert(query)  # [1 or B, J - 2, ...]
-        prefixes = [*self.general[:, None], *expert.unbind(1)]
-        return dict(zip(self.blocks, prefixes, strict=True))
-
-    def _train_expert(self, query: Tensor) -> Tensor:
-        self.penalty = -self.matching * F.cosine_similarity(query, self.keys[-1], dim=-1).mean()
-        return self.experts[-1][None]
-
-    def _nearest_expert(self, query: Tensor) -> Tensor:
-        similarity = F.cosine_similarity(query[:, None], torch.stack(list(self.keys)), dim=-1)  # [B, tasks]
-        return torch.stack(list(self.experts))[similarity.argmax(dim=1)]
+        if self.training:
+            self.penalty = -self.matching * F.cosine_similarity(query, self.keys[-1], dim=-1).mean()
+            expert = self.experts[-1][None]  # [1, J - 2, 2, L_p, D]
+        else:
+            similarity = F.cosine_similarity(query[:, None], torch.stack(list(self.keys)), dim=-1)  # [B, tasks]
+            expert = torch.stack(list(self.experts))[similarity.argmax(dim=1)]  # [B, J - 2, 2, L_p, D]
+        return dict(zip(self.blocks, [*self.general[:, None], *expert.unbind(1)], strict=True))

@@ -1,8 +1,5 @@
 """FPPL's prompt: one per task, fused by weights that depend on the image (He et al. 2024, eq. 2)."""
 
-from collections.abc import Sequence
-from typing import Self
-
 import torch
 from torch import Tensor, nn
 
@@ -19,21 +16,22 @@ class FusedPrompt(Prompt):
     uniform(-1, 1), each other one as a copy of the previous one; a prompt is frozen when its task has ended. The scale
     starts at 1. The paper does not give the start of a row of psi: here it is uniform(-1, 1), and only its direction
     counts.
+
+    >>> from task.config.parsing import parse
+    >>> prompt = FusedPrompt(parse({"method": "fppl", "prompt-length": 4}), dim=16)
+    >>> prompt.begin_task(0)
+    >>> prompt(torch.ones(7, 16))[0].shape
+    torch.Size([7, 4, 16])
     """
 
     needs_query = True
 
-    def __init__(self, blocks: Sequence[int], length: int, dim: int, seed: int) -> None:
-        super().__init__()
-        self.blocks, self.shape, self.seed = tuple(blocks), (len(blocks), length, dim), seed
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.shape = len(self.blocks), config.prompt_length, dim
         self.prompts = nn.ParameterList()
         self.psi = nn.Parameter(torch.empty(0, dim))
         self.scale = nn.Parameter(torch.ones(1))
-
-    @classmethod
-    def build(cls, config: Config, dim: int) -> Self:
-        """L_p, blocks and seed from the run keys."""
-        return cls(config.blocks(), config.prompt_length, dim, config.seed)
 
     def begin_task(self, task: int) -> None:
         """Freeze the earlier prompts and add one, with its row of psi."""

@@ -1,7 +1,5 @@
 """L2P (Wang et al. 2022): a pool of prompts, of which every image gets those whose keys are nearest to its query."""
 
-from typing import Self
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,24 +16,21 @@ class L2P(Prompt):
     Parameters, shared by all tasks: ``pool`` [N, L_p, D] and ``keys`` [N, D], uniform(-1, 1) at the start. The public
     code lets a batch vote on its prompts; here each image has its own. A pool of fewer than 5 is used whole.
 
-    >>> prompt = L2P(block=0, pool=10, length=3, dim=16, seed=0, matching=0.1)
-    >>> prompt(draw_uniform(7, 16, rng=torch_rng(0, "prompt")))[0].shape
-    torch.Size([7, 15, 16])
+    >>> import torch
+    >>> from task.config.parsing import parse
+    >>> prompt = L2P(parse({"method": "pip", "prompt": "l2p", "prompt-length": 4}), dim=16)
+    >>> import torch
+    >>> prompt(torch.ones(7, 16))[0].shape
+    torch.Size([7, 20, 16])
     """
 
     needs_query = True
 
-    def __init__(self, block: int, pool: int, length: int, dim: int, seed: int, matching: float) -> None:
-        super().__init__()
-        self.block, self.matching = block, matching
-        start = draw_uniform(pool, length + 1, dim, rng=torch_rng(seed, "prompt"))
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        self.matching, rng = config.prompt_matching, torch_rng(self.seed, "prompt")
+        start = draw_uniform(config.prompt_pool, config.prompt_length + 1, dim, rng=rng)
         self.pool, self.keys = nn.Parameter(start[:, 1:].clone()), nn.Parameter(start[:, 0].clone())
-
-    @classmethod
-    def build(cls, config: Config, dim: int) -> Self:
-        """Pool size, L_p, first block, seed and lambda from the run keys."""
-        block = config.blocks()[0]
-        return cls(block, config.prompt_pool, config.prompt_length, dim, config.seed, config.prompt_matching)
 
     def forward(self, query: Tensor) -> PromptVectors:
         """Query [B, D] -> tokens [B, 5 L_p, D].
@@ -47,4 +42,4 @@ class L2P(Prompt):
         nearest, indices = similarity.topk(min(NEAREST, len(self.keys)), dim=1)
         if self.training:
             self.penalty = -self.matching * nearest.mean()
-        return {self.block: self.pool[indices].flatten(1, 2)}
+        return {self.blocks[0]: self.pool[indices].flatten(1, 2)}

@@ -1,8 +1,5 @@
 """Low-rank changes of the attention's weights: as few parameters as a prompt has (Hu et al. 2022, LoRA)."""
 
-from collections.abc import Sequence
-from typing import Self
-
 import torch
 from torch import Tensor, nn
 
@@ -15,24 +12,19 @@ class LoRA(Prompt):
     """Queries, keys and values of a block come from W + B A instead of W [3 D, D], the same for every image.
 
     Parameters for J blocks: ``down`` A [J, r, D], normal with deviation 0.02 at the start, and ``up`` B [J, 3 D, r],
-    zero at the start, so that training begins at the frozen backbone.
+    zero at the start, so that training begins at the frozen backbone. The rank r is the run key prompt-length.
 
-    >>> changes = LoRA(blocks=[0, 1], rank=4, dim=16, seed=0)(None)
-    >>> {block: tuple(change.shape) for block, change in changes.items()}
-    {0: (48, 16), 1: (48, 16)}
+    >>> from task.config.parsing import parse
+    >>> prompt = LoRA(parse({"method": "fedrda", "prompt-length": 4}), dim=16)
+    >>> prompt(None)[0].shape
+    torch.Size([48, 16])
     """
 
-    def __init__(self, blocks: Sequence[int], rank: int, dim: int, seed: int) -> None:
-        super().__init__()
-        self.blocks = tuple(blocks)
-        start = torch.randn(len(self.blocks), rank, dim, generator=torch_rng(seed, "prompt"))
-        self.down = nn.Parameter(0.02 * start)
-        self.up = nn.Parameter(torch.zeros(len(self.blocks), 3 * dim, rank))
-
-    @classmethod
-    def build(cls, config: Config, dim: int) -> Self:
-        """Rank (prompt-length), blocks and seed from the run keys."""
-        return cls(config.blocks(), config.prompt_length, dim, config.seed)
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        J, rank = len(self.blocks), config.prompt_length
+        self.down = nn.Parameter(0.02 * torch.randn(J, rank, dim, generator=torch_rng(self.seed, "prompt")))
+        self.up = nn.Parameter(torch.zeros(J, 3 * dim, rank))
 
     def forward(self, query: Tensor | None) -> PromptVectors:
         """Changes B A of the weights [3 D, D]."""

@@ -1,8 +1,5 @@
 """One prompt for all tasks and images (Salami et al. 2024, HGP)."""
 
-from collections.abc import Sequence
-from typing import Self
-
 import torch
 from torch import Tensor, nn
 
@@ -16,21 +13,16 @@ class SharedPrompt(Prompt):
 
     Parameter ``prefix``: [J, 2, L_p, D], keys then values, normal with deviation 0.02 at the start.
 
-    >>> prompt = SharedPrompt(blocks=[0, 1], length=8, dim=16, seed=0)
-    >>> {block: tuple(prefixes.shape) for block, prefixes in prompt(None).items()}
-    {0: (1, 2, 8, 16), 1: (1, 2, 8, 16)}
+    >>> from task.config.parsing import parse
+    >>> prompt = SharedPrompt(parse({"method": "hgp", "prompt-length": 4}), dim=16)
+    >>> prompt(None)[0].shape
+    torch.Size([1, 2, 4, 16])
     """
 
-    def __init__(self, blocks: Sequence[int], length: int, dim: int, seed: int) -> None:
-        super().__init__()
-        self.blocks = tuple(blocks)
-        start = torch.randn(len(self.blocks), 2, length, dim, generator=torch_rng(seed, "prompt"))
-        self.prefix = nn.Parameter(0.02 * start)
-
-    @classmethod
-    def build(cls, config: Config, dim: int) -> Self:
-        """L_p, blocks and seed from the run keys."""
-        return cls(config.blocks(), config.prompt_length, dim, config.seed)
+    def __init__(self, config: Config, dim: int) -> None:
+        super().__init__(config, dim)
+        shape = len(self.blocks), 2, config.prompt_length, dim
+        self.prefix = nn.Parameter(0.02 * torch.randn(shape, generator=torch_rng(self.seed, "prompt")))
 
     def forward(self, query: Tensor | None) -> PromptVectors:
         """Prefixes [1, 2, L_p, D], the same for every image."""

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from task.message import Arrays
-from task.method_options import Packing
 
 _ROWS = 1024  # rows drawn at once, few enough for the processor's cache
 _SLACK = 1e-6  # times the trace: float32 rounding makes eigenvalues of a covariance as low as about -1e-7 of the trace
@@ -34,7 +33,7 @@ def class_means(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tenso
     return class_ids, counts, (sums / counts[:, None]).to(features.dtype)
 
 
-def class_gaussians(features: Tensor, labels: Tensor, packing: Packing, rank: int) -> dict[str, Tensor]:
+def class_gaussians(features: Tensor, labels: Tensor, packing: str, rank: int) -> dict[str, Tensor]:
     """Class ids, counts, means and packed covariances (divided by n - 1; zero for n = 1) of the classes present.
 
     Features float32 [N, D], labels int64 [N]; ``packing`` and ``rank`` as in the module's docstring.
@@ -43,22 +42,22 @@ def class_gaussians(features: Tensor, labels: Tensor, packing: Packing, rank: in
     index = torch.searchsorted(class_ids, labels)
     centred = features - means[index]
     scaled = centred / (counts.to(centred)[index] - 1).clamp(min=1).sqrt()[:, None]
-    packed = {"variances": torch.zeros_like(means).index_add_(0, index, scaled.square())}
-    if packing != "diagonal":
+    arrays = {"class_ids": class_ids, "counts": counts, "means": means}
+    if packing == "full":
         rows = by_class(scaled, index, len(class_ids))
-        packed = (
-            _pack_low_rank(rows, packed["variances"], rank)
-            if packing == "low-rank"
-            else {"covariances": pack_symmetric(rows.mT @ rows)}
-        )
-    return {"class_ids": class_ids, "counts": counts, "means": means, **packed}
-
-
-def _pack_low_rank(rows: Tensor, total: Tensor, rank: int) -> dict[str, Tensor]:
-    _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
-    factors = (singular[:, :, None] * directions)[:, :rank]
+        return arrays | {"covariances": pack_symmetric(rows.mT @ rows)}
+    variances = torch.zeros_like(means).index_add_(0, index, scaled.square())
+    if packing == "diagonal":
+        return arrays | {"variances": variances}
+    factors = principal_rows(by_class(scaled, index, len(class_ids)))[:, :rank]
     factors = F.pad(factors, (0, 0, 0, rank - factors.shape[1]))
-    return {"factors": factors, "variances": (total - factors.square().sum(dim=1)).clamp(min=0)}
+    return arrays | {"factors": factors, "variances": (variances - factors.square().sum(dim=1)).clamp(min=0)}
+
+
+def principal_rows(rows: Tensor) -> Tensor:
+    """R [..., min(n, M), M] with R^T R = rows^T rows, longest row first; ``rows`` [..., n, M]."""
+    _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
+    return singular[..., None] * directions
 
 
 def by_class(rows: Tensor, index: Tensor, classes: int) -> Tensor:
@@ -149,7 +148,7 @@ class Gaussians:
         return torch.cat(rows)
 
 
-def prepare_gaussians(replies: Sequence[Arrays], packing: Packing) -> Gaussians:
+def prepare_gaussians(replies: Sequence[Arrays], packing: str) -> Gaussians:
     """Join the statistics of a round's clients and factorise each covariance once.
 
     A class of which a client has one image has no covariance: it takes the count-weighted mean covariance of that class
@@ -157,18 +156,19 @@ def prepare_gaussians(replies: Sequence[Arrays], packing: Packing) -> Gaussians:
     """
     joined = {name: np.concatenate([r[name] for r in replies]) for name in replies[0]}
     spread = "covariances" if packing == "full" else "variances"
-    joined[spread] = _fill(joined, spread)
-    class_ids, counts, means = (torch.from_numpy(joined[name]) for name in ("class_ids", "counts", "means"))
-    return Gaussians(class_ids, counts, means, *_factorise(joined, packing))
-
-
-def _fill(joined: Arrays, spread: str) -> np.ndarray:
-    """``joined[spread]`` with its rows of count 1 filled; with the diagonal where the covariance is low-rank."""
-    total = joined[spread]
+    total = joined[spread]  # where the covariance is low-rank, its diagonal
     if "factors" in joined:
         total = total + np.square(joined["factors"]).sum(axis=1)
     filled = fill_singletons(joined["class_ids"], joined["counts"], total)
-    return np.where(joined["counts"][:, None] == 1, filled, joined[spread])
+    joined[spread] = np.where(joined["counts"][:, None] == 1, filled, joined[spread])
+    class_ids, counts, means = (torch.from_numpy(joined[name]) for name in ("class_ids", "counts", "means"))
+    P, D = means.shape
+    if packing == "full":
+        factor, _ = cholesky(torch.from_numpy(unpack_symmetric(joined["covariances"], D)))
+        return Gaussians(class_ids, counts, means, torch.zeros(P, D), factor.mT.contiguous())
+    deviations = torch.from_numpy(joined["variances"]).sqrt()
+    factors = torch.from_numpy(joined.get("factors", np.zeros((P, 0, D), np.float32)))
+    return Gaussians(class_ids, counts, means, deviations, factors)
 
 
 def fill_singletons(class_ids: np.ndarray, counts: np.ndarray, spread: np.ndarray) -> np.ndarray:
@@ -182,15 +182,6 @@ def fill_singletons(class_ids: np.ndarray, counts: np.ndarray, spread: np.ndarra
     overall = sums.sum(axis=0) / total.sum()
     per_class = np.where(total[:, None] > 0, sums / np.maximum(total, 1)[:, None], overall)
     return np.where(weights[:, None] > 0, spread, per_class[index]).astype(spread.dtype)
-
-
-def _factorise(joined: Arrays, packing: Packing) -> tuple[Tensor, Tensor]:
-    P, D = joined["means"].shape
-    if packing == "full":
-        factor, _ = cholesky(torch.from_numpy(unpack_symmetric(joined["covariances"], D)))
-        return torch.zeros(P, D), factor.mT.contiguous()
-    deviations = torch.from_numpy(joined["variances"]).sqrt()
-    return deviations, torch.from_numpy(joined.get("factors", np.zeros((P, 0, D), np.float32)))
 
 
 def cholesky(covariances: Tensor, slack: float = _SLACK) -> tuple[Tensor, Tensor]:
@@ -212,10 +203,11 @@ def cholesky_fails(packed: np.ndarray, dim: int, slack: float = _SLACK / 2) -> b
     return bool(cholesky(torch.from_numpy(unpack_symmetric(packed, dim)), slack)[1].any())
 
 
-def merge_means(class_ids: Tensor, counts: Tensor, means: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count-weighted mean of each class over clients; [P], [P], [P, D] -> class ids [K], counts [K], means [K, D]."""
+def merge_means(joined: Arrays) -> tuple[Tensor, Tensor]:
+    """Count-weighted mean of each class over clients; class_ids, counts [P], means [P, D] -> ids [K], means [K, D]."""
+    class_ids, counts, means = (torch.from_numpy(joined[name]) for name in ("class_ids", "counts", "means"))
     classes, index = class_ids.unique(return_inverse=True)
     total = torch.zeros(len(classes), dtype=torch.float64).index_add_(0, index, counts.double())
     sums = torch.zeros(len(classes), means.shape[1], dtype=torch.float64)
     sums.index_add_(0, index, counts.double()[:, None] * means.double())
-    return classes, total, (sums / total[:, None]).to(means.dtype)
+    return classes, (sums / total[:, None]).to(means.dtype)

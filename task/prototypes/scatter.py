@@ -20,7 +20,7 @@ from torch import Tensor
 from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import AFCLOptions, Options
-from task.prototypes.gaussians import by_class, cholesky_fails, pack_symmetric, unpack_symmetric
+from task.prototypes.gaussians import by_class, cholesky_fails, pack_symmetric, principal_rows, unpack_symmetric
 from task.prototypes.noise import EXACT, GaussianMechanism, nearest_semi_definite
 from task.prototypes.statistics import ClientStatistics, Shapes, SumFrame, class_report, class_sums
 from task.utils.seeding import torch_rng
@@ -152,12 +152,6 @@ def _split(centred: Tensor, index: Tensor, counts: Tensor, options: AFCLOptions)
         return arrays | {"scatter": (centred @ omega).T @ centred}
     padded = torch.cat([centred, centred.new_zeros(rows, dim)])
     return arrays | {"scatter": principal_rows(padded)[:rows]}
-
-
-def principal_rows(rows: Tensor) -> Tensor:
-    """R [..., min(n, M), M] with R^T R = rows^T rows, longest row first; ``rows`` [..., n, M]."""
-    _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
-    return singular[..., None] * directions
 
 
 def restore_scatter(statistics: Arrays, dim: int, options: AFCLOptions) -> tuple[Tensor, str]:

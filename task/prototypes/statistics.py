@@ -1,7 +1,7 @@
 """What clients send beside trained arrays: one class per kind, loaded on both sides by its name in the table.
 
-``collect`` runs on the client; ``expected`` tells the server which shapes to check. Every kind but the first sends
-class_ids and counts, int64 [K]; ``shapes`` lists the other arrays.
+``collect`` runs on the client; the server checks what comes against ``expected``. Every kind but the first sends
+class_ids and counts, int64 [K]; ``expected`` lists the other arrays.
 """
 
 from collections.abc import Mapping
@@ -126,10 +126,6 @@ class ClientStatistics:
         ``counts`` int64 [K] are the images of the local classes, ``arrays`` the shapes of the trained arrays, ``dim``
         is the length of a feature under the head.
         """
-        return self.shapes(len(counts), dim, config.options)
-
-    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
-        """Arrays of numbers by name for K = ``classes`` local classes and D = ``dim``."""
         return {}
 
 
@@ -171,9 +167,9 @@ class MeanStatistics(ClientStatistics):
         report = class_report(sums, frame)
         return report | {"means": report["means"].astype(np.float32)} if len(report["counts"]) else {}
 
-    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
+    def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
         """Means only."""
-        return {"means": (classes, dim)}
+        return {"means": (len(counts), dim)}
 
 
 class GaussianStatistics(ClientStatistics):
@@ -184,23 +180,24 @@ class GaussianStatistics(ClientStatistics):
 
     def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
         """Counts, means and packed covariances of the classes present."""
-        moments = class_gaussians(features, labels, options.packing, options.packing_rank)
-        spread = "covariances" if options.packing == "full" else "variances"
+        moments = class_gaussians(features, labels, options.covariance, options.rank)
+        spread = "covariances" if options.covariance == "full" else "variances"
         moments["means"], moments[spread] = noise.moments(moments["means"], moments[spread], moments["counts"])
         return self.as_arrays(**moments)
 
-    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
+    def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
         """Means and what the packing consists of, see task/prototypes/gaussians.py."""
+        classes, options = len(counts), config.options
         packed: dict[str, Shapes] = {
             "diagonal": {"variances": (classes, dim)},
             "full": {"covariances": (classes, dim * (dim + 1) // 2)},
-            "low-rank": {"variances": (classes, dim), "factors": (classes, options.packing_rank, dim)},
+            "low-rank": {"variances": (classes, dim), "factors": (classes, options.rank, dim)},
         }
-        return {"means": (classes, dim)} | packed[options.packing]
+        return {"means": (classes, dim)} | packed[options.covariance]
 
     def unprotected(self, options: Options) -> str:
         """The effect of one image on the directions of the low-rank packing has no known bound."""
-        return "a low-rank covariance" if options.packing == "low-rank" else ""
+        return "a low-rank covariance" if options.covariance == "low-rank" else ""
 
 
 class VarianceStatistics(MeanStatistics):
@@ -216,9 +213,9 @@ class VarianceStatistics(MeanStatistics):
         wide = counts[:, None].to(variances)
         return self.as_arrays(**moments | {"variances": variances * ((wide - 1) / wide)})
 
-    def shapes(self, classes: int, dim: int, options: Options) -> Shapes:
+    def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
         """Means and variances."""
-        return {"means": (classes, dim), "variances": (classes, dim)}
+        return {"means": (len(counts), dim), "variances": (len(counts), dim)}
 
 
 class CountStatistics(ClientStatistics):

@@ -71,10 +71,6 @@ class Schedule:
     rounds_per_task: int
     adaptation_rounds: int = 0
 
-    def __post_init__(self) -> None:
-        # copied, so that it does not change with the caller's lists
-        object.__setattr__(self, "tasks", tuple(tuple(task) for task in self.tasks))
-
     @property
     def num_tasks(self) -> int:
         """Number of tasks T."""

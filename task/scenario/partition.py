@@ -49,7 +49,11 @@ def partition(
     Raises:
         ValueError: a combination of parameters that cannot be met.
     """
-    return PARTITIONS[name](_problem(labels, num_clients, tasks, seed), **parameters)
+    array = np.asarray(labels)
+    order = np.argsort(array, kind="stable")
+    present, starts = np.unique(array[order], return_index=True)
+    samples = dict(zip(present.tolist(), np.split(order, starts[1:]), strict=False))
+    return PARTITIONS[name](Problem(samples, num_clients, tasks, seed), **parameters)
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Problem:
 
     samples: dict[int, IntArray]
     num_clients: int
-    tasks: list[list[int]]
+    tasks: Sequence[Sequence[int]]
     seed: int
 
     def pools(self, task: int) -> list[IntArray]:
@@ -81,10 +85,8 @@ def dirichlet(problem: Problem, *, dirichlet_beta: float, dirichlet_min_size: in
     The shuffled samples of a class are cut at the cumulative p; cuts are rounded at random, so that a client expects
     exactly its share even when there are more clients than samples.
 
-    Args:
-        problem: what is dealt out.
-        dirichlet_beta: beta > 0; small is heterogeneous, large is near iid.
-        dirichlet_min_size: samples that each client has at least in each task, out of what others hold beyond it.
+    ``dirichlet_beta`` is beta > 0: small is heterogeneous, large is near iid. ``dirichlet_min_size`` samples each
+    client has at least in each task, out of what others hold beyond it.
 
     Raises:
         ValueError: a task with fewer than M x dirichlet_min_size samples.
@@ -103,9 +105,7 @@ def quantity(problem: Problem, *, classes_per_client: int) -> Partition:
     The samples of a class are split evenly among its holders. A holder gets none when a class has more holders than
     samples.
 
-    Args:
-        problem: what is dealt out.
-        classes_per_client: alpha, 1 to the number of classes of every task, with M x alpha at least that number.
+    ``classes_per_client`` is alpha, 1 to the number of classes of every task, with M x alpha at least that number.
 
     Raises:
         ValueError: alpha out of that range, with what to change.
@@ -349,11 +349,3 @@ def _concatenate(arrays: list[IntArray]) -> IntArray:
 
 def _share_of(share: float, number: int) -> int:
     return min(number, max(1, round(share * number)))
-
-
-def _problem(labels: npt.ArrayLike, num_clients: int, tasks: Sequence[Sequence[int]], seed: int) -> Problem:
-    array = np.asarray(labels)
-    order = np.argsort(array, kind="stable")
-    present, starts = np.unique(array[order], return_index=True)
-    samples = dict(zip(present.tolist(), np.split(order, starts[1:]), strict=False))
-    return Problem(samples, num_clients, [[int(c) for c in task] for task in tasks], seed)

@@ -1,7 +1,7 @@
 """The classes and tasks of a run whose nodes have their own images, made by the server from their answers to hello."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -54,10 +54,9 @@ def first_task_plan(config: Config, names: Iterable[str], image_shape: tuple[int
     class_names = tuple(sorted(choose_spellings(names).values()))
     if config.class_order == APPEARING:
         return TaskPlan((), (), image_shape).add_task(class_names)
+    order = class_order(len(class_names), config.seed, config.class_order)
     try:
-        tasks: Sequence[Sequence[int]] = split_tasks(
-            class_order(len(class_names), config.seed, config.class_order), config.num_tasks
-        )
+        tasks = split_tasks(order, config.num_tasks)
     except ValueError as error:
         raise ConfigError(f"{error} that the nodes hold together: {', '.join(class_names)}.") from error
     return TaskPlan(class_names, tuple(map(tuple, tasks)), image_shape)

@@ -23,6 +23,7 @@ from task.models.preprocessing import prepare, random_crop, random_flip
 from task.models.vit import ViT
 from task.prompts.base import Prompt
 from task.prompts.shared import SharedPrompt
+from tests.helpers.prompts import prompt_config
 
 
 class Pixels(nn.Module):
@@ -39,7 +40,7 @@ class Pixels(nn.Module):
 
 
 def head_only(classes, backbone=None):
-    model = Model(backbone or Pixels(), Prompt(), 0, "fp32")
+    model = Model(backbone or Pixels(), Prompt(prompt_config(), 0), 0, "fp32")
     for number in classes:
         model.begin_task(number)
     return model
@@ -49,7 +50,7 @@ def prompted(classes):
     """A real ViT of two blocks with a prompt on both."""
     torch.manual_seed(0)
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=3, num_classes=0)
-    model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), SharedPrompt([0, 1], 4, 12, seed=0), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), SharedPrompt(prompt_config([0, 1], 4), 12), 0, "fp32")
     for number in classes:
         model.begin_task(number)
     return model

@@ -44,7 +44,7 @@ class MeansAsHead(Strategy):
 
     def refine(self, model, updates, context):
         sent = join_statistics(u.statistics for u in updates)
-        classes, _, means = merge_means(*(torch.from_numpy(sent[n]) for n in ("class_ids", "counts", "means")))
+        classes, means = merge_means(sent)
         self.means = self.means | dict(zip(context.head_rows(classes).tolist(), means, strict=True))
         for row, mean in self.means.items():
             model.head.weight.data[row] = F.normalize(mean, dim=0)

@@ -159,7 +159,7 @@ def test_regularised_by_explicit_inverse_and_determinant(rank: int, share: float
     factors[2] = 0
     found = solve_regularised(Spectrum.of_matrix(dense(covariance)), dense(means), dense(factors), share, shrinkage)
     points = RNG.normal(size=(7, 5))
-    weight, bias, directions, offsets = (value.numpy() for value in vars(found).values())
+    weight, bias, directions, offsets = (value.numpy() for value in found.values())
     along = np.einsum("kqm,nm->nkq", directions, points) - offsets
     logits = points @ weight.T + bias + 0.5 * np.square(along).sum(axis=2)
     ridge = shrinkage * np.trace(covariance) / 5 * np.eye(5)
@@ -286,6 +286,6 @@ def test_regularised_without_any_scatter_is_the_nearest_mean() -> None:
     nothing = Spectrum.of_matrix(torch.zeros(4, 4).double())
     found = solve_regularised(nothing, means, torch.zeros(3, 2, 4).double(), 0.1, 0.01)
     points = dense(RNG.normal(size=(20, 4)))
-    logits = points @ found.weight.T + found.bias
+    logits = points @ found["weight"].T + found["bias"]
     assert torch.isfinite(logits).all()
     assert (logits.argmax(1) == torch.cdist(points, means).argmin(1)).all()

@@ -8,7 +8,6 @@ import pytest
 
 from strategies.averaging import WeightedMean
 from strategies.base import Strategy, Update
-from strategies.fedavg import FedAvg
 from task.config.parsing import parse
 from task.message import Arrays
 
@@ -35,7 +34,7 @@ def test_weighted_mean_by_hand():
 def test_fedavg_weighs_by_images_or_not_at_all(mean, expected, tiny):
     """Head rows of 1 and 3, from 10 and 30 images."""
     config = parse(tiny | {"method": "fedavg", "prompt": "none", "fedavg-mean": mean})
-    server = FedAvg(config)
+    server = Strategy(config)
     updates = [Update(str(n), n, {"head": np.float32([value])}, {}) for n, value in ((10, 1.0), (30, 3.0))]
     assert mean_of([u.arrays for u in updates], map(server.weight, updates))["head"] == expected
 

@@ -20,6 +20,7 @@ from task.prompts.base import Prompt
 from task.prototypes.noise import GaussianMechanism, system_normal
 from task.prototypes.statistics import FisherStatistics, Sample, empirical_fisher
 from task.scenario.class_stream import Schedule
+from tests.helpers.prompts import prompt_config
 from tests.helpers.trained_backbone import small_model, some_images
 
 
@@ -42,7 +43,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_images():
 
 
 def test_fisher_of_a_resnet_leaves_running_statistics_alone():
-    model = Model(load_resnet18("random", 8), Prompt(), 0, "fp32", trains_backbone=True)
+    model = Model(load_resnet18("random", 8), Prompt(prompt_config(), 0), 0, "fp32", trains_backbone=True)
     model.begin_task(2)
     model.eval()
     before = model.packed_backbone().detach().clone()

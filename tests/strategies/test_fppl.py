@@ -15,13 +15,14 @@ from task.models.feature_cache import Inputs
 from task.models.model import Head, build_model
 from task.prompts.fused import FusedPrompt
 from task.scenario.class_stream import Schedule
+from tests.helpers.prompts import prompt_config
 
 D = 6
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
 
 
 def fused(tasks, blocks=(0, 2), length=3):
-    prompt = FusedPrompt(blocks, length, D, 0)
+    prompt = FusedPrompt(prompt_config(blocks, length), D)
     for task in range(tasks):
         prompt.begin_task(task)
     return prompt
@@ -91,7 +92,7 @@ def test_prompts_start_uniform_then_as_copies_and_freeze_when_their_task_ends():
 
 def test_prompts_repeat_with_the_seed():
     def start(seed):
-        prompt = FusedPrompt([0], 2, D, seed)
+        prompt = FusedPrompt(prompt_config([0], 2, seed=seed), D)
         prompt.begin_task(0)
         return torch.cat([prompt.prompts[0].flatten(), prompt.psi.flatten()])
 

@@ -22,6 +22,7 @@ from task.models.vit import ViT
 from task.prompts.base import Prompt
 from task.prototypes.gaussians import Gaussians
 from task.scenario.class_stream import Schedule
+from tests.helpers.prompts import prompt_config
 
 D = 8
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
@@ -50,7 +51,7 @@ def update(client, class_ids, counts, seed, arrays=None):
 def model_after(tasks):
     """A model whose head has the rows of ``tasks`` tasks."""
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=D, depth=1, num_heads=2, num_classes=0)
-    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(prompt_config(), 0), 0, "fp32")
     for classes in SCHEDULE.tasks[:tasks]:
         model.begin_task(len(classes))
     return model

@@ -14,6 +14,7 @@ from task.models.model import Model
 from task.models.vit import ViT
 from task.prompts.base import Prompt
 from task.scenario.class_stream import Schedule
+from tests.helpers.prompts import prompt_config
 
 D = 8
 SCHEDULE = Schedule([[7, 2], [5, 0, 3]], 2)
@@ -22,7 +23,7 @@ ORDER = np.array([7, 2, 5, 0, 3])
 
 def model_of(classes):
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=D, depth=1, num_heads=2, num_classes=0)
-    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(prompt_config(), 0), 0, "fp32")
     for number in classes:
         model.begin_task(number)
     return model

@@ -24,6 +24,7 @@ from task.prompts.base import Prompt
 from task.prototypes.statistics import VarianceStatistics
 from task.scenario.class_stream import Schedule
 from task.scenario.scenario import build_scenario
+from tests.helpers.prompts import prompt_config
 from tests.helpers.prototypes import merge_diagonal
 
 D = 8
@@ -46,7 +47,7 @@ def update(client, n, class_ids, counts, means, variances, arrays=None):
 
 def small_model(tasks):
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=D, depth=1, num_heads=2, num_classes=0)
-    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(prompt_config(), 0), 0, "fp32")
     for classes in SCHEDULE.tasks[:tasks]:
         model.begin_task(len(classes))
     return model
@@ -82,7 +83,7 @@ def test_variances_against_numpy():
         own = features.double().numpy()[labels.numpy() == c]
         assert np.allclose(found["means"][row], own.mean(axis=0), atol=1e-6)
         assert np.allclose(found["variances"][row], own.var(axis=0), rtol=1e-5)
-    shapes = VarianceStatistics().shapes(3, D, Options())
+    shapes = VarianceStatistics().expected(np.ones(3), {}, D, parse({"method": "pip"}))
     assert {n: a.shape for n, a in found.items() if n in shapes} == shapes
     assert {found[n].dtype for n in shapes} == {np.dtype(np.float32)}
 

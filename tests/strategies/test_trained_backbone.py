@@ -9,9 +9,11 @@ from client_app.training import train_locally
 from task.config.parsing import parse
 from task.keys import ConfigError
 from task.message import Packet
+from task.models.evaluation import extract_features
 from task.models.model import Model, build_model
 from task.models.resnet import load_resnet18
 from task.prompts.base import Prompt
+from tests.helpers.prompts import prompt_config
 from tests.helpers.trained_backbone import small_model, some_images
 
 
@@ -33,7 +35,7 @@ def test_order_of_the_packed_array_is_that_of_the_state_dict():
 
 
 def test_running_statistics_of_a_resnet_travel_and_counters_do_not():
-    model = Model(load_resnet18("random", 0), Prompt(), 0, "fp32", trains_backbone=True)
+    model = Model(load_resnet18("random", 0), Prompt(prompt_config(), 0), 0, "fp32", trains_backbone=True)
     state = model.trained_backbone.network.state_dict()
     floats = [value for value in state.values() if value.is_floating_point()]
     assert len(floats) < len(state)
@@ -90,8 +92,7 @@ def test_running_statistics_change_in_training_and_never_in_evaluation():
     statistics = model.trained_backbone.network.bn1.running_mean
     before = statistics.clone()
     model.train()
-    with model.backbone_eval():
-        model(torch.randn(4, 3, 32, 32))
+    extract_features(model, np.zeros((4, 32, 32, 3), np.uint8), np.arange(4))
     assert torch.equal(statistics, before)
     assert model.trained_backbone.training
     model(torch.randn(4, 3, 32, 32))

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ from server_app.run_files.resume import load_resumed_keys
 from server_app.run_keys import complete_run_keys
 from task.config.parsing import apply_node_settings, ignored_keys, parse
 from task.config.schema import defaults, keys_affecting, known_keys
-from task.keys import AFFECTS, ConfigError
+from task.keys import Affects, ConfigError
 from task.message import Scalar
 from task.methods import METHODS
 
@@ -80,9 +81,9 @@ def write_run(folder: Path, **changed: Scalar) -> Path:
 
 @every_key
 def test_the_category_is_one_that_is_known(name: str) -> None:
-    assert affects(name) in AFFECTS
+    assert affects(name) in get_args(Affects)
     assert name in keys_affecting(affects(name))
-    assert [name for name in keys_affecting(*AFFECTS) if name not in KEYS] == []
+    assert [name for name in keys_affecting(*get_args(Affects)) if name not in KEYS] == []
 
 
 @every_key

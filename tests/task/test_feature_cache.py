@@ -21,6 +21,7 @@ from task.models.vit import ViT
 from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
 from task.scenario.scenario import build_scenario
+from tests.helpers.prompts import prompt_config
 from tests.helpers.runs import run, train_message, without_times
 
 UNASKED = ("shared", "lora")  # the prompts that neither read q(x) nor leave it as it is
@@ -175,10 +176,10 @@ def test_queries_belong_to_their_images_backbone_and_precision(tiny):
 
 def test_a_backbone_that_trains_has_no_known_query():
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=3, num_classes=0)
-    model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), Prompt(), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), Prompt(prompt_config(), 0), 0, "fp32")
     images = np.zeros((4, 8, 8, 3), np.uint8)
     assert cached_query(model, images, np.arange(4)) is not None
-    model = Model(model.backbone, Prompt(), 0, "fp32", trains_backbone=True)
+    model = Model(model.backbone, Prompt(prompt_config(), 0), 0, "fp32", trains_backbone=True)
     assert cached_query(model, images, np.arange(4)) is None
     assert model.features(queries.prepare(images, model.backbone)).requires_grad
 

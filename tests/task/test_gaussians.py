@@ -240,11 +240,10 @@ def test_merge_gaussians_is_numpy_cov_of_the_pooled_samples(kind, counts):
 
 def test_merge_means_by_hand():
     """Class 5: (2 * 1 + 3 * 6) / 5 = 4; class 3 and 9 are held by one client each."""
-    classes, counts, means = merge_means(
-        torch.tensor([5, 9, 5, 3]), torch.tensor([2, 1, 3, 4]), torch.tensor([[1.0, 0], [7, 7], [6, 10], [-1, 2]])
-    )
+    means = np.array([[1, 0], [7, 7], [6, 10], [-1, 2]], np.float32)
+    joined = {"class_ids": np.array([5, 9, 5, 3]), "counts": np.array([2, 1, 3, 4]), "means": means}
+    classes, means = merge_means(joined)
     assert classes.tolist() == [3, 5, 9]
-    assert counts.tolist() == [4, 5, 1]
     assert means.tolist() == [[-1, 2], [4, 6], [7, 7]]
     assert means.dtype == torch.float32
 

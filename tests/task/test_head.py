@@ -10,6 +10,7 @@ from task.config.parsing import parse
 from task.models.model import Head, QuadraticHead, build_model, prompt_of, to_arrays
 from task.prompts.coda import CodaPrompt
 from task.prompts.decomposed import DecomposedPrompt
+from tests.helpers.prompts import prompt_config
 
 DIM, ROWS = 400, 300
 
@@ -63,7 +64,7 @@ def test_the_run_key_reaches_the_head(tiny: dict) -> None:
 
 
 def test_a_prompt_of_another_kind_is_an_error_that_names_both() -> None:
-    model = SimpleNamespace(prompt=DecomposedPrompt([0], 2, 1, 4, 0))
+    model = SimpleNamespace(prompt=DecomposedPrompt(prompt_config([0], pool=2), 4))
     assert prompt_of(model, DecomposedPrompt) is model.prompt  # type: ignore[arg-type]  # all that it needs of a model
     with pytest.raises(TypeError, match="the prompt is DecomposedPrompt, the method needs CodaPrompt"):
         prompt_of(model, CodaPrompt)  # type: ignore[arg-type]  # the same

@@ -16,7 +16,6 @@ from task.metrics import (
     METRICS,
     crop_to_finished,
     fold,
-    per_class_accuracy,
     prototype_distance,
     response_entropy,
     seen_accuracy,
@@ -286,27 +285,6 @@ def test_completed_refuses_gaps(matrix, message):
 def test_forgetting_by_task():
     assert metrics.forgetting_by_task(WORKED) == pytest.approx([0.30, -0.05])
     assert metrics.forgetting_by_task([[0.8]]).shape == (0,)
-
-
-def test_per_class_accuracy():
-    accuracy = per_class_accuracy([3, 0, 0, 5], np.array([4, 2, 0, 5]))
-    assert np.array_equal(accuracy, [0.75, 0.0, np.nan, 1.0], equal_nan=True)
-    assert per_class_accuracy([], []).shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("correct", "total", "message"),
-    [
-        ([1, 2], [2], r"\[C\] alike, not \(2,\) and \(1,\)"),
-        ([[1]], [[2]], r"\[C\] alike"),
-        ([1, 3], [2, 2], "class 1: 3 correct of 2"),
-        ([-1], [2], "class 0: -1 correct of 2"),
-        ([math.nan], [2], "class 0"),
-    ],
-)
-def test_per_class_accuracy_refuses_impossible_counts(correct, total, message):
-    with pytest.raises(ValueError, match=message):
-        per_class_accuracy(correct, total)
 
 
 def test_examples_in_docstrings():

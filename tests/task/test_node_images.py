@@ -18,7 +18,7 @@ from server_app.clients.client_info import read_hello
 from server_app.clients.registry import log_clients
 from server_app.transport.base import Reply
 from task.config.parsing import parse
-from task.data.images import UnreadableImage, decode
+from task.data.images import ImageFiles, Images, Subset, UnreadableImage, decode
 from task.data.load import load_dataset
 from task.data.node_images import load_inventory, open_inventory, scan_images
 from task.data.splits import select_by_digest
@@ -37,6 +37,12 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
+def paths(images: Images) -> set[str]:
+    assert isinstance(images, Subset)
+    assert isinstance(images.source, ImageFiles)
+    return {images.source.paths[i] for i in images.positions}
+
+
 def test_a_class_folder_is_split_and_each_class_is_trained_on(data: Path, tmp_path: Path) -> None:
     # one whose only file would be held out by its digest
     lone = next(f"owl{i}" for i in range(99) if select_by_digest([f"owl{i}/000.png".encode()])[0])
@@ -47,18 +53,18 @@ def test_a_class_folder_is_split_and_each_class_is_trained_on(data: Path, tmp_pa
     assert (train + test).tolist() == [40, 20, 1]
     assert train[2] == 1
     assert 2 <= test[0] <= 16  # a fifth of 40 by digest: 8, four standard deviations either way would be 10
-    trained = {Path(p).name for p in found.train_images.paths if lone in p}  # type: ignore[attr-defined]
+    trained = {Path(p).name for p in paths(found.train_images) if lone in p}
     paint(data / lone, 9, first=1)
     later = open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
-    assert trained <= {Path(p).name for p in later.train_images.paths if lone in p}  # type: ignore[attr-defined]
+    assert trained <= {Path(p).name for p in paths(later.train_images) if lone in p}
 
 
 def test_what_is_trained_on_is_never_held_out_later(data: Path, tmp_path: Path) -> None:
     before = open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
     paint(data / "cat", 60, first=40)
     after = open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
-    assert set(before.train_images.paths) <= set(after.train_images.paths)  # type: ignore[attr-defined]
-    assert set(before.test_images.paths) <= set(after.test_images.paths)  # type: ignore[attr-defined]
+    assert paths(before.train_images) <= paths(after.train_images)
+    assert paths(before.test_images) <= paths(after.test_images)
     assert len(after.test_labels) > len(before.test_labels)
 
 

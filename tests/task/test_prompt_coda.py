@@ -12,14 +12,20 @@ from task.keys import ConfigError
 from task.message import Packet
 from task.models.feature_cache import Inputs
 from task.prompts.coda import CodaPrompt, orthogonality
+from tests.helpers.prompts import prompt_config
 
 J, M, T, L, D, B = 2, 3, 4, 2, 16, 5  # blocks, components of a task, tasks, vectors, dimension, images
 BLOCKS = (0, 3)
 QUERY = torch.randn(B, D, generator=torch.Generator().manual_seed(0))
 
 
+def drawn(penalty, seed):
+    keys = {"num_tasks": T, "prompt_orthogonality": penalty, "seed": seed}
+    return CodaPrompt(prompt_config(BLOCKS, L, M * T, **keys), D)
+
+
 def coda(tasks, penalty=0.1, seed=0):
-    prompt = CodaPrompt(BLOCKS, M, T, L, D, penalty, seed)
+    prompt = drawn(penalty, seed)
     for task in range(tasks):
         prompt.begin_task(task)
     with torch.no_grad():
@@ -56,7 +62,7 @@ def test_only_the_current_tasks_components_train():
 
 
 def test_components_are_shared_out_evenly():
-    prompt = CodaPrompt.build(parse({"prompt": "coda", "method": "fedavg", "num-tasks": 10}), 16)
+    prompt = CodaPrompt(parse({"prompt": "coda", "method": "fedavg", "num-tasks": 10}), 16)
     prompt.begin_task(0)
     assert {n: tuple(p.shape) for n, p in prompt.named_parameters()} == {
         "keys.0": (5, 10, 16),
@@ -68,7 +74,7 @@ def test_components_are_shared_out_evenly():
 
 
 def test_all_components_start_orthonormal_and_from_the_seed():
-    starts = [CodaPrompt(BLOCKS, M, T, L, D, 0.1, seed) for seed in (0, 0, 1)]
+    starts = [drawn(0.1, seed) for seed in (0, 0, 1)]
     for prompt in starts:
         for task in range(T):
             prompt.begin_task(task)

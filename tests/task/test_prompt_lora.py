@@ -10,6 +10,7 @@ from task.models.model import build_model
 from task.models.vit import ViT
 from task.models.weights import build_vit
 from task.prompts.lora import LoRA
+from tests.helpers.prompts import prompt_config
 
 GREY = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 BLOCKS = [0, 2]
@@ -34,13 +35,13 @@ def features(vit: VisionTransformer) -> Tensor:
 
 
 def drawn(deviation: float) -> LoRA:
-    prompt = LoRA(BLOCKS, 3, 112, seed=0)
+    prompt = LoRA(prompt_config(BLOCKS, 3), 112)
     torch.nn.init.normal_(prompt.up, std=deviation, generator=torch.Generator().manual_seed(1))
     return prompt
 
 
 def test_its_start_changes_nothing() -> None:
-    prompt = LoRA(BLOCKS, 3, 112, seed=0)
+    prompt = LoRA(prompt_config(BLOCKS, 3), 112)
     assert prompt.down.shape == (2, 3, 112)
     assert prompt.up.shape == (2, 336, 3)
     assert prompt.down.std().item() == pytest.approx(0.02, rel=0.1)
@@ -95,5 +96,5 @@ def test_run_keys_reach_it() -> None:
     assert isinstance(prompt, LoRA)
     assert prompt.blocks == (0, 2)
     assert prompt.down.shape == (2, 2, 112)
-    assert not torch.equal(prompt.down, LoRA([0, 2], 2, 112, seed=5).down)
-    assert torch.equal(prompt.down, LoRA([0, 2], 2, 112, seed=4).down)
+    assert not torch.equal(prompt.down, LoRA(prompt_config([0, 2], 2, seed=5), 112).down)
+    assert torch.equal(prompt.down, LoRA(prompt_config([0, 2], 2, seed=4), 112).down)

@@ -11,6 +11,7 @@ from task.models.model import build_model
 from task.prompts.dualprompt import DualPrompt
 from task.prompts.l2p import L2P
 from task.scenario.scenario import build_scenario
+from tests.helpers.prompts import prompt_config
 from tests.helpers.runs import train_message
 
 D = 16
@@ -26,11 +27,11 @@ def cosines(q, keys):
 
 
 def l2p(pool=10, matching=0.1, seed=0):
-    return L2P(block=1, pool=pool, length=3, dim=D, seed=seed, matching=matching)
+    return L2P(prompt_config([1], 3, pool, seed=seed, prompt_matching=matching), D)
 
 
 def dual(tasks=3, blocks=(0, 1, 2, 4, 5), seed=0):
-    prompt = DualPrompt(blocks, 3, D, seed, matching=0.1)
+    prompt = DualPrompt(prompt_config(blocks, 3, seed=seed, prompt_matching=0.1), D)
     for task in range(tasks):
         prompt.begin_task(task)
     return prompt

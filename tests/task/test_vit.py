@@ -26,6 +26,7 @@ from task.models.load import load_backbone
 from task.models.model import build_model
 from task.models.vit import ViT, digest
 from task.prompts.shared import SharedPrompt
+from tests.helpers.prompts import prompt_config
 
 HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 SHAPE = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "num_heads": 3, "num_classes": 0}
@@ -254,7 +255,7 @@ def test_tokens_are_spared_where_nothing_reads_them(changes, tokens):
 
 def test_shared_prompt_goes_to_the_named_blocks():
     """NumPy reads the prompt's parameter [blocks, 2, L_p, D] itself: keys, then values."""
-    vit, prompt = tiny_vit(3), SharedPrompt([0, 2], 4, 12, seed=0)
+    vit, prompt = tiny_vit(3), SharedPrompt(prompt_config([0, 2], 4), 12)
     torch.nn.init.normal_(prompt.prefix, generator=torch.Generator().manual_seed(6))
     raw = prompt.prefix.detach()
     expected = NumpyViT(vit).features(images(), {0: raw[:1], 2: raw[1:]})
@@ -598,7 +599,7 @@ def test_early_features_are_class_tokens_of_their_block_normalised(variant, earl
 def test_early_features_with_a_prompt_are_of_the_prompted_tokens():
     """As in a model that passes all tokens of the last block, which prompts cut to the class token."""
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    backbone, prompt = ViT(tiny_vit(depth=3), *HALVES), SharedPrompt([0, 2], 2, 12, seed=0)
+    backbone, prompt = ViT(tiny_vit(depth=3), *HALVES), SharedPrompt(prompt_config([0, 2], 2), 12)
     torch.nn.init.normal_(prompt.prefix, generator=torch.Generator().manual_seed(1))
     tokens = []
     handle = backbone.vit.blocks[1].register_forward_hook(lambda block, inputs, output: tokens.append(output[:, 0]))
