@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from client_app.client import handle
 from client_app.node import Node
-from client_app.secure_aggregation import handle, hide_in_sum
+from client_app.secure_aggregation import hide_in_sum
 from server_app.clients.client_info import ClientInfo
 from server_app.run_files.results import RoundReport
 from server_app.secure_aggregation.round_sum import RoundSum

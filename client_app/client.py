@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from client_app import secure_aggregation
 from client_app.node import Node, partition_id, state_dir
 from client_app.request import DivergedError, Request
+from client_app.secure_aggregation import SUM_STEPS, hide_in_sum
 from task.config.parsing import apply_node_settings, parse
 from task.data.images import UnreadableImage
 from task.data.node_images import open_inventory, unreadable_classes
 from task.keys import ConfigError
-from task.message import SECURE_SUM, Kind, Packet
+from task.message import Kind, Packet
 from task.scenario.client_data import ClientTaskData, all_client_positions, client_task_data, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
@@ -32,9 +32,9 @@ def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
 
     The run's settings come with the message. The node's own device, data-dir and backbone-weights override them.
     """
-    if kind in SECURE_SUM:
-        return secure_aggregation.handle(kind, packet, node)
     try:
+        if kind in SUM_STEPS:
+            return SUM_STEPS[kind](packet, node)
         run_config = packet.config.get("run-config")
         config = parse(apply_node_settings(json.loads(str(run_config)) if run_config else node.values, node.settings))
         return _answer_without_lost_files(_HANDLERS[kind], Request(packet, config, node))
@@ -151,7 +151,8 @@ def _evaluate(request: Request) -> Packet:
     counts = _count_predictions(request, scenario, order, positions)
     if config.secure_aggregation != "off":
         in_order = counts[np.ix_(order, order)].ravel().astype(np.float64)
-        return Packet(request.hidden(in_order), config={"name": request.client})
+        hidden = hide_in_sum(in_order, config.secure_aggregation_range, request.packet, request.node)
+        return Packet({"hidden": hidden}, config={"name": request.client})
     cells = np.argwhere(counts)
     arrays = {
         "correct": counts.diagonal(),

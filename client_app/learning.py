@@ -12,6 +12,7 @@ import torch
 from client_app.node import random_stream
 from client_app.objectives.base import LocalData
 from client_app.request import Request
+from client_app.secure_aggregation import hide_in_sum
 from client_app.training import train_locally
 from task.config.schema import Config
 from task.data.load import default_augmentation
@@ -91,7 +92,9 @@ def _hide(answer: Packet, request: Request, scenario: Scenario, model: Model) ->
     classes = learnable_classes(config, scenario.schedule, request.task)
     sums = RoundSums.of(config, server_round, bool(request.packet.config["ends-task"]), model, classes)
     seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
-    return Packet(request.hidden(sums.of_answer(answer)), metrics=seconds, config=answer.config)
+    values = sums.of_answer(answer)
+    hidden = hide_in_sum(values, config.secure_aggregation_range, request.packet, request.node)
+    return Packet({"hidden": hidden}, metrics=seconds, config=answer.config)
 
 
 def _load_model(request: Request, scenario: Scenario) -> Model:
