@@ -8,7 +8,6 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +25,7 @@ CONNECT_TIMEOUT = 10.0  # seconds
 POLL = 0.2  # seconds
 ADVICE = {
     "code": "its code in {project} is not that of this machine: copy the folder there",
-    "versions": "its versions are not those of this machine ({theirs} there, {ours} here): install the same",
+    "versions": "its versions are not those of this machine ({theirs} there; {ours} here): install the same",
     "weights": "its weights are not those of this machine: copy backbone-weights there, to the same path",
     "data": "its images or labels are not those of this machine: copy data-dir there, to the same path",
 }
@@ -92,7 +91,10 @@ def examine_cluster(
     request = json.dumps({"address": address, "values": dict(values), "client": client, "answer": str(answer)})
     process = start_process([sys.executable, "-m", __name__, request], project, os.environ, log)
     try:
-        _wait(process, check)
+        deadline = time.monotonic() + 2 * PATIENCE
+        while process.poll() is None and time.monotonic() < deadline:
+            check()
+            time.sleep(POLL)
     finally:
         end_processes([process], "FCIL_NONE=none")
     if not answer.exists():
@@ -117,13 +119,6 @@ def _require_answer(address: str) -> None:
         ) from error
 
 
-def _wait(process: "subprocess.Popen[bytes]", check: Callable[[], None]) -> None:
-    deadline = time.monotonic() + 2 * PATIENCE
-    while process.poll() is None and time.monotonic() < deadline:
-        check()
-        time.sleep(POLL)
-
-
 def describe_node(values: dict[str, Scalar]) -> dict[str, str]:
     """What a node has for a run: digests of code, weights and labels, versions; or ``problem``, a sentence."""
     try:
@@ -144,26 +139,18 @@ def describe_node(values: dict[str, Scalar]) -> dict[str, str]:
     except (ConfigError, OSError) as error:
         return {"problem": str(error)}
     data_digest = hashlib.sha256(labels).hexdigest()
-    return {"code": code, "versions": json.dumps(versions()), "weights": weights, "data": data_digest}
+    named = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return {"code": code, "versions": named, "weights": weights, "data": data_digest}
 
 
-def compare(node: Mapping[str, str], here: Mapping[str, str], project: str) -> str:
+def compare(node: dict[str, str], here: Mapping[str, str], project: str) -> str:
     """What hinders a node that described itself so, in words; empty if nothing does."""
     if problem := node.get("problem"):
         return problem
     for name, advice in ADVICE.items():
         if node[name] != here[name]:
-            return advice.format(project=project, **_differences(node["versions"], here["versions"]))
+            return advice.format(project=project, theirs=node[name], ours=here[name])
     return ""
-
-
-def _differences(theirs: str, ours: str) -> dict[str, str]:
-    there, here = json.loads(theirs), json.loads(ours)
-    names = [name for name in here if here[name] != there.get(name)]
-    return {
-        "theirs": ", ".join(f"{name} {there.get(name)}" for name in names),
-        "ours": ", ".join(f"{name} {here[name]}" for name in names),
-    }
 
 
 def room(node: Mapping[str, Any], cpus: int, gpus: float) -> int:
@@ -175,6 +162,7 @@ def room(node: Mapping[str, Any], cpus: int, gpus: float) -> int:
 
 def _ask_nodes(address: str, values: dict[str, Scalar], client: tuple[int, float]) -> dict[str, Any]:
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     environment = {"env_vars": {"PYTHONPATH": path}}
@@ -184,7 +172,10 @@ def _ask_nodes(address: str, values: dict[str, Scalar], client: tuple[int, float
         need = f"{client[0]} CPUs and {client[1]:g} GPUs"
         return {"problems": [f"no node has the {need} of a client: lower threads or --gpus-per-client."]}
     here, problems = describe_node(values), []
-    answers = {node_id: _describe_remotely(node_id, values, client) for node_id in nodes}
+    describe, answers = ray.remote(num_cpus=client[0], num_gpus=client[1], max_retries=0)(describe_node), {}
+    for node_id in nodes:
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        answers[node_id] = describe.options(scheduling_strategy=there).remote(values)
     deadline = time.monotonic() + PATIENCE
     for node_id, reference in answers.items():
         try:
@@ -195,19 +186,9 @@ def _ask_nodes(address: str, values: dict[str, Scalar], client: tuple[int, float
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if problem:
             problems.append(f"node {nodes[node_id]['NodeManagerAddress']} ({node_id[:8]}): {problem}")
-    resources = [node["Resources"] for node in nodes.values()]
-    total = {name: sum(each.get(name.upper()[:-1], 0) for each in resources) for name in ("cpus", "gpus")}
+    cpus, gpus = (sum(node["Resources"].get(name, 0) for node in nodes.values()) for name in ("CPU", "GPU"))
     workers = sum(room(node, *client) for node in nodes.values())
-    return {"problems": problems, "cluster": {"nodes": len(nodes), "workers": workers, **total}}
-
-
-def _describe_remotely(node_id: str, values: dict[str, Scalar], client: tuple[int, float]) -> Any:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    options = {"num_cpus": client[0], "num_gpus": client[1], "scheduling_strategy": strategy, "max_retries": 0}
-    return ray.remote(describe_node).options(**options).remote(values)
+    return {"problems": problems, "cluster": {"nodes": len(nodes), "cpus": cpus, "gpus": gpus, "workers": workers}}
 
 
 if __name__ == "__main__":
