@@ -17,7 +17,7 @@ from client_app.training import train_locally
 from task.config.schema import Config
 from task.data.load import default_augmentation
 from task.keys import ConfigError
-from task.message import Arrays, Packet
+from task.message import Packet
 from task.methods import load_class
 from task.models.device import resolve_device
 from task.models.evaluation import confusion_counts
@@ -119,24 +119,15 @@ def _fit(request: Request, model: Model, data: LocalData, rng: torch.Generator) 
 def _add_statistics(
     answer: Packet, request: Request, model: Model, data: LocalData, labels: np.ndarray, mechanism: GaussianMechanism
 ) -> None:
-    """Put into the answer what the method sends beside arrays, and the seconds that it took."""
-    started = time.perf_counter()
-    answer.statistics = _collect_statistics(request, model, data, labels, mechanism)
-    answer.metrics["seconds-statistics"] = time.perf_counter() - started
-
-
-def _collect_statistics(
-    request: Request, model: Model, data: LocalData, labels: np.ndarray, mechanism: GaussianMechanism
-) -> Arrays:
-    """Statistics of the classes with at least min-class-count images."""
-    config = request.config
+    """Put into the answer statistics of the classes with at least min-class-count images, and the seconds they took."""
+    started, config = time.perf_counter(), request.config
     statistics = load_class(config.method_row.statistics)()
     counted = np.bincount(labels)[labels] >= config.min_class_count
     due = statistics.due(config, request.number("server-round"), bool(request.packet.config["ends-task"]))
-    if not due or not counted.any():
-        return {}
-    model.eval()
-    model.prompt.train(not config.method_row.adapts)  # the task is known here: the prompt acts as in training
-    on_device = (torch.from_numpy(values[counted]).to(model.device) for values in (labels, data.rows))
-    sample = Sample(data.images, data.positions[counted], *on_device)
-    return statistics.collect(model, sample, config.options, mechanism)
+    if due and counted.any():
+        model.eval()
+        model.prompt.train(not config.method_row.adapts)  # the task is known here: the prompt acts as in training
+        on_device = (torch.from_numpy(values[counted]).to(model.device) for values in (labels, data.rows))
+        sample = Sample(data.images, data.positions[counted], *on_device)
+        answer.statistics = statistics.collect(model, sample, config.options, mechanism)
+    answer.metrics["seconds-statistics"] = time.perf_counter() - started

@@ -58,8 +58,6 @@ class InProcessTransport:
 
     def _ask(self, kind: Kind, node: int, packet: Packet) -> Reply:
         sent = copy_packet(packet)
-        if node not in self._nodes:
-            return Reply(node, None, "there is no such node", 0, 0)
         bytes_down = payload_bytes(sent)
         try:
             answer = copy_packet(handle(kind, sent, self._nodes[node]))

@@ -164,7 +164,7 @@ def test_without_a_quorum_the_run_stops_and_keeps_what_it_has(tiny: dict) -> Non
 
 
 HELLO: dict[str, tuple[Change, str]] = {
-    "no name": (lambda p: p.config.pop("name"), "lacks ['name']"),
+    "no name": (lambda p: p.config.pop("name"), "its name is no printable text"),
     "no counts": (lambda p: p.arrays.clear(), "class_counts"),
     "counts of another length": (lambda p: p.arrays.update(class_counts=np.ones(3, np.int64)), "class_counts"),
     "negative counts": (lambda p: p.arrays.update(class_counts=-p.arrays["class_counts"]), "class_counts"),
@@ -175,9 +175,12 @@ HELLO: dict[str, tuple[Change, str]] = {
     "other classes": (lambda p: p.config.update(classes=["a"]), "classes ['a']"),
     "its own error": (lambda p: p.config.update(error="no disk"), "no disk"),
     "counts of test images": (lambda p: p.arrays.update(test_counts=np.ones(3)), "test_counts are float64 [3]"),
-    "a number for classes": (lambda p: p.config.update(classes=5), "its classes are no list of at most"),
-    "a number for versions": (lambda p: p.config.update(versions=3), "its versions are no list of at most"),
-    "a version that clears the screen": (lambda p: p.config.update(versions=["\x1b[2J"]), "its versions are not print"),
+    "a number for classes": (lambda p: p.config.update(classes=5), "its classes 5 are not those"),
+    "a number for versions": (lambda p: p.config.update(versions=3), "its versions are no list"),
+    "a version that clears the screen": (
+        lambda p: p.config.update(versions=["\x1b[2J"]),
+        "its versions are no list",
+    ),
     "a name that clears the screen": (
         lambda p: p.config.update(name="\x1b[2Jclient-0000"),
         "its name is no printable text",
