@@ -130,15 +130,14 @@ class Run:
         if transport.one_process:
             self.results.start_cpu_clock()
         self.results.privacy = account
-        self._note_clients()
         if sharing := self.results.sharing:
             log.info("each client has %(common)d common classes and %(private)d private ones", sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", sharing)
         self.finished_rounds = self._restore(checkpoint) if checkpoint else self._claim_directory(locks)
         self._tensorboard = TensorBoardWriter(config, directory, self.finished_rounds)
         self._drawer = ReportDrawer(directory, self.results.leave_out_cpu)
+        self._note_clients()
         self.results.write()
-        write_nodes(directory, self.registry.clients)
 
     def run(self) -> None:
         """All rounds, then the report."""
@@ -153,7 +152,6 @@ class Run:
             if self.registry.admit_new():
                 self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
                 self._note_clients()
-                write_nodes(self.directory, self.registry.clients)
             certificates.look()
             report = self.train_round(context)
             if context.ends_task:
@@ -293,13 +291,12 @@ class Run:
         log_tasks(self.scenario, first=len(plan.tasks) - 1)
         self.results.extend(self.scenario)
         self._note_clients()
-        write_nodes(self.directory, self.registry.clients)
         return True
 
     def _note_clients(self) -> None:
-        self.results.absent = self.registry.absent
+        clients, self.results.absent = self.registry.clients, self.registry.absent
+        write_nodes(self.directory, clients)
         if has_fixed_images(self.config):
-            clients = self.registry.clients
             self.results.clients = [{"name": c.name, "class_counts": c.class_counts.tolist()} for c in clients]
 
     def _claim_directory(self, locks: contextlib.ExitStack) -> int:
