@@ -53,7 +53,15 @@ def train(answer: Packet, request: Request, scenario: Scenario, task_data: Clien
     model = _load_model(request, scenario)
     if len(task_data.positions):
         _learn(answer, request, scenario, model, task_data)
-    return answer if request.config.secure_aggregation == "off" else _hide(answer, request, scenario, model)
+    config = request.config
+    if config.secure_aggregation == "off":
+        return answer
+    classes = learnable_classes(config, scenario.schedule, request.task)
+    ends_task = bool(request.packet.config["ends-task"])
+    sums = RoundSums.of(config, request.number("server-round"), ends_task, model, classes)
+    hidden = hide_in_sum(sums.of_answer(answer), config.secure_aggregation_range, request.packet, request.node)
+    seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
+    return Packet({"hidden": hidden}, metrics=seconds, config=answer.config)
 
 
 def predict(request: Request, scenario: Scenario, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -84,17 +92,6 @@ def _learn(answer: Packet, request: Request, scenario: Scenario, model: Model, t
         if mechanism.noise:
             model.load(answer.arrays or packet.arrays)  # statistics may depend only on what leaves the client
         _add_statistics(answer, request, model, data, labels, mechanism)
-
-
-def _hide(answer: Packet, request: Request, scenario: Scenario, model: Model) -> Packet:
-    """The answer as numbers that only the sum over clients gives back; seconds are as they are."""
-    config, server_round = request.config, request.number("server-round")
-    classes = learnable_classes(config, scenario.schedule, request.task)
-    sums = RoundSums.of(config, server_round, bool(request.packet.config["ends-task"]), model, classes)
-    seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
-    values = sums.of_answer(answer)
-    hidden = hide_in_sum(values, config.secure_aggregation_range, request.packet, request.node)
-    return Packet({"hidden": hidden}, metrics=seconds, config=answer.config)
 
 
 def _load_model(request: Request, scenario: Scenario) -> Model:

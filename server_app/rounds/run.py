@@ -41,7 +41,7 @@ from server_app.run_files.on_end import tell_operator
 from server_app.run_files.paths import lock_run, require_writable, run_directory
 from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_backbone
-from server_app.run_files.tensorboard import TensorBoardWriter, require_tensorboard
+from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
 from server_app.run_files.writers import write_config, write_model
 from server_app.secure_aggregation.round_sum import RoundSum
 from server_app.transport.base import Reply, Transport
@@ -134,7 +134,7 @@ class Run:
             log.info("each client has %(common)d common classes and %(private)d private ones", sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", sharing)
         self.finished_rounds = self._restore(checkpoint) if checkpoint else self._claim_directory(locks)
-        self._tensorboard = TensorBoardWriter(config, directory, self.finished_rounds)
+        self._tensorboard = open_tensorboard(config, directory, self.finished_rounds)
         self._drawer = ReportDrawer(directory, self.results.leave_out_cpu)
         self._note_clients()
         self.results.write()
@@ -321,7 +321,8 @@ class Run:
         """Write model, results and checkpoint after a round."""
         self._write_model(context)
         line = self.results.write_round()
-        self._tensorboard.add(line, self.results.matrix[context.task], context.server_round)
+        if self._tensorboard:
+            add_round(self._tensorboard, line, self.results.matrix[context.task], context.server_round)
         self.finished_rounds = context.server_round
         self._write_checkpoint(context)
         if context.ends_task or context.server_round == 1:
@@ -360,6 +361,7 @@ class Run:
 
     def _write_last_files(self) -> None:
         self._drawer.stop()
-        self._tensorboard.close()
+        if self._tensorboard:
+            self._tensorboard.close()
         self.results.write()
         self._drawer.draw()

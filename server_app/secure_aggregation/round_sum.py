@@ -92,11 +92,7 @@ class RoundSum:
         return [self._everyone.index(node) for node in nodes]
 
     def _require_enough(self, nodes: Iterable[int], have: str) -> list[int]:
-        """The nodes in the order in which their clients were drawn.
-
-        Raises:
-            TooFewClients: they are fewer than the threshold.
-        """
+        """The nodes, unless they are fewer than the threshold, in the order in which their clients were drawn."""
         present = set(nodes)
         if len(present) < self._threshold:
             raise TooFewClients(
@@ -149,11 +145,7 @@ class RoundSum:
         return {member: {place: bytes(shares[i]) for place, shares in by_place} for i, member in enumerate(members)}
 
     def _mask_left(self, node: int, survivors: Sequence[int], shares: Mapping[int, bytes], length: int) -> np.ndarray:
-        """What the sum still holds of a client's masks, uint64 [length]: a survivor's own, or minus a lost one's pairs.
-
-        Raises:
-            SpoiledSum: the shares of a lost client's key give another one.
-        """
+        """What the sum still holds of a client's masks, [length]: a survivor's own, or minus a lost one's pairs."""
         secret = combine(shares)
         if node in survivors:
             return mask(secret, length)

@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -66,12 +67,7 @@ def cluster_address() -> str:
 
 
 def examine_cluster(
-    address: str,
-    values: Mapping[str, Scalar],
-    client: tuple[int, float],
-    project: Path,
-    folder: Path,
-    check: Callable[[], None],
+    address: str, values: Mapping[str, Scalar], client: tuple[int, float], project: Path, check: Callable[[], None]
 ) -> Cluster:
     """The cluster at ``address``, after each of its nodes has shown the code, versions, weights and data of this one.
 
@@ -80,29 +76,29 @@ def examine_cluster(
         values: run keys, complete.
         client: CPUs and GPUs that each client is given.
         project: folder of the code, the same on all nodes.
-        folder: for files in between; must exist.
         check: called while waiting; an exception that it raises ends the wait.
 
     Raises:
         LaunchError: no cluster there, no node with room for a client, or nodes that cannot run one, by name.
     """
     _require_answer(address)
-    answer, log = folder / "cluster.json", folder / "cluster.log"
-    request = json.dumps({"address": address, "values": dict(values), "client": client, "answer": str(answer)})
-    process = start_process([sys.executable, "-m", __name__, request], project, os.environ, log)
-    try:
-        deadline = time.monotonic() + 2 * PATIENCE
-        while process.poll() is None and time.monotonic() < deadline:
-            check()
-            time.sleep(POLL)
-    finally:
-        end_processes([process], "FCIL_NONE=none")
-    if not answer.exists():
-        raise LaunchError(
-            f"{ADDRESS} = {address!r}: no cluster of this version of Ray answers there, or this machine is no node of "
-            f"it: ray start --address={address} makes it one.\n{last_lines(log, 3)}"
-        )
-    said = json.loads(answer.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        answer, log = Path(folder, "cluster.json"), Path(folder, "cluster.log")
+        request = json.dumps({"address": address, "values": dict(values), "client": client, "answer": str(answer)})
+        process = start_process([sys.executable, "-m", __name__, request], project, os.environ, log)
+        try:
+            deadline = time.monotonic() + 2 * PATIENCE
+            while process.poll() is None and time.monotonic() < deadline:
+                check()
+                time.sleep(POLL)
+        finally:
+            end_processes([process], "FCIL_NONE=none")
+        if not answer.exists():
+            raise LaunchError(
+                f"{ADDRESS} = {address!r}: no cluster of this version of Ray answers there, or this machine is no node "
+                f"of it: ray start --address={address} makes it one.\n{last_lines(log, 3)}"
+            )
+        said = json.loads(answer.read_text())
     if said["problems"]:
         raise LaunchError("\n  ".join(["the Ray cluster cannot run this:", *said["problems"]]))
     return Cluster(address, **said["cluster"], client_cpus=client[0], client_gpus=client[1])
