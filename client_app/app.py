@@ -6,8 +6,8 @@ from functools import partial
 from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from client_app.flower_records import from_records, to_records
-from task.message import SECURE_SUM, Kind, Packet
+from client_app.flower_records import QUERIES, from_records, to_records
+from task.message import Kind, Packet
 
 log = logging.getLogger(__name__)
 
@@ -33,5 +33,5 @@ def _answer(kind: Kind, message: Message, context: Context) -> Message:
 app = ClientApp()
 app.train()(partial(_answer, "train"))
 app.evaluate()(partial(_answer, "evaluate"))
-for action in ("hello", *SECURE_SUM):
+for action in QUERIES:
     app.query(action)(partial(_answer, action))

@@ -9,18 +9,16 @@ from typing import Any
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from task.message import Arrays, Kind, Packet, to_plain_config, to_plain_metrics, to_wire_array
+from task.message import SECURE_SUM, Arrays, Kind, Packet, to_plain_config, to_plain_metrics, to_wire_array
 
-MESSAGE_TYPES: dict[Kind, str] = {
-    "hello": "query.hello",
-    "train": "train",
-    "evaluate": "evaluate",
-    "keys": "query.keys",
-    "shares": "query.shares",
-    "unmask": "query.unmask",
-}
+QUERIES: tuple[Kind, ...] = ("hello", *SECURE_SUM)
 
 Encode = Callable[[np.ndarray], Array]
+
+
+def message_type(kind: Kind) -> str:
+    """What Flower calls a message of this kind."""
+    return f"query.{kind}" if kind in QUERIES else kind
 
 
 def to_records(packet: Packet, encode: Encode = Array.from_numpy_ndarray) -> RecordDict:
@@ -56,11 +54,7 @@ def from_records(records: RecordDict) -> Packet:
 
 
 def record_of(arrays: Arrays, encode: Encode = Array.from_numpy_ndarray) -> ArrayRecord:
-    """Named arrays of any shape as one of Flower's records; ``encode`` as in :func:`to_records`.
-
-    Raises:
-        TypeError: an array holds neither numbers nor text; the message names it.
-    """
+    """Named arrays of any shape as one of Flower's records; ``encode`` and errors as of :func:`to_records`."""
     record = ArrayRecord()
     for name, array in arrays.items():
         record[name] = encode(to_wire_array(name, array))

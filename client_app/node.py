@@ -68,8 +68,6 @@ def own_data_dir(config: Config, node: Node) -> str:
 
 def _simulated_folder(config: Config, node: Node) -> Path:
     """Simulated nodes share the run's data-dir: node i has the i-th folder in it, in the order of the names."""
-    if config.data_dir and not Path(config.data_dir).expanduser().is_dir():
-        raise ConfigError(f"data-dir = {config.data_dir!r}: there is no such folder.")
     folders, index = class_folders(Path(config.data_dir).expanduser()), partition_id(node)
     if not config.data_dir or index >= len(folders):
         raise ConfigError(

@@ -63,8 +63,6 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
 
     ``initial`` are arrays to start from instead of the seeded ones, of the names and shapes of the first task's.
 
-    When the run has ended or failed, the operator is told as ``on-end`` says.
-
     Raises:
         ConfigError: data, weights or settings cannot be used; raised before anything is written.
         RunError: no quorum, or clients that cannot work together.
@@ -190,7 +188,7 @@ class Run:
                 return []
             with self.results.measure_seconds("federated_bias"):
                 seen = np.array(context.seen_classes)
-                return response_entropies(self.model, [update], self.scenario.dataset, seen)
+                return response_entropies(self.model, update, self.scenario.dataset, seen)
 
         aggregator = RoundAggregator(self.config, self.strategy, self.model, context, clients)
         if self.config.secure_aggregation != "off":

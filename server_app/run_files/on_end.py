@@ -28,10 +28,7 @@ def tell_operator(hook: str, directory: Path, error: BaseException | None = None
     Both get the same JSON object, a command on its standard input: ``run``, ``status`` (finished or failed), ``error``
     and ``directory``. They have PATIENCE seconds. What goes wrong is logged and changes nothing else.
 
-    Args:
-        hook: the run key ``on-end``; empty for nothing.
-        directory: the run's folder.
-        error: why the run failed; None if it finished.
+    An empty ``hook`` does nothing; ``error`` is why the run failed, None if it finished.
     """
     status, reason = ("finished", "") if error is None else ("failed", reason_of(error))
     event = {"run": directory.name, "status": status, "error": reason, "directory": str(directory)}

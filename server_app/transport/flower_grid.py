@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import DEFAULT_TTL, Array, Error, Message
 from flwr.serverapp import Grid
 
-from client_app.flower_records import MESSAGE_TYPES, Encode, from_records, to_records
+from client_app.flower_records import Encode, from_records, message_type, to_records
 from server_app.errors import one_line
 from server_app.transport.answers import Answer, Answers, answers_of, patiently
 from server_app.transport.base import Reply
@@ -200,7 +200,7 @@ def _envelopes(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> lis
     for node, packet in packets.items():
         # Flower must accept a late answer too, or the node would seem free while it works
         ttl = DEFAULT_TTL + timeout
-        message = Message(to_records(packet, encode), node, MESSAGE_TYPES[kind], ttl=ttl)
+        message = Message(to_records(packet, encode), node, message_type(kind), ttl=ttl)
         expires = message.metadata.created_at + ttl - 60
         envelopes.append(_Envelope(node, payload_bytes(packet), expires, message))
     return envelopes

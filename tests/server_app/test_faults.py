@@ -330,7 +330,7 @@ def test_other_backbone_or_code_at_a_client_stops_the_run(tiny: dict) -> None:
 
 def test_two_nodes_of_one_name(tiny: dict) -> None:
     with pytest.raises(RunError, match="give each its own name"):
-        run(tiny, node_settings={"name": "hospital"})
+        run(tiny, node_settings=[{"name": "hospital"}] * 3)
 
 
 def test_bad_settings_leave_no_folder_behind(tiny: dict, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from tests.helpers.runs import TWO
 
 
 def test_nodes_are_asked_in_turn_and_what_travels_is_counted():
-    transport = InProcessTransport({**defaults(), **TWO}, 3, {"name": "same"})
+    transport = InProcessTransport({**defaults(), **TWO}, 3, [{"name": "same"}] * 3)
     assert transport.nodes() == [0, 1, 2]
     assert transport.busy() == set()
     first, second = transport.exchange("hello", {1: packet(0), 2: packet(0)}, 4)
