@@ -73,11 +73,11 @@ def _send_shares(packet: Packet, node: Node) -> Packet:
     secrets.sealing_keys, secrets.masking_keys = ([bytes(key) for key in keys[:, i]] for i in (0, 1))
     secrets.threshold, number = int(str(packet.config["threshold"])), len(keys)
     pairs = list(zip(secrets.sealing_keys, secrets.masking_keys, strict=True))
-    if secrets.public() not in pairs or len({key for pair in pairs for key in pair}) != 2 * number:
-        raise ConfigError("the keys of this round's clients are not distinct, or this node's are missing.")
-    if not max(1, number / 2) < secrets.threshold <= number:
+    distinct, enough = len({*secrets.sealing_keys, *secrets.masking_keys}), max(1, number / 2)
+    if secrets.public() not in pairs or distinct != 2 * number or not enough < secrets.threshold <= number:
         raise ConfigError(
-            f"a threshold of {secrets.threshold} for {number} clients: more than half, and two, are needed."
+            f"the keys of the {number} clients of this round are not distinct or lack this node's, or a threshold of "
+            f"{secrets.threshold} is not more than half of them, and two."
         )
     place = secrets.place
     both = zip(*(split(secret, secrets.threshold, number) for secret in (secrets.seed, secrets.masking)), strict=True)

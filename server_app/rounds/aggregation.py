@@ -96,10 +96,10 @@ class RoundAggregator:
         config, context = self._config, self._context
         sums = RoundSums.of(config, context.server_round, context.ends_task, self._model, self._classes)
         try:
-            result = secure_sum.collect("train", train, sums.length, config.secure_aggregation_range)
-            update = check_sum(sums.to_answer(result.values), result.survivors, self._classes, config)
+            total, survivors = secure_sum.collect("train", train, sums.length, config.secure_aggregation_range)
+            update = check_sum(sums.to_answer(total), survivors, self._classes, config)
             if update:
-                self._use([replace(update, metrics={**update.metrics, **result.seconds})], report, lambda _: [])
+                self._use([replace(update, metrics={**update.metrics, **secure_sum.seconds})], report, lambda _: [])
         except TooFewClients as error:
             self.problem = str(error)
         except (SpoiledSum, InvalidReply) as error:
@@ -139,13 +139,13 @@ def sum_hidden_counts(
     """
     seen = np.array(context.seen_classes)
     try:
-        result = secure_sum.collect("evaluate", evaluate, len(seen) ** 2, config.secure_aggregation_range)
-        if len(result.survivors) < config.quorum:
-            raise TooFewClients(f"{len(result.survivors)} clients evaluated it, the quorum is {config.quorum}")
+        total, survivors = secure_sum.collect("evaluate", evaluate, len(seen) ** 2, config.secure_aggregation_range)
+        if len(survivors) < config.quorum:
+            raise TooFewClients(f"{len(survivors)} clients evaluated it, the quorum is {config.quorum}")
         counts = np.zeros((len(dataset.class_names),) * 2, np.int64)
-        counts[np.ix_(seen, seen)] = np.rint(result.values).reshape(len(seen), len(seen))
+        counts[np.ix_(seen, seen)] = np.rint(total).reshape(len(seen), len(seen))
         if config.own_data:
-            held = [client.by_class_id(client.test_counts, dataset.class_names) for client in result.survivors]
+            held = [client.by_class_id(client.test_counts, dataset.class_names) for client in survivors]
             limits = np.sum(held, axis=0)
         else:
             limits = np.bincount(dataset.test_labels, minlength=len(counts))

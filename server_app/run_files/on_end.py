@@ -6,10 +6,10 @@ import os
 import shlex
 import signal
 import subprocess
-import urllib.error
 import urllib.request
 from pathlib import Path
 from tempfile import TemporaryFile
+from urllib.error import HTTPError
 
 from server_app.errors import one_line, reason_of
 
@@ -41,7 +41,9 @@ def tell_operator(hook: str, directory: Path, error: BaseException | None = None
             _run_command(shlex.split(target), content, quotes_errors=target == hook)
     except Exception as problem:  # the run's own outcome must stand
         # the key as it was typed, and no text of the error that may quote it: variables are for secrets
-        log.warning("on-end = %r did not work: %s", hook, one_line(_describe(problem)))
+        reason = getattr(problem, "reason", None) or getattr(problem, "strerror", None) or ""
+        said = str(problem) if isinstance(problem, (HookError, HTTPError)) else f"{type(problem).__name__}. {reason}"
+        log.warning("on-end = %r did not work: %s", hook, one_line(said))
 
 
 def _run_command(words: list[str], content: bytes, quotes_errors: bool) -> None:
@@ -66,10 +68,3 @@ def _run_command(words: list[str], content: bytes, quotes_errors: bool) -> None:
             errors.seek(0)
             text = errors.read()[-1000:].decode(errors="replace") if quotes_errors else "What it said may hold secrets."
             raise HookError(f"exit code {command.returncode}. {text}")
-
-
-def _describe(problem: Exception) -> str:
-    if isinstance(problem, (HookError, urllib.error.HTTPError)):
-        return str(problem)
-    reason = getattr(problem, "reason", None) or getattr(problem, "strerror", None)
-    return f"{type(problem).__name__}. {reason or ''}"

@@ -3,7 +3,7 @@
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,19 +30,11 @@ class SpoiledSum(RuntimeError):
     """The shares of a lost client give another key than its own; the message names the client."""
 
 
-@dataclass
-class SecureSum:
-    """The sum of one round, float64 [length], over the ``survivors``; ``seconds`` of their work, added up by name."""
-
-    values: np.ndarray
-    survivors: list[ClientInfo]
-    seconds: Mapping[str, float]
-
-
 class RoundSum:
     """The four messages of a round; ``report`` gets bytes, and each client that is not in the sum with the reason.
 
     ``timeout`` seconds are for all four, so that clients that are lost one after the other cannot use them four times.
+    ``seconds`` are those of the clients' work, added up by name.
     """
 
     def __init__(
@@ -52,10 +44,10 @@ class RoundSum:
         self._clients = {client.node: client for client in clients}
         self._everyone: list[int] = []  # nodes of U1, by place
         self._keys: dict[int, np.ndarray] = {}  # of each node for sealing and for masks, uint8 [2, SECRET]
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def collect(self, kind: Kind, packet: Packet, length: int, largest: float) -> SecureSum:
-        """The sum of what each client answers to a message: ``length`` numbers, none above ``largest``.
+    def collect(self, kind: Kind, packet: Packet, length: int, largest: float) -> tuple[np.ndarray, list[ClientInfo]]:
+        """The sum of ``length`` numbers of each client, none above ``largest``, its answers to a message; and of whom.
 
         Raises:
             TooFewClients: a message was answered by fewer clients than the threshold.
@@ -77,8 +69,7 @@ class RoundSum:
         survivors = self._require_enough(arrived, "sent their part of the sum")
         for node, shares in self._open_shares(sealed, members, survivors).items():
             total -= self._mask_left(node, survivors, shares, length)
-        clients = [self._clients[node] for node in survivors]
-        return SecureSum(decode(total, largest, number), clients, self._seconds)
+        return decode(total, largest, number), [self._clients[node] for node in survivors]
 
     def _usable_keys(self, keys: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """The keys of all but those that the others would refuse, and so would not go on because of one client."""
@@ -120,7 +111,7 @@ class RoundSum:
             for seconds in ("seconds-train", "seconds-statistics"):
                 value: Any = answer.metrics.get(seconds)  # a client may send anything
                 if type(value) in (int, float) and 0 <= value <= _MAX_SECONDS:
-                    self._seconds[seconds] += value
+                    self.seconds[seconds] += value
             yield reply.node, array
 
     def _note(self, kind: Kind, node: int, problem: str) -> None:

@@ -100,7 +100,10 @@ class HttpAnswers:
             for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
                 # as the SuperLink has checked it, and not as the answer itself says: that may name another's message
                 answered = message.metadata.reply_to_message_id
-                self._uploads[answered] = _Upload(message.metadata.message_id, _object_ids(tree))
+                # each object once; the answer itself, which a node sends last, is the last one
+                objects = cast(Iterator[ObjectTree], iterate_object_tree(tree))
+                missing = list(dict.fromkeys(node.object_id for node in objects))
+                self._uploads[answered] = _Upload(message.metadata.message_id, missing)
         return [message_id for message_id in message_ids if message_id in self._uploads]
 
     def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
@@ -138,12 +141,6 @@ class HttpAnswers:
         except Exception as error:  # whatever the node has sent
             return error
         return answer if isinstance(answer, Message) else TypeError(f"a {type(answer).__name__} and no message")
-
-
-def _object_ids(tree: ObjectTree) -> list[str]:
-    """Each object of an answer once; the answer itself, which a node sends last, is the last one."""
-    nodes = cast(Iterator[ObjectTree], iterate_object_tree(tree))
-    return list(dict.fromkeys(node.object_id for node in nodes))
 
 
 Answers = WholeAnswers | HttpAnswers

@@ -56,12 +56,11 @@ class Clients:
 
     def sum(self, threshold: int) -> np.ndarray:
         infos = [ClientInfo(f"client-{i}", i, (), *[np.empty(0)] * 3, 0, (), (), "", "", (), "", 0) for i in self.nodes]
-        collected = RoundSum(self, infos, threshold, 5.0, self.report).collect(
-            "train", Packet(), self.vectors.shape[1], LARGEST
-        )
-        self.survivors = [client.node for client in collected.survivors]
-        self.seconds = collected.seconds
-        return collected.values
+        secure_sum = RoundSum(self, infos, threshold, 5.0, self.report)
+        values, survivors = secure_sum.collect("train", Packet(), self.vectors.shape[1], LARGEST)
+        self.survivors = [client.node for client in survivors]
+        self.seconds = secure_sum.seconds
+        return values
 
     def hidden(self, node: int) -> np.ndarray:
         return self.answers["train", node].arrays["hidden"]
@@ -298,13 +297,13 @@ def test_no_message_is_answered_twice_with_the_same_secrets(kind):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda p: p.config.update({"threshold": 2}), "a threshold of 2 for 4 clients"),
-        (lambda p: p.config.update({"threshold": 5}), "a threshold of 5 for 4 clients"),
+        (lambda p: p.config.update({"threshold": 2}), "a threshold of 2 is"),
+        (lambda p: p.config.update({"threshold": 5}), "a threshold of 5 is"),
         (lambda p: p.arrays.update({"keys": p.arrays["keys"][[0, 0, 1, 2]]}), "not distinct"),
-        (lambda p: p.arrays.update({"keys": p.arrays["keys"][[0, 2, 3]]}), "or this node's are missing"),
+        (lambda p: p.arrays.update({"keys": p.arrays["keys"][[0, 2, 3]]}), "lack this node's"),
         (
             lambda p: (p.arrays.update({"keys": p.arrays["keys"][[1]]}), p.config.update({"threshold": 1})),
-            "1 clients: more",
+            "of the 1 clients",
         ),
         (lambda p: p.arrays.clear(), "keys"),
     ],
