@@ -20,7 +20,6 @@ from task.keys import ConfigError
 from task.message import Packet
 from task.methods import load_class
 from task.models.device import resolve_device
-from task.models.evaluation import confusion_counts
 from task.models.load import load_backbone
 from task.models.model import Model, build_model, to_arrays
 from task.models.vit import Backbone
@@ -50,7 +49,7 @@ def train(answer: Packet, request: Request, scenario: Scenario, task_data: Clien
         ConfigError: other backbone weights than the server's, or arrays that do not fit.
         DivergedError: the loss is not finite.
     """
-    model = _load_model(request, scenario)
+    model = load_model(request, scenario)
     if len(task_data.positions):
         _learn(answer, request, scenario, model, task_data)
     config = request.config
@@ -62,15 +61,6 @@ def train(answer: Packet, request: Request, scenario: Scenario, task_data: Clien
     hidden = hide_in_sum(sums.of_answer(answer), config.secure_aggregation_range, request.packet, request.node)
     seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
     return Packet({"hidden": hidden}, metrics=seconds, config=answer.config)
-
-
-def predict(request: Request, scenario: Scenario, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Confusion counts of the global model, see :func:`task.models.evaluation.confusion_counts`.
-
-    Raises:
-        ConfigError: other backbone weights than the server's, or arrays that do not fit.
-    """
-    return confusion_counts(_load_model(request, scenario), scenario.dataset, order, positions)
 
 
 def _learn(answer: Packet, request: Request, scenario: Scenario, model: Model, task_data: ClientTaskData) -> None:
@@ -94,8 +84,12 @@ def _learn(answer: Packet, request: Request, scenario: Scenario, model: Model, t
         _add_statistics(answer, request, model, data, labels, mechanism)
 
 
-def _load_model(request: Request, scenario: Scenario) -> Model:
-    """The global model; the node may have been restarted with other backbone weights since it said hello."""
+def load_model(request: Request, scenario: Scenario) -> Model:
+    """The global model; the node may have been restarted with other backbone weights since it said hello.
+
+    Raises:
+        ConfigError: other backbone weights than the server's, or arrays that do not fit.
+    """
     torch.set_num_threads(request.config.threads)
     model = build_model(request.config, scenario.task_sizes(request.task))
     if request.packet.config["backbone-sha256"] != model.backbone.sha256:

@@ -71,12 +71,8 @@ def examine_cluster(
 ) -> Cluster:
     """The cluster at ``address``, after each of its nodes has shown the code, versions, weights and data of this one.
 
-    Args:
-        address: HOST:PORT of its head.
-        values: run keys, complete.
-        client: CPUs and GPUs that each client is given.
-        project: folder of the code, the same on all nodes.
-        check: called while waiting; an exception that it raises ends the wait.
+    ``values`` are all run keys, ``client`` the CPUs and GPUs that each client is given, ``project`` the folder of the
+    code on every node. ``check`` is called while waiting; an exception that it raises ends the wait.
 
     Raises:
         LaunchError: no cluster there, no node with room for a client, or nodes that cannot run one, by name.

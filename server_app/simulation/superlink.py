@@ -49,10 +49,8 @@ class FlowerRun:
 
     When this process is killed, its warden ends them.
 
-    Args:
-        project: folder of the Flower app; Ray's workers import the clients' code from there.
-        check: called while waiting; an exception that it raises ends the wait.
-        cluster: the Ray cluster that clients run on; without one, Flower starts a Ray for the run.
+    Ray's workers import the clients' code from ``project``, the folder of the Flower app. ``check`` is called while
+    waiting; an exception that it raises ends the wait. Without a ``cluster``, Flower starts a Ray for the run.
     """
 
     def __init__(self, project: Path, check: Callable[[], None], cluster: Cluster | None = None) -> None:
@@ -65,9 +63,9 @@ class FlowerRun:
         Raises:
             LaunchError: Flower is not installed, or its SuperLink does not start.
         """
-        for package, source in (("flwr", "flwr[simulation]"), ("ray", "flwr[simulation]"), ("psutil", "psutil")):
+        for package in ("flwr", "ray"):
             if importlib.util.find_spec(package) is None:
-                raise LaunchError(f"{package} is not installed: pip install '{source}', or add --in-process.")
+                raise LaunchError(f"{package} is not installed: pip install 'flwr[simulation]', or add --in-process.")
         # Ray appends about 70 characters for its sockets, whose paths may have about 100
         short = "/tmp" if len(tempfile.gettempdir()) > 20 and os.path.isdir("/tmp") else None
         self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=short))

@@ -144,8 +144,3 @@ class HttpAnswers:
 
 
 Answers = WholeAnswers | HttpAnswers
-
-
-def answers_of(grid: Grid) -> Answers:
-    """The way to the answers that fits a grid."""
-    return HttpAnswers(grid) if isinstance(grid, HttpGrid) else WholeAnswers(grid)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from flwr.app import DEFAULT_TTL, Array, Error, Message
 from flwr.serverapp import Grid
+from flwr.superlink.grid import HttpGrid
 
 from client_app.flower_records import Encode, from_records, message_type, to_records
 from server_app.errors import one_line
-from server_app.transport.answers import Answer, Answers, answers_of, patiently
+from server_app.transport.answers import Answer, Answers, HttpAnswers, WholeAnswers, patiently
 from server_app.transport.base import Reply
 from task.message import Kind, Packet, payload_bytes
 
@@ -33,7 +34,8 @@ class GridTransport:
     one_process = False
 
     def __init__(self, grid: Grid) -> None:
-        self._grid, self._answers = grid, answers_of(grid)
+        self._grid = grid
+        self._answers: Answers = HttpAnswers(grid) if isinstance(grid, HttpGrid) else WholeAnswers(grid)
         self._unanswered: dict[str, _Envelope] = {}  # of earlier exchanges, by id of the message
 
     def nodes(self) -> list[int]:
