@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-import psutil
+if TYPE_CHECKING:
+    import psutil
 
 
 class Interrupted(KeyboardInterrupt):
@@ -72,6 +74,8 @@ def end_processes(started: list["subprocess.Popen[bytes]"], mark: str, patience:
     ``mark`` is NAME=VALUE of an environment variable of these processes alone. It finds descendants whose parents are
     gone, as those of Ray's workers often are.
     """
+    import psutil
+
     family = {psutil.Process(process.pid) for process in started if process.poll() is None}
     asked: set[psutil.Process] = set()
     began = time.monotonic()
@@ -90,13 +94,15 @@ def end_processes(started: list["subprocess.Popen[bytes]"], mark: str, patience:
         time.sleep(0.1)
 
 
-def find_marked(mark: str) -> set[psutil.Process]:
+def find_marked(mark: str) -> set["psutil.Process"]:
     """Living processes with ``mark``, NAME=VALUE, in their environment, and their descendants."""
     return {process for process in _relatives(set(), mark) if _is_alive(process)}
 
 
-def _relatives(family: AbstractSet[psutil.Process], mark: str) -> set[psutil.Process]:
+def _relatives(family: AbstractSet["psutil.Process"], mark: str) -> set["psutil.Process"]:
     """Descendants of ``family``, and processes with the mark in their environment with their descendants."""
+    import psutil
+
     name, _, value = mark.partition("=")
     processes = psutil.process_iter(["environ"])  # of other people's processes the environment is None
     relatives = {process for process in processes if (process.info["environ"] or {}).get(name) == value}
@@ -106,7 +112,9 @@ def _relatives(family: AbstractSet[psutil.Process], mark: str) -> set[psutil.Pro
     return relatives
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def _is_alive(process: "psutil.Process") -> bool:
+    import psutil
+
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -63,9 +63,9 @@ class FlowerRun:
         Raises:
             LaunchError: Flower is not installed, or its SuperLink does not start.
         """
-        for package in ("flwr", "ray"):
+        for package, source in (("flwr", "flwr[simulation]"), ("ray", "flwr[simulation]"), ("psutil", "psutil")):
             if importlib.util.find_spec(package) is None:
-                raise LaunchError(f"{package} is not installed: pip install 'flwr[simulation]', or add --in-process.")
+                raise LaunchError(f"{package} is not installed: pip install '{source}', or add --in-process.")
         # Ray appends about 70 characters for its sockets, whose paths may have about 100
         short = "/tmp" if len(tempfile.gettempdir()) > 20 and os.path.isdir("/tmp") else None
         self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=short))
