@@ -55,11 +55,9 @@ def write_nodes(directory: Path, clients: Sequence[ClientInfo]) -> None:
 
 
 def list_nodes(superlink: str, runs: Path) -> list[NodeStatus]:
-    """The registered nodes in the order of their names.
+    """The registered nodes in the order of their names, with what they said and did in a folder of ``runs``.
 
-    Args:
-        superlink: name of a connection in Flower's config.toml.
-        runs: folder of runs, to learn from what the nodes said and did; may be missing.
+    ``superlink`` is the name of a connection in Flower's config.toml; the folder may be missing.
 
     Raises:
         LaunchError: there is no such connection, or the SuperLink does not answer.

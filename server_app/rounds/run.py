@@ -73,27 +73,23 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
     directory = run_directory(config)
     require_writable(directory)
     log.info("results go to %s", directory)
+    if unread := ignored_keys(config):
+        log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
     try:
-        _run_in(directory, config, transport, initial)
+        with contextlib.ExitStack() as locks:
+            if config.resume:
+                locks.enter_context(lock_run(directory))
+            run = Run(config, transport, directory, initial, locks)
+            try:
+                run.run()
+            except BaseException as error:
+                run.fail(error)
+                raise
     except BaseException as error:
         tell_operator(config.on_end, directory, error)
         raise
     tell_operator(config.on_end, directory)
     return directory
-
-
-def _run_in(directory: Path, config: Config, transport: Transport, initial: Arrays | None) -> None:
-    if unread := ignored_keys(config):
-        log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
-    with contextlib.ExitStack() as locks:
-        if config.resume:
-            locks.enter_context(lock_run(directory))
-        run = Run(config, transport, directory, initial, locks)
-        try:
-            run.run()
-        except BaseException as error:
-            run.fail(error)
-            raise
 
 
 class Run:
