@@ -19,7 +19,7 @@ from task.data.images import UnreadableImage
 from task.data.node_images import open_inventory, unreadable_classes
 from task.keys import ConfigError
 from task.message import Kind, Packet
-from task.scenario.client_data import ClientTaskData, all_client_positions, client_task_data, node_task_data
+from task.scenario.client_data import all_client_positions, client_task_data, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
 from task.utils.versions import code_sha256, package_version
@@ -122,21 +122,18 @@ def _load_scenario(request: Request) -> Scenario:
 
 def _train(request: Request) -> Packet:
     """Trained arrays and statistics in the clear; or what they add to the round's sums, under this node's masks."""
-    scenario, in_sum = _load_scenario(request), request.config.secure_aggregation != "off"
-    task_data = _task_data(request, scenario)
+    config, scenario = request.config, _load_scenario(request)
+    if config.own_data:
+        task_data = node_task_data(scenario, request.task)
+    else:
+        holds_pool, round = request.packet.config.get("pool") == request.client, request.number("round") - 1
+        task_data = client_task_data(config, partition_id(request.node), request.task, round, holds_pool)
     answer = Packet(metrics={"num-examples": len(task_data.positions)}, config={"name": request.client})
-    if not (len(task_data.positions) or in_sum):
+    if not len(task_data.positions) and config.secure_aggregation == "off":
         return answer
     from client_app.learning import train
 
     return train(answer, request, scenario, task_data)
-
-
-def _task_data(request: Request, scenario: Scenario) -> ClientTaskData:
-    if request.config.own_data:
-        return node_task_data(scenario, request.task)
-    holds_pool, round = request.packet.config.get("pool") == request.client, request.number("round") - 1
-    return client_task_data(request.config, partition_id(request.node), request.task, round, holds_pool)
 
 
 def _evaluate(request: Request) -> Packet:

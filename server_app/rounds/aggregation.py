@@ -49,12 +49,11 @@ class RoundAggregator:
         self.strategy_state = {name: copy.copy(value) for name, value in vars(strategy).items()}  # before the round
         self.mean = WeightedMean()  # of the accepted arrays so far
         self.updates: list[Update] = []  # accepted answers of clients that have trained, without their arrays
-        self.entropies: list[float] = []  # of the local models' responses; empty unless they are measured
+        self.entropies: dict[str, list[float]] = {}  # of the local models' responses by client, as measured
         self.problem = ""  # why too few clients were left for the round's secure sum
         self.spoiled = ""  # why the round's secure sum was dropped
         self.seconds = 0.0  # that the mean and the method have taken so far
         self._config, self._strategy, self._model, self._context = config, strategy, model, context
-        self._entropies: dict[str, list[float]] = {}  # by client
         self._clients = {client.node: client for client in clients}
         self._order = {client.name: i for i, client in enumerate(clients)}
         self._shapes = {name: tuple(value.shape) for name, value in model.trained_state().items()}
@@ -84,7 +83,6 @@ class RoundAggregator:
                 self._use([update], report, measure)
         self._use(waiting, report, measure)
         self.updates.sort(key=lambda update: self._order[update.client])
-        self.entropies = [entropy for update in self.updates for entropy in self._entropies[update.client]]
         report.idle.sort(key=self._order.__getitem__)
         report.failures.sort(key=lambda failed: self._order[failed["name"]])
 
@@ -114,7 +112,7 @@ class RoundAggregator:
         for update in updates:
             if update.client in refused:
                 continue
-            self._entropies[update.client] = measure(update)
+            self.entropies[update.client] = measure(update)
             started = time.perf_counter()
             if update.arrays:
                 self.mean.add(update.arrays, self._strategy.weight(update))

@@ -127,7 +127,13 @@ class Run:
         if sharing := self.results.sharing:
             log.info("each client has %(common)d common classes and %(private)d private ones", sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", sharing)
-        self.finished_rounds = self._restore(checkpoint) if checkpoint else self._claim_directory(locks)
+        if checkpoint:
+            self.finished_rounds = self._restore(checkpoint)
+        else:
+            locks.enter_context(lock_run(directory))
+            run_directory(self.config)  # another run of this name may have come first
+            write_config(directory, self.config, self.model)
+            self.finished_rounds = 0
         self._tensorboard = open_tensorboard(config, directory, self.finished_rounds)
         self._drawer = ReportDrawer(directory, self.results.leave_out_cpu)
         self._note_clients()
@@ -173,7 +179,8 @@ class Run:
         self.results.add_training([update.metrics for update in aggregator.updates], report)
         self._require_quorum(aggregator.problem, report, context)
         if context.ends_task:
-            self.results.add_bias(context.task, aggregator.entropies, local_distance(aggregator.updates))
+            entropies = [each for update in aggregator.updates for each in aggregator.entropies[update.client]]
+            self.results.add_bias(context.task, entropies, local_distance(aggregator.updates))
         self._update_global_model(aggregator, context, report)
         report.seconds = time.perf_counter() - started
         return report
@@ -292,12 +299,6 @@ class Run:
         write_nodes(self.directory, clients)
         if has_fixed_images(self.config):
             self.results.clients = [{"name": c.name, "class_counts": c.class_counts.tolist()} for c in clients]
-
-    def _claim_directory(self, locks: contextlib.ExitStack) -> int:
-        locks.enter_context(lock_run(self.directory))
-        run_directory(self.config)  # another run of this name may have come first
-        write_config(self.directory, self.config, self.model)
-        return 0
 
     def _restore(self, checkpoint: Mapping[str, Any]) -> int:
         """Go back to the end of the last saved round; returns its number."""
