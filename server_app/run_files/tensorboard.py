@@ -11,8 +11,6 @@ from task.keys import ConfigError
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-FOLDER = "tensorboard"
-
 
 def require_tensorboard(config: Config) -> None:
     """Check that TensorBoard is installed if the run key ``tensorboard`` asks for it.
@@ -30,7 +28,7 @@ def open_tensorboard(config: Config, directory: Path, finished_rounds: int) -> "
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(directory / FOLDER), purge_step=finished_rounds + 1)
+    return SummaryWriter(str(directory / "tensorboard"), purge_step=finished_rounds + 1)
 
 
 def add_round(

@@ -142,8 +142,7 @@ class RoundSum:
             return mask(secret, length)
         if public_key(secret) != bytes(self._keys[node][1]):
             raise SpoiledSum(f"the shares of {self._clients[node].name}, which was lost, are not of its key")
-        [place] = self._places([node])
-        left = np.zeros(length, np.uint64)
-        for survivor, other in zip(survivors, self._places(survivors), strict=True):
-            left -= pair_mask(secret, bytes(self._keys[survivor][1]), place, other, length)
+        left, place = np.zeros(length, np.uint64), self._everyone.index(node)
+        for other in survivors:
+            left -= pair_mask(secret, bytes(self._keys[other][1]), place, self._everyone.index(other), length)
         return left

@@ -60,7 +60,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "unknown class": (set_statistic("class_ids", lambda c: c + 1000), "not distinct classes of the task"),
     "class twice": (set_statistic("class_ids", lambda c: np.full_like(c, c[0])), "not distinct"),
     "negative variance": (set_statistic("variances", lambda v: v - 1e6), "variances are negative"),
-    "NaN mean": (set_statistic("means", lambda m: m * np.nan), "means holds NaN"),
+    "NaN mean": (set_statistic("means", lambda m: m * np.nan), "means holds values"),
     "means of another size": (set_statistic("means", lambda m: m[:, :-1]), "means is float32"),
     "missing statistic": (lambda p: p.statistics.pop("variances"), "were expected"),
     "huge array": (
