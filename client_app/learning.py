@@ -49,10 +49,9 @@ def train(answer: Packet, request: Request, scenario: Scenario, task_data: Clien
         ConfigError: other backbone weights than the server's, or arrays that do not fit.
         DivergedError: the loss is not finite.
     """
-    model = load_model(request, scenario)
+    config, model = request.config, load_model(request, scenario)
     if len(task_data.positions):
         _learn(answer, request, scenario, model, task_data)
-    config = request.config
     if config.secure_aggregation == "off":
         return answer
     classes = learnable_classes(config, scenario.schedule, request.task)

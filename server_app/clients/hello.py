@@ -61,8 +61,7 @@ def say_hello(
     transport: Transport, nodes: Sequence[int], config: Config, dataset: Dataset | None
 ) -> tuple[list[ClientInfo], list[AbsentNode]]:
     """Ask nodes who they are and what they hold; returns those that can take part, sorted by name, and the others."""
-    packet = Packet(config={"run-config": json.dumps(config.for_clients())})
-    packets = dict.fromkeys(nodes, packet)
+    packets = dict.fromkeys(nodes, Packet(config={"run-config": json.dumps(config.for_clients())}))
     replies = sort_replies(transport.exchange("hello", packets, config.round_timeout), packets)
     clients, absent = [], []
     for reply in replies:

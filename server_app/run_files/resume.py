@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -51,7 +50,7 @@ def require_same_backbone(directory: Path, backbone_sha256: str) -> None:
     Raises:
         ConfigError: it began with other weights.
     """
-    saved: dict[str, Any] = _read_saved_keys(directory)
+    saved = _read_saved_keys(directory)
     if saved["backbone-sha256"] != backbone_sha256:
         raise ConfigError(f"resume = {str(directory)!r} began with other backbone weights than these.")
     if saved.get("code-sha256") != code_sha256() or saved.get("versions") != versions():
