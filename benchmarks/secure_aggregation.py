@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from client_app.client import handle
 from client_app.node import Node
-from client_app.secure_aggregation import handle, hide_in_sum
+from client_app.secure_aggregation import hide_in_sum
 from server_app.clients.client_info import ClientInfo
 from server_app.run_files.results import RoundReport
 from server_app.secure_aggregation.round_sum import RoundSum
@@ -75,7 +76,7 @@ def measure(number: int, length: int) -> str:
     none = np.empty(0)
     infos = [ClientInfo(f"{i}", i, (), none, none, none, 0, (), (), "", "", (), "", 0) for i in range(number)]
     server, started = RoundSum(clients, infos, threshold, 0.0, RoundReport(1, 1, [])), time.process_time()
-    total = server.collect("train", Packet(), length, LARGEST).values
+    total, _ = server.collect("train", Packet(), length, LARGEST)
     seconds = time.process_time() - started
     left = number - clients.lost
     assert np.allclose(total, left * clients.values, rtol=0, atol=1e-3)

@@ -9,14 +9,14 @@ from random import Random
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from client_app import app as honest
+from client_app.app import app as honest
 from client_app.flower_records import from_records
 
 SHARE = "FCIL_SOAK_FAILURES"  # environment variable of the whole soak
 
 app = ClientApp()
-app.query("hello")(honest.hello)
-app.evaluate()(honest.evaluate)
+app.query("hello")(honest)
+app.evaluate()(honest)
 
 
 def fails(client: int, server_round: int) -> bool:
@@ -29,4 +29,4 @@ def train(message: Message, context: Context) -> Message:
     """As the real one, if the power stays on."""
     if fails(int(context.node_config["partition-id"]), int(from_records(message.content).config["server-round"])):  # type: ignore[arg-type]  # both are whole numbers
         raise RuntimeError("the power went")
-    return honest.train(message, context)
+    return honest(message, context)

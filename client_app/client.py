@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from client_app import secure_aggregation
 from client_app.node import Node, partition_id, state_dir
 from client_app.request import DivergedError, Request
+from client_app.secure_aggregation import SUM_STEPS, hide_in_sum
 from task.config.parsing import apply_node_settings, parse
 from task.data.images import UnreadableImage
 from task.data.node_images import open_inventory, unreadable_classes
 from task.keys import ConfigError
-from task.message import SECURE_SUM, Kind, Packet
-from task.scenario.client_data import ClientTaskData, all_client_positions, client_task_data, node_task_data
+from task.message import Kind, Packet
+from task.scenario.client_data import all_client_positions, client_task_data, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
 from task.utils.versions import code_sha256, package_version
@@ -32,9 +32,9 @@ def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
 
     The run's settings come with the message. The node's own device, data-dir and backbone-weights override them.
     """
-    if kind in SECURE_SUM:
-        return secure_aggregation.handle(kind, packet, node)
     try:
+        if kind in SUM_STEPS:
+            return SUM_STEPS[kind](packet, node)
         run_config = packet.config.get("run-config")
         config = parse(apply_node_settings(json.loads(str(run_config)) if run_config else node.values, node.settings))
         return _answer_without_lost_files(_HANDLERS[kind], Request(packet, config, node))
@@ -122,21 +122,18 @@ def _load_scenario(request: Request) -> Scenario:
 
 def _train(request: Request) -> Packet:
     """Trained arrays and statistics in the clear; or what they add to the round's sums, under this node's masks."""
-    scenario, in_sum = _load_scenario(request), request.config.secure_aggregation != "off"
-    task_data = _task_data(request, scenario)
+    config, scenario = request.config, _load_scenario(request)
+    if config.own_data:
+        task_data = node_task_data(scenario, request.task)
+    else:
+        holds_pool, round = request.packet.config.get("pool") == request.client, request.number("round") - 1
+        task_data = client_task_data(config, partition_id(request.node), request.task, round, holds_pool)
     answer = Packet(metrics={"num-examples": len(task_data.positions)}, config={"name": request.client})
-    if not (len(task_data.positions) or in_sum):
+    if not len(task_data.positions) and config.secure_aggregation == "off":
         return answer
     from client_app.learning import train
 
     return train(answer, request, scenario, task_data)
-
-
-def _task_data(request: Request, scenario: Scenario) -> ClientTaskData:
-    if request.config.own_data:
-        return node_task_data(scenario, request.task)
-    holds_pool, round = request.packet.config.get("pool") == request.client, request.number("round") - 1
-    return client_task_data(request.config, partition_id(request.node), request.task, round, holds_pool)
 
 
 def _evaluate(request: Request) -> Packet:
@@ -151,7 +148,8 @@ def _evaluate(request: Request) -> Packet:
     counts = _count_predictions(request, scenario, order, positions)
     if config.secure_aggregation != "off":
         in_order = counts[np.ix_(order, order)].ravel().astype(np.float64)
-        return Packet(request.hidden(in_order), config={"name": request.client})
+        hidden = hide_in_sum(in_order, config.secure_aggregation_range, request.packet, request.node)
+        return Packet({"hidden": hidden}, config={"name": request.client})
     cells = np.argwhere(counts)
     arrays = {
         "correct": counts.diagonal(),
@@ -165,9 +163,10 @@ def _count_predictions(request: Request, scenario: Scenario, order: np.ndarray, 
     """Confusion counts int64 [C, C]; zeros, without a model, if none of the images is of a class seen so far."""
     if not len(scenario.dataset.test_positions(order, positions)):
         return np.zeros((len(scenario.dataset.class_names),) * 2, np.int64)
-    from client_app.learning import predict
+    from client_app.learning import load_model
+    from task.models.evaluation import confusion_counts
 
-    return predict(request, scenario, order, positions)
+    return confusion_counts(load_model(request, scenario), scenario.dataset, order, positions)
 
 
 _HANDLERS: dict[Kind, Callable[[Request], Packet]] = {

@@ -3,37 +3,32 @@
 The records are named arrays, prototypes, metrics and config; an empty one does not travel.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-from task.message import Arrays, Kind, Packet, to_plain_config, to_plain_metrics, to_wire_array
+from task.message import SECURE_SUM, Arrays, Kind, Packet, to_plain_config, to_plain_metrics, to_wire_array
 
-MESSAGE_TYPES: dict[Kind, str] = {
-    "hello": "query.hello",
-    "train": "train",
-    "evaluate": "evaluate",
-    "keys": "query.keys",
-    "shares": "query.shares",
-    "unmask": "query.unmask",
-}
-
-Encode = Callable[[np.ndarray], Array]
+QUERIES: tuple[Kind, ...] = ("hello", *SECURE_SUM)
 
 
-def to_records(packet: Packet, encode: Encode = Array.from_numpy_ndarray) -> RecordDict:
-    """New records with the contents of ``packet``; ``encode`` makes Flower's Array from an array in C order.
+def message_type(kind: Kind) -> str:
+    """What Flower calls a message of this kind."""
+    return f"query.{kind}" if kind in QUERIES else kind
+
+
+def to_records(packet: Packet) -> RecordDict:
+    """New records with the contents of ``packet``.
 
     Raises:
         TypeError, ValueError: something in the packet cannot travel; the message names it.
     """
     records = RecordDict()
     if packet.arrays:
-        records["arrays"] = record_of(packet.arrays, encode)
+        records["arrays"] = record_of(packet.arrays)
     if packet.statistics:
-        records["prototypes"] = record_of(packet.statistics, encode)
+        records["prototypes"] = record_of(packet.statistics)
     if packet.metrics:
         records["metrics"] = MetricRecord(dict(to_plain_metrics(packet.metrics)))
     if packet.config:
@@ -55,16 +50,9 @@ def from_records(records: RecordDict) -> Packet:
     )
 
 
-def record_of(arrays: Arrays, encode: Encode = Array.from_numpy_ndarray) -> ArrayRecord:
-    """Named arrays of any shape as one of Flower's records; ``encode`` as in :func:`to_records`.
-
-    Raises:
-        TypeError: an array holds neither numbers nor text; the message names it.
-    """
-    record = ArrayRecord()
-    for name, array in arrays.items():
-        record[name] = encode(to_wire_array(name, array))
-    return record
+def record_of(arrays: Arrays) -> ArrayRecord:
+    """Named arrays of any shape as one of Flower's records; errors as of :func:`to_records`."""
+    return ArrayRecord({name: Array.from_numpy_ndarray(to_wire_array(name, array)) for name, array in arrays.items()})
 
 
 def arrays_of(record: ArrayRecord) -> Arrays:

@@ -12,14 +12,14 @@ import torch
 from client_app.node import random_stream
 from client_app.objectives.base import LocalData
 from client_app.request import Request
+from client_app.secure_aggregation import hide_in_sum
 from client_app.training import train_locally
 from task.config.schema import Config
 from task.data.load import default_augmentation
 from task.keys import ConfigError
-from task.message import Arrays, Packet
+from task.message import Packet
 from task.methods import load_class
 from task.models.device import resolve_device
-from task.models.evaluation import confusion_counts
 from task.models.load import load_backbone
 from task.models.model import Model, build_model, to_arrays
 from task.models.vit import Backbone
@@ -49,19 +49,17 @@ def train(answer: Packet, request: Request, scenario: Scenario, task_data: Clien
         ConfigError: other backbone weights than the server's, or arrays that do not fit.
         DivergedError: the loss is not finite.
     """
-    model = _load_model(request, scenario)
+    config, model = request.config, load_model(request, scenario)
     if len(task_data.positions):
         _learn(answer, request, scenario, model, task_data)
-    return answer if request.config.secure_aggregation == "off" else _hide(answer, request, scenario, model)
-
-
-def predict(request: Request, scenario: Scenario, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Confusion counts of the global model, see :func:`task.models.evaluation.confusion_counts`.
-
-    Raises:
-        ConfigError: other backbone weights than the server's, or arrays that do not fit.
-    """
-    return confusion_counts(_load_model(request, scenario), scenario.dataset, order, positions)
+    if config.secure_aggregation == "off":
+        return answer
+    classes = learnable_classes(config, scenario.schedule, request.task)
+    ends_task = bool(request.packet.config["ends-task"])
+    sums = RoundSums.of(config, request.number("server-round"), ends_task, model, classes)
+    hidden = hide_in_sum(sums.of_answer(answer), config.secure_aggregation_range, request.packet, request.node)
+    seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
+    return Packet({"hidden": hidden}, metrics=seconds, config=answer.config)
 
 
 def _learn(answer: Packet, request: Request, scenario: Scenario, model: Model, task_data: ClientTaskData) -> None:
@@ -85,17 +83,12 @@ def _learn(answer: Packet, request: Request, scenario: Scenario, model: Model, t
         _add_statistics(answer, request, model, data, labels, mechanism)
 
 
-def _hide(answer: Packet, request: Request, scenario: Scenario, model: Model) -> Packet:
-    """The answer as numbers that only the sum over clients gives back; seconds are as they are."""
-    config, server_round = request.config, request.number("server-round")
-    classes = learnable_classes(config, scenario.schedule, request.task)
-    sums = RoundSums.of(config, server_round, bool(request.packet.config["ends-task"]), model, classes)
-    seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
-    return Packet(request.hidden(sums.of_answer(answer)), metrics=seconds, config=answer.config)
+def load_model(request: Request, scenario: Scenario) -> Model:
+    """The global model; the node may have been restarted with other backbone weights since it said hello.
 
-
-def _load_model(request: Request, scenario: Scenario) -> Model:
-    """The global model; the node may have been restarted with other backbone weights since it said hello."""
+    Raises:
+        ConfigError: other backbone weights than the server's, or arrays that do not fit.
+    """
     torch.set_num_threads(request.config.threads)
     model = build_model(request.config, scenario.task_sizes(request.task))
     if request.packet.config["backbone-sha256"] != model.backbone.sha256:
@@ -116,24 +109,15 @@ def _fit(request: Request, model: Model, data: LocalData, rng: torch.Generator) 
 def _add_statistics(
     answer: Packet, request: Request, model: Model, data: LocalData, labels: np.ndarray, mechanism: GaussianMechanism
 ) -> None:
-    """Put into the answer what the method sends beside arrays, and the seconds that it took."""
-    started = time.perf_counter()
-    answer.statistics = _collect_statistics(request, model, data, labels, mechanism)
-    answer.metrics["seconds-statistics"] = time.perf_counter() - started
-
-
-def _collect_statistics(
-    request: Request, model: Model, data: LocalData, labels: np.ndarray, mechanism: GaussianMechanism
-) -> Arrays:
-    """Statistics of the classes with at least min-class-count images."""
-    config = request.config
+    """Put into the answer statistics of the classes with at least min-class-count images, and the seconds they took."""
+    started, config = time.perf_counter(), request.config
     statistics = load_class(config.method_row.statistics)()
     counted = np.bincount(labels)[labels] >= config.min_class_count
     due = statistics.due(config, request.number("server-round"), bool(request.packet.config["ends-task"]))
-    if not due or not counted.any():
-        return {}
-    model.eval()
-    model.prompt.train(not config.method_row.adapts)  # the task is known here: the prompt acts as in training
-    on_device = (torch.from_numpy(values[counted]).to(model.device) for values in (labels, data.rows))
-    sample = Sample(data.images, data.positions[counted], *on_device)
-    return statistics.collect(model, sample, config.options, mechanism)
+    if due and counted.any():
+        model.eval()
+        model.prompt.train(not config.method_row.adapts)  # the task is known here: the prompt acts as in training
+        on_device = (torch.from_numpy(values[counted]).to(model.device) for values in (labels, data.rows))
+        sample = Sample(data.images, data.positions[counted], *on_device)
+        answer.statistics = statistics.collect(model, sample, config.options, mechanism)
+    answer.metrics["seconds-statistics"] = time.perf_counter() - started

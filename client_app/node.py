@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from task.config.schema import Config
 from task.data.image_folders import class_folders
@@ -18,13 +19,13 @@ class Node:
     """The run's flat configuration and the node's own settings (name, partition-id, data-dir, state-dir, device).
 
     ``run`` is the id of the run; several may be under way at the same time. ``memory`` is what the node remembers
-    between the messages of a run, not on disk; it is changed in place.
+    between the messages of a run, not on disk: bytes, scalars and lists of these; it is changed in place.
     """
 
     values: Mapping[str, Scalar]
     settings: Mapping[str, Scalar]
     run: str = ""
-    memory: dict[str, str] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
 
 
 def partition_id(node: Node) -> int:
@@ -67,8 +68,6 @@ def own_data_dir(config: Config, node: Node) -> str:
 
 def _simulated_folder(config: Config, node: Node) -> Path:
     """Simulated nodes share the run's data-dir: node i has the i-th folder in it, in the order of the names."""
-    if config.data_dir and not Path(config.data_dir).expanduser().is_dir():
-        raise ConfigError(f"data-dir = {config.data_dir!r}: there is no such folder.")
     folders, index = class_folders(Path(config.data_dir).expanduser()), partition_id(node)
     if not config.data_dir or index >= len(folders):
         raise ConfigError(

@@ -2,13 +2,10 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from client_app import secure_aggregation
 from client_app.node import Node, client_name, own_data_dir, state_dir
 from task.config.schema import Config
 from task.data.node_images import Inventory, load_inventory, scan_images
-from task.message import Arrays, Packet
+from task.message import Packet
 
 
 class DivergedError(RuntimeError):
@@ -46,8 +43,3 @@ class Request:
     def listed_images(self) -> Inventory | None:
         """The list of the last scan in this run."""
         return load_inventory(own_data_dir(self.config, self.node), state_dir(self.config, self.node), self.node.run)
-
-    def hidden(self, values: np.ndarray) -> Arrays:
-        """Numbers [P] for a secure sum, under this node's masks; errors as of the function that masks them."""
-        largest = self.config.secure_aggregation_range
-        return {"hidden": secure_aggregation.hide_in_sum(values, largest, self.packet, self.node)}

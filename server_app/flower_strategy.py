@@ -6,7 +6,6 @@
 The nodes run this project's ClientApp, ``client_app.app:app``; what they need to know travels in the messages.
 """
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from client_app.flower_records import arrays_of, record_of
 from server_app.rounds.run import run_experiment
+from server_app.run_files.writers import read_lines
 from server_app.transport.flower_grid import GridTransport
 from task.config.parsing import parse
 from task.config.schema import Config
@@ -133,8 +133,7 @@ def read_result(directory: Path, config: Config) -> Result:
     """A finished run's files as Flower's Result; rounds count from 1."""
     result = Result(arrays=record_of(safetensors.numpy.load_file(directory / "model.safetensors")))
     evaluated = result.evaluate_metrics_clientapp if config.evaluate == "clients" else result.evaluate_metrics_serverapp
-    for number, text in enumerate((directory / "rounds.jsonl").read_text().splitlines(), start=1):
-        line = json.loads(text)
+    for number, line in enumerate(read_lines(directory / "rounds.jsonl"), start=1):
         if line["seen_accuracy"] is not None:
             evaluated[number] = MetricRecord({"accuracy": line["seen_accuracy"]})
         result.train_metrics_clientapp[number] = MetricRecord(_numbers(line))

@@ -79,13 +79,9 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         if isinstance(keys.get(name), str) and keys[name] and Path(str(keys[name])).exists():
             keys[name] = str(Path(str(keys[name])).resolve())
     if not parse(keys).num_clients:
-        # a number, so that the server waits for all of them
-        keys["num-clients"] = (_count_node_folders(keys) if keys.get("dataset") == OWN else 0) or DEFAULT_CLIENTS
+        from task.data.image_folders import class_folders
+
+        own = keys.get("dataset") == OWN  # simulated nodes with data of their own are the folders in data-dir
+        nodes = class_folders(Path(str(keys.get("data-dir") or "nowhere")).expanduser()) if own else []
+        keys["num-clients"] = len(nodes) or DEFAULT_CLIENTS  # a number, so that the server waits for all of them
     return keys
-
-
-def _count_node_folders(values: Mapping[str, Scalar]) -> int:
-    """Number of simulated nodes with data of their own: the folders in data-dir."""
-    from task.data.image_folders import class_folders
-
-    return len(class_folders(Path(str(values.get("data-dir") or "nowhere")).expanduser()))

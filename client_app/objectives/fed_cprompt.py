@@ -24,25 +24,20 @@ class FedCPrompt(Objective):
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
         """Before the first epoch, keep the global prompt of the current task."""
         if epoch == 0:
-            self.global_prompt = task_prompts(model)[-1].detach().clone()
+            self.global_prompt = prompt_of(model, CodaPrompt).prompts[-1].detach().clone()
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy over the current classes and the contrastive loss; logits [B, current classes]."""
         loss, logits = super().loss(model, inputs, rows)
-        *older, local = task_prompts(model)
+        *older, local = prompt_of(model, CodaPrompt).prompts
         return loss + self.options.weight * contrast(local, self.global_prompt, older, self.options), logits
-
-
-def task_prompts(model: Model) -> list[Tensor]:
-    """Components of every task so far, [J, M, 2, L_p, D] each: J prompted blocks, M components."""
-    return [*prompt_of(model, CodaPrompt).prompts]
 
 
 def contrast(local: Tensor, received: Tensor, older: list[Tensor], options: FedCPromptOptions) -> Tensor:
     """max(d(local, global) - push * min_i d(local, older_i) + margin, 0); in the first task d(local, global) alone.
 
     d is the root mean square, over blocks and components, of the distance of two component vectors. ``local`` is the
-    task prompt in training, [J, M, 2, L_p, D], and ``received`` the global one at the start of the round.
+    task prompt in training, [J, M, 2, L_p, D]: J blocks, M components; ``received`` is what the round began with.
     """
     per_vector = (local.shape[0] * local.shape[1]) ** -0.5
     pull = per_vector * torch.linalg.vector_norm(local - received)

@@ -9,8 +9,6 @@ from task.method_options import FPPLOptions
 from task.models.feature_cache import Inputs
 from task.models.model import Model
 
-_NONE = -100  # target of an image whose class has no global prototype
-
 
 class FPPLObjective(Objective):
     """L = L_ur + L_ce (eq. 8); L_ur (eq. 6) pulls features towards the global prototype of their class.
@@ -26,7 +24,7 @@ class FPPLObjective(Objective):
         super().begin_epoch(model, data, epoch, rng)
         if self.statistics:
             rows = self.statistics["rows"]
-            self.prototype_of = torch.full((len(model.head.bias),), _NONE, device=model.device)
+            self.prototype_of = torch.full((len(model.head.bias),), -100, device=model.device)  # ignored by the loss
             self.prototype_of[rows] = torch.arange(len(rows), device=model.device)
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,4 +47,4 @@ def unified_loss(features: Tensor, prototypes: Tensor, targets: Tensor, tau: flo
     counts as a loss of zero.
     """
     similarity = F.normalize(features, dim=1) @ F.normalize(prototypes, dim=1).T / tau
-    return F.cross_entropy(similarity, targets, ignore_index=_NONE, reduction="sum") / len(features)
+    return F.cross_entropy(similarity, targets, reduction="sum") / len(features)

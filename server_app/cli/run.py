@@ -3,7 +3,6 @@
 import argparse
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -108,9 +107,8 @@ def _cluster_address(args: argparse.Namespace) -> str:
 
 def _join(address: str, values: dict[str, Scalar], config: Config, gpus: float) -> Cluster:
     print(f"asking every node of the Ray cluster {address} for its code, versions, weights and data", flush=True)
-    client = (config.threads, gpus)
-    with interruptible() as check, tempfile.TemporaryDirectory() as folder:
-        return examine_cluster(address, values, client, project_folder(), Path(folder), check)
+    with interruptible() as check:
+        return examine_cluster(address, values, (config.threads, gpus), project_folder(), check)
 
 
 def _run_here(values: dict[str, Scalar], progress: Progress) -> int:

@@ -61,79 +61,73 @@ def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:
     if reason := failure(reply):
         raise ValueError(reason)
     packet = reply.packet or Packet()
-    texts, counts = _read_texts(packet.config), packet.arrays.get("class_counts", np.empty(0))
-    classes = texts["classes"]
+    config, counts = packet.config, packet.arrays.get("class_counts", np.empty(0))
+    classes = dataset.class_names if dataset else _read_names(config, "classes", MAX_CLASSES)
+    if dataset and config.get("classes") != list(classes):
+        raise ValueError(f"its classes {config.get('classes')} are not those of the run")
     test_counts = packet.arrays.get("test_counts", np.zeros(len(classes), np.int64))
-    if dataset and classes != dataset.class_names:
-        raise ValueError(f"its classes {list(classes)} are not those of the run")
-    _check_counts(classes, class_counts=counts, test_counts=test_counts)
+    for name, array in {"class_counts": counts, "test_counts": test_counts}.items():
+        if array.dtype != np.int64 or array.shape != (len(classes),) or (array < 0).any():
+            raise ValueError(
+                f"{name} are {array.dtype} {list(array.shape)}; {len(classes)} counts from 0, int64, were expected"
+            )
     if dataset and (counts > np.bincount(dataset.train_labels, minlength=len(classes))).any():
         raise ValueError("class_counts are above those of the whole data set")
     images: dict[str, Any] = {"unreadable": 0, "unreadable_classes": (), "image_shape": ()}
     if not dataset:
-        images = _read_own_images(classes, counts + test_counts, packet.config)
-    said = {**texts, **images, "free_disk": _read_free_disk(packet.config)}
-    return ClientInfo(node=reply.node, own_counts=counts, test_counts=test_counts, class_counts=counts, **said)
-
-
-def _read_texts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The texts that every node sends, by the attributes of :class:`ClientInfo`."""
-    texts = {name: config.get(name) for name in ("name", "backbone-sha256", "code-sha256", "device")}
-    missing = sorted(name for name in (*texts, "classes", "versions") if config.get(name) is None)
-    if missing:
-        raise ValueError(f"its hello lacks {missing}")
-    for name, text in texts.items():
-        if not _is_name(text):
-            raise ValueError(f"its {name} is no printable text of 1 to {MAX_NAME} characters")
-    lists = {
-        "classes": _read_list(config, "classes", MAX_CLASSES),
-        "versions": _read_names(config, "versions", MAX_VERSIONS),
-    }
-    return {name.replace("-", "_"): text for name, text in texts.items()} | lists
-
-
-def _read_free_disk(config: Mapping[str, Any]) -> int:
-    size = config.get("free-disk")
-    if type(size) is not int or size < 0:
-        raise ValueError(f"its free-disk is {size!r}; a number of bytes was expected")
-    return size
-
-
-def _check_counts(classes: Sequence[str], **arrays: np.ndarray) -> None:
-    for name, counts in arrays.items():
-        if counts.dtype != np.int64 or counts.shape != (len(classes),) or (counts < 0).any():
-            raise ValueError(
-                f"{name} are {counts.dtype} {list(counts.shape)}; {len(classes)} counts from 0, int64, were expected"
-            )
-
-
-def _read_names(config: Mapping[str, Any], name: str, max_length: int) -> tuple[str, ...]:
-    texts = _read_list(config, name, max_length)
-    if not all(map(_is_name, texts)):
-        raise ValueError(f"its {name} are not printable texts of 1 to {MAX_NAME} characters")
-    return texts
-
-
-def _read_list(config: Mapping[str, Any], name: str, max_length: int) -> tuple[str, ...]:
-    texts = config.get(name)
-    if not isinstance(texts, list) or len(texts) > max_length or not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"its {name} are no list of at most {max_length} texts")
-    return tuple(texts)
+        images = _read_own_images(classes, counts + test_counts, config)
+    texts = {"name": "name", "backbone_sha256": "backbone-sha256", "code_sha256": "code-sha256", "device": "device"}
+    said: dict[str, Any] = {attribute: _read_name(config, name) for attribute, name in texts.items()}
+    return ClientInfo(
+        **said,
+        **images,
+        node=reply.node,
+        classes=classes,
+        own_counts=counts,
+        test_counts=test_counts,
+        class_counts=counts,
+        versions=_read_names(config, "versions", MAX_VERSIONS),
+        free_disk=_read_number(config, "free-disk"),
+    )
 
 
 def _read_own_images(classes: Sequence[str], counts: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any]:
     """What only nodes with images of their own send, by the attributes of :class:`ClientInfo`."""
     if ((counts < 1) | (counts > MAX_IMAGES)).any():
         raise ValueError(f"its class_counts are not 1 to {MAX_IMAGES} images of each class")
-    if len(set(classes)) < len(classes) or find_same_class(classes) or not all(map(_is_name, classes)):
-        raise ValueError(f"its class names are not distinct texts of 1 to {MAX_NAME} printable characters")
-    shape, unreadable = config.get("image-shape"), config.get("unreadable")
+    if len(set(classes)) < len(classes) or find_same_class(classes):
+        raise ValueError("its classes are not distinct")
+    shape = config.get("image-shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n <= MAX_SIDE for n in shape):
         raise ValueError(f"its image-shape is {shape!r}; height and width were expected")
-    if type(unreadable) is not int or unreadable < 0:
-        raise ValueError(f"its number of unreadable files is {unreadable!r}")
-    left_out = _read_names(config, "unreadable-classes", MAX_CLASSES)
-    return {"unreadable": unreadable, "unreadable_classes": left_out, "image_shape": tuple(shape)}
+    return {
+        "unreadable": _read_number(config, "unreadable"),
+        "unreadable_classes": _read_names(config, "unreadable-classes", MAX_CLASSES),
+        "image_shape": tuple(shape),
+    }
+
+
+def _read_number(config: Mapping[str, Any], name: str) -> int:
+    number = config.get(name)
+    if type(number) is not int or number < 0:
+        raise ValueError(f"its {name} is {number!r}; a whole number from 0 was expected")
+    return number
+
+
+def _read_name(config: Mapping[str, Any], name: str) -> str:
+    text = config.get(name)
+    if not _is_name(text):
+        raise ValueError(f"its {name} is no printable text of 1 to {MAX_NAME} characters")
+    return str(text)
+
+
+def _read_names(config: Mapping[str, Any], name: str, max_length: int) -> tuple[str, ...]:
+    texts = config.get(name)
+    if not isinstance(texts, list) or len(texts) > max_length or not all(map(_is_name, texts)):
+        raise ValueError(
+            f"its {name} are no list of at most {max_length} printable texts of 1 to {MAX_NAME} characters"
+        )
+    return tuple(texts)
 
 
 def _is_name(text: Any) -> bool:

@@ -30,13 +30,10 @@ class AbsentNode:
 
 
 def wait_for_nodes(transport: Transport, expected: int, patience: float, minimum: int | None = None) -> list[int]:
-    """Wait for nodes to connect; returns their handles.
+    """Wait for ``expected`` nodes to connect, if 0 until SETTLED seconds pass without a new one; returns their handles.
 
-    Args:
-        transport: reaches the nodes.
-        expected: number of nodes; 0 for all that connect before SETTLED seconds pass without a new one.
-        patience: seconds without a new node after which waiting ends; at least START_TIMEOUT for the first node.
-        minimum: number of nodes that are enough when waiting ends; ``expected`` if not given.
+    Waiting ends after ``patience`` seconds without a new node, at least START_TIMEOUT for the first one; ``minimum``
+    nodes are enough then, ``expected`` if it is not given.
 
     Raises:
         RunError: too few nodes.
@@ -64,8 +61,7 @@ def say_hello(
     transport: Transport, nodes: Sequence[int], config: Config, dataset: Dataset | None
 ) -> tuple[list[ClientInfo], list[AbsentNode]]:
     """Ask nodes who they are and what they hold; returns those that can take part, sorted by name, and the others."""
-    packet = Packet(config={"run-config": json.dumps(config.for_clients())})
-    packets = dict.fromkeys(nodes, packet)
+    packets = dict.fromkeys(nodes, Packet(config={"run-config": json.dumps(config.for_clients())}))
     replies = sort_replies(transport.exchange("hello", packets, config.round_timeout), packets)
     clients, absent = [], []
     for reply in replies:

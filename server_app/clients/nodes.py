@@ -55,17 +55,16 @@ def write_nodes(directory: Path, clients: Sequence[ClientInfo]) -> None:
 
 
 def list_nodes(superlink: str, runs: Path) -> list[NodeStatus]:
-    """The registered nodes in the order of their names.
+    """The registered nodes in the order of their names, with what they said and did in a folder of ``runs``.
 
-    Args:
-        superlink: name of a connection in Flower's config.toml.
-        runs: folder of runs, to learn from what the nodes said and did; may be missing.
+    ``superlink`` is the name of a connection in Flower's config.toml; the folder may be missing.
 
     Raises:
         LaunchError: there is no such connection, or the SuperLink does not answer.
     """
-    reports = _Reports(runs)
-    nodes = [_join(node, reports) for node in _ask_superlink(superlink) if node.status != "unregistered"]
+    files = sorted(runs.glob(f"*/{NODES}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    said = [(path.parent, entry) for path in files for entry in _read(path)]
+    nodes = [_join(node, said) for node in _ask_superlink(superlink) if node.status != "unregistered"]
     return sorted(nodes, key=lambda node: (node.registered_as or node.name, node.node_id))
 
 
@@ -89,23 +88,6 @@ def _ask_superlink(superlink: str) -> "Sequence[NodeInfo]":
         raise LaunchError(error.format_message()) from error
 
 
-class _Reports:
-    """What nodes said and did in the runs of a folder, newest run first."""
-
-    def __init__(self, runs: Path) -> None:
-        files = sorted(runs.glob(f"*/{NODES}"), key=lambda path: path.stat().st_mtime, reverse=True)
-        self._runs = [(path.parent, {entry["node_id"]: entry for entry in _read(path)}) for path in files]
-
-    def said(self, node_id: str) -> Mapping[str, Any]:
-        """What the node said last."""
-        return next((nodes[node_id] for _, nodes in self._runs if node_id in nodes), {})
-
-    def last_round(self, node_id: str) -> str:
-        """The newest round that the node answered."""
-        rounds = (_rounds_of(run, nodes[node_id]["name"]) for run, nodes in self._runs if node_id in nodes)
-        return next((text for texts in rounds for text in texts), "")
-
-
 def _read(path: Path) -> list[dict[str, Any]]:
     """The nodes in a run's file; none if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
@@ -120,8 +102,12 @@ def _rounds_of(run: Path, name: str) -> Iterator[str]:
             yield f"{run.name}: task {line['task']}, round {line['round']}"
 
 
-def _join(node: "NodeInfo", reports: _Reports) -> NodeStatus:
-    online, said = node.status == "online", reports.said(str(node.node_id))
+def _join(node: "NodeInfo", said_in_runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> NodeStatus:
+    """A node with what it said and did in runs, newest run first."""
+    of_node = [(run, entry) for run, entry in said_in_runs if entry["node_id"] == str(node.node_id)]
+    said: Mapping[str, Any] = of_node[0][1] if of_node else {}
+    rounds = (text for run, entry in of_node for text in _rounds_of(run, entry["name"]))
+    online = node.status == "online"
     # Flower counts a node as gone after two intervals without a heartbeat
     heartbeat = _iso(node.online_until - 2 * node.heartbeat_interval) if online else node.last_deactivated_at
     return NodeStatus(
@@ -131,7 +117,7 @@ def _join(node: "NodeInfo", reports: _Reports) -> NodeStatus:
         status=node.status,
         since=(node.last_activated_at if online else node.last_deactivated_at) or node.registered_at,
         last_seen=heartbeat,
-        last_round=reports.last_round(str(node.node_id)),
+        last_round=next(rounds, ""),
         free_disk=said.get("free_disk"),
         versions=tuple(said.get("versions", ())),
         said_at=_iso(said["said_at"]) if said else "",

@@ -82,11 +82,9 @@ class ClientRegistry:
         duplicates = [name for name, count in counts.items() if count > 1]
         if duplicates:
             raise RunError(f"several nodes are called {duplicates}: give each its own name or partition-id.")
-        reasons = {client.name: find_mismatch(client, *self._checksums) for client in self.clients}
-        mismatches = [(name, reason) for name, reason in reasons.items() if reason]
-        if mismatches:
-            name, reason = mismatches[0]
-            raise RunError(f"{len(mismatches)} clients have {reason}. The first is {name}.")
+        reasons = [(reason, c.name) for c in self.clients if (reason := find_mismatch(c, *self._checksums))]
+        if reasons:
+            raise RunError(f"{len(reasons)} clients have {reasons[0][0]}. The first is {reasons[0][1]}.")
 
     def _warn_of_statistics(self) -> None:
         largest = max((int(client.own_counts.max(initial=0)) for client in self.clients), default=0)

@@ -13,7 +13,6 @@ from server_app.errors import RunError
 from server_app.rounds.reply_checks import (
     InvalidReply,
     check_counts,
-    check_hidden_counts,
     check_reply,
     check_sum,
     find_excessive,
@@ -50,13 +49,13 @@ class RoundAggregator:
         self.strategy_state = {name: copy.copy(value) for name, value in vars(strategy).items()}  # before the round
         self.mean = WeightedMean()  # of the accepted arrays so far
         self.updates: list[Update] = []  # accepted answers of clients that have trained, without their arrays
-        self.entropies: list[float] = []  # of the local models' responses; empty unless they are measured
+        self.entropies: dict[str, list[float]] = {}  # of the local models' responses by client, as measured
         self.problem = ""  # why too few clients were left for the round's secure sum
         self.spoiled = ""  # why the round's secure sum was dropped
         self.seconds = 0.0  # that the mean and the method have taken so far
         self._config, self._strategy, self._model, self._context = config, strategy, model, context
-        self._entropies: dict[str, list[float]] = {}  # by client
         self._clients = {client.node: client for client in clients}
+        self._order = {client.name: i for i, client in enumerate(clients)}
         self._shapes = {name: tuple(value.shape) for name, value in model.trained_state().items()}
         self._dim = model.head.weight.shape[1]
         self._classes = learnable_classes(config, context.schedule, context.task)
@@ -66,7 +65,7 @@ class RoundAggregator:
 
         ``measure`` gives the entropies of an accepted update's responses, and is called while its arrays are there.
         """
-        waiting, refused = list[Update](), dict[str, str]()
+        waiting: list[Update] = []
         for reply in replies:
             report.bytes_up += reply.bytes_up
             report.bytes_down += reply.bytes_down
@@ -74,16 +73,18 @@ class RoundAggregator:
             try:
                 update = check_reply(reply, client, self._shapes, self._dim, self._classes, self._context, self._config)
             except InvalidReply as error:
-                refused[client.name] = str(error)
+                report.failures.append({"name": client.name, "reason": str(error)})
                 continue
             if not update.num_examples:
                 report.idle.append(client.name)
             elif self._config.max_update_ratio:  # the median needs the updates of all clients
                 waiting.append(update)
             else:
-                refused |= self._use([update], measure)
-        refused |= self._use(waiting, measure)
-        self._sort(refused, report)
+                self._use([update], report, measure)
+        self._use(waiting, report, measure)
+        self.updates.sort(key=lambda update: self._order[update.client])
+        report.idle.sort(key=self._order.__getitem__)
+        report.failures.sort(key=lambda failed: self._order[failed["name"]])
 
     def collect_sum(self, secure_sum: RoundSum, train: Packet, report: RoundReport) -> None:
         """Use the sum over the clients of the round, as if it were the answer of one client with all their images.
@@ -93,39 +94,31 @@ class RoundAggregator:
         config, context = self._config, self._context
         sums = RoundSums.of(config, context.server_round, context.ends_task, self._model, self._classes)
         try:
-            result = secure_sum.collect("train", train, sums.length, config.secure_aggregation_range)
-            update = check_sum(sums.to_answer(result.values), result.survivors, self._classes, config)
+            total, survivors = secure_sum.collect("train", train, sums.length, config.secure_aggregation_range)
+            update = check_sum(sums.to_answer(total), survivors, self._classes, config)
             if update:
-                self._use([replace(update, metrics={**update.metrics, **result.seconds})], lambda _: [])
+                self._use([replace(update, metrics={**update.metrics, **secure_sum.seconds})], report, lambda _: [])
         except TooFewClients as error:
             self.problem = str(error)
         except (SpoiledSum, InvalidReply) as error:
             report.dropped, self.spoiled = True, str(error)
             log.warning("the round is dropped: %s", error)
-        order = [client.name for client in self._clients.values()]
-        report.failures.sort(key=lambda failed: order.index(failed["name"]))
+        report.failures.sort(key=lambda failed: self._order[failed["name"]])
 
-    def _use(self, updates: Sequence[Update], measure: Measure) -> dict[str, str]:
-        """Use the updates that do not go too far; returns the reason for each of the others."""
+    def _use(self, updates: Sequence[Update], report: RoundReport, measure: Measure) -> None:
+        """Use the updates that do not go too far; the others are failures."""
         refused = find_excessive(updates, self.sent_arrays, self._config)
+        report.failures += [{"name": name, "reason": reason} for name, reason in refused.items()]
         for update in updates:
             if update.client in refused:
                 continue
-            self._entropies[update.client] = measure(update)
+            self.entropies[update.client] = measure(update)
             started = time.perf_counter()
             if update.arrays:
                 self.mean.add(update.arrays, self._strategy.weight(update))
             self._strategy.receive(self._model, update, self._context)
             self.seconds += time.perf_counter() - started
             self.updates.append(replace(update, arrays={}))
-        return refused
-
-    def _sort(self, refused: dict[str, str], report: RoundReport) -> None:
-        order = {client.name: i for i, client in enumerate(self._clients.values())}
-        self.updates.sort(key=lambda update: order[update.client])
-        self.entropies = [entropy for update in self.updates for entropy in self._entropies[update.client]]
-        report.idle.sort(key=order.__getitem__)
-        report.failures += [{"name": name, "reason": refused[name]} for name in sorted(refused, key=order.__getitem__)]
 
     def undo(self) -> None:
         """Put the model and the strategy back as they were before the round."""
@@ -144,13 +137,19 @@ def sum_hidden_counts(
     """
     seen = np.array(context.seen_classes)
     try:
-        result = secure_sum.collect("evaluate", evaluate, len(seen) ** 2, config.secure_aggregation_range)
-        if len(result.survivors) < config.quorum:
-            raise TooFewClients(f"{len(result.survivors)} clients evaluated it, the quorum is {config.quorum}")
-        images = np.rint(result.values).astype(np.int64).reshape(len(seen), len(seen))
+        total, survivors = secure_sum.collect("evaluate", evaluate, len(seen) ** 2, config.secure_aggregation_range)
+        if len(survivors) < config.quorum:
+            raise TooFewClients(f"{len(survivors)} clients evaluated it, the quorum is {config.quorum}")
         counts = np.zeros((len(dataset.class_names),) * 2, np.int64)
-        counts[np.ix_(seen, seen)] = images
-        return check_hidden_counts(counts, result.survivors, dataset, config)
+        counts[np.ix_(seen, seen)] = np.rint(total).reshape(len(seen), len(seen))
+        if config.own_data:
+            held = [client.by_class_id(client.test_counts, dataset.class_names) for client in survivors]
+            limits = np.sum(held, axis=0)
+        else:
+            limits = np.bincount(dataset.test_labels, minlength=len(counts))
+        if (counts < 0).any() or (counts.sum(axis=1) > limits).any():
+            raise InvalidReply("the sum is no count of the images that these clients evaluate")
+        return counts
     except (TooFewClients, SpoiledSum, InvalidReply) as error:
         raise RunError(f"evaluation of task {context.task + 1}: {error}.") from error
 

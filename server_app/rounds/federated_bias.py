@@ -12,19 +12,17 @@ from task.models.evaluation import confusion_counts
 from task.models.model import Model
 
 
-def response_entropies(model: Model, updates: Sequence[Update], dataset: Dataset, order: np.ndarray) -> list[float]:
-    """Entropy, in nats, of the classes that each local model predicts for the test images of all seen classes.
+def response_entropies(model: Model, update: Update, dataset: Dataset, order: np.ndarray) -> list[float]:
+    """Entropy, in nats, of the classes that a local model predicts for the test images of all seen classes.
 
-    The model holds the arrays of one update after another, and is then as it was before; ``order`` int64 [seen] is the
-    class id of each head row. Empty where no test image is of a seen class.
+    The model holds the update's arrays meanwhile; ``order`` int64 [seen] is the class id of each head row. Empty where
+    no test image is of a seen class.
     """
-    before, entropies = model.export(), []
-    for update in updates:
-        model.load(update.arrays)
-        counts = confusion_counts(model, dataset, order, np.arange(len(dataset.test_labels)))
-        entropies += [response_entropy(counts.sum(axis=0))] if counts.any() else []
+    before = model.export()
+    model.load(update.arrays)
+    counts = confusion_counts(model, dataset, order, np.arange(len(dataset.test_labels)))
     model.load(before)
-    return entropies
+    return [response_entropy(counts.sum(axis=0))] if counts.any() else []
 
 
 def local_distance(updates: Sequence[Update]) -> float:

@@ -5,12 +5,7 @@ from typing import Any
 
 
 def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
-    """Lines about a finished round: one of its outcome, and one for each client that failed.
-
-    Args:
-        line: of rounds.jsonl.
-        number: of this round within the run, from 1.
-    """
+    """What a line of rounds.jsonl says, of a run's ``number``-th round: its outcome, and each client that failed."""
     failures, tasks, rounds = line["failures"], line["num_tasks"], line["rounds_per_task"]
     seconds_left = line["elapsed"] / number * (line.get("total_rounds", tasks * rounds) - number)
     parts = [

@@ -10,7 +10,6 @@ from server_app.errors import one_line
 from server_app.transport.base import Reply
 from strategies.base import RoundContext, Update
 from task.config.schema import Config
-from task.data.images import Dataset
 from task.message import Arrays, Packet
 from task.methods import load_class
 from task.prototypes.statistics import ClientStatistics
@@ -131,10 +130,8 @@ def _check_numbers(
 ) -> None:
     if array.dtype != dtype or array.shape != shape:
         raise InvalidReply(f"{name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} was expected")
-    if not np.isfinite(array).all():
-        raise InvalidReply(f"{name} holds NaN or infinite values")
-    if float(np.abs(array).max(initial=0)) > largest:
-        raise InvalidReply(f"{name} holds values above {largest:g}")
+    if not np.isfinite(array).all() or float(np.abs(array).max(initial=0)) > largest:
+        raise InvalidReply(f"{name} holds values that are not finite, or above {largest:g}")
 
 
 def _check_statistics(
@@ -193,23 +190,6 @@ def check_counts(reply: Reply, limits: np.ndarray, seen: Sequence[int]) -> np.nd
     if (confusion.diagonal() != correct).any() or (confusion.sum(axis=1) != total).any():
         raise InvalidReply("confusion does not add up to correct and total")
     return confusion
-
-
-def check_hidden_counts(
-    counts: np.ndarray, clients: Sequence[ClientInfo], dataset: Dataset, config: Config
-) -> np.ndarray:
-    """Check a sum over ``clients`` of images by true and predicted class, int64 [classes, classes]; returns it.
-
-    Raises:
-        InvalidReply: it cannot be one.
-    """
-    if config.own_data:
-        limits = np.sum([client.by_class_id(client.test_counts, dataset.class_names) for client in clients], axis=0)
-    else:
-        limits = np.bincount(dataset.test_labels, minlength=len(counts))
-    if (counts < 0).any() or (counts.sum(axis=1) > limits).any():
-        raise InvalidReply("the sum is no count of the images that these clients evaluate")
-    return counts
 
 
 def _count_cells(cells: np.ndarray, classes: int, seen: Sequence[int]) -> np.ndarray:

@@ -36,9 +36,7 @@ class ReportDrawer:
         started = time.thread_time()
         try:
             write_report([self._directory])
-        except PicturesUnavailable as error:
-            log.warning("%s", error)
-        except OSError as error:
+        except (PicturesUnavailable, OSError) as error:
             log.warning("no report, %s; 'fcil report %s' draws it later", error, self._directory)
         except Exception:
             # a picture that cannot be drawn must not turn a finished run into a failed one

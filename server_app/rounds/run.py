@@ -41,7 +41,7 @@ from server_app.run_files.on_end import tell_operator
 from server_app.run_files.paths import lock_run, require_writable, run_directory
 from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_backbone
-from server_app.run_files.tensorboard import TensorBoardWriter, require_tensorboard
+from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
 from server_app.run_files.writers import write_config, write_model
 from server_app.secure_aggregation.round_sum import RoundSum
 from server_app.transport.base import Reply, Transport
@@ -63,8 +63,6 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
 
     ``initial`` are arrays to start from instead of the seeded ones, of the names and shapes of the first task's.
 
-    When the run has ended or failed, the operator is told as ``on-end`` says.
-
     Raises:
         ConfigError: data, weights or settings cannot be used; raised before anything is written.
         RunError: no quorum, or clients that cannot work together.
@@ -75,27 +73,23 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
     directory = run_directory(config)
     require_writable(directory)
     log.info("results go to %s", directory)
+    if unread := ignored_keys(config):
+        log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
     try:
-        _run_in(directory, config, transport, initial)
+        with contextlib.ExitStack() as locks:
+            if config.resume:
+                locks.enter_context(lock_run(directory))
+            run = Run(config, transport, directory, initial, locks)
+            try:
+                run.run()
+            except BaseException as error:
+                run.fail(error)
+                raise
     except BaseException as error:
         tell_operator(config.on_end, directory, error)
         raise
     tell_operator(config.on_end, directory)
     return directory
-
-
-def _run_in(directory: Path, config: Config, transport: Transport, initial: Arrays | None) -> None:
-    if unread := ignored_keys(config):
-        log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
-    with contextlib.ExitStack() as locks:
-        if config.resume:
-            locks.enter_context(lock_run(directory))
-        run = Run(config, transport, directory, initial, locks)
-        try:
-            run.run()
-        except BaseException as error:
-            run.fail(error)
-            raise
 
 
 class Run:
@@ -130,15 +124,20 @@ class Run:
         if transport.one_process:
             self.results.start_cpu_clock()
         self.results.privacy = account
-        self._note_clients()
         if sharing := self.results.sharing:
             log.info("each client has %(common)d common classes and %(private)d private ones", sharing)
             log.info("%(overlap)d of the private places repeat a class of another client", sharing)
-        self.finished_rounds = self._restore(checkpoint) if checkpoint else self._claim_directory(locks)
-        self._tensorboard = TensorBoardWriter(config, directory, self.finished_rounds)
+        if checkpoint:
+            self.finished_rounds = self._restore(checkpoint)
+        else:
+            locks.enter_context(lock_run(directory))
+            run_directory(self.config)  # another run of this name may have come first
+            write_config(directory, self.config, self.model)
+            self.finished_rounds = 0
+        self._tensorboard = open_tensorboard(config, directory, self.finished_rounds)
         self._drawer = ReportDrawer(directory, self.results.leave_out_cpu)
+        self._note_clients()
         self.results.write()
-        write_nodes(directory, self.registry.clients)
 
     def run(self) -> None:
         """All rounds, then the report."""
@@ -153,7 +152,6 @@ class Run:
             if self.registry.admit_new():
                 self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
                 self._note_clients()
-                write_nodes(self.directory, self.registry.clients)
             certificates.look()
             report = self.train_round(context)
             if context.ends_task:
@@ -181,7 +179,8 @@ class Run:
         self.results.add_training([update.metrics for update in aggregator.updates], report)
         self._require_quorum(aggregator.problem, report, context)
         if context.ends_task:
-            self.results.add_bias(context.task, aggregator.entropies, local_distance(aggregator.updates))
+            entropies = [each for update in aggregator.updates for each in aggregator.entropies[update.client]]
+            self.results.add_bias(context.task, entropies, local_distance(aggregator.updates))
         self._update_global_model(aggregator, context, report)
         report.seconds = time.perf_counter() - started
         return report
@@ -192,7 +191,7 @@ class Run:
                 return []
             with self.results.measure_seconds("federated_bias"):
                 seen = np.array(context.seen_classes)
-                return response_entropies(self.model, [update], self.scenario.dataset, seen)
+                return response_entropies(self.model, update, self.scenario.dataset, seen)
 
         aggregator = RoundAggregator(self.config, self.strategy, self.model, context, clients)
         if self.config.secure_aggregation != "off":
@@ -293,20 +292,13 @@ class Run:
         log_tasks(self.scenario, first=len(plan.tasks) - 1)
         self.results.extend(self.scenario)
         self._note_clients()
-        write_nodes(self.directory, self.registry.clients)
         return True
 
     def _note_clients(self) -> None:
-        self.results.absent = self.registry.absent
+        clients, self.results.absent = self.registry.clients, self.registry.absent
+        write_nodes(self.directory, clients)
         if has_fixed_images(self.config):
-            clients = self.registry.clients
             self.results.clients = [{"name": c.name, "class_counts": c.class_counts.tolist()} for c in clients]
-
-    def _claim_directory(self, locks: contextlib.ExitStack) -> int:
-        locks.enter_context(lock_run(self.directory))
-        run_directory(self.config)  # another run of this name may have come first
-        write_config(self.directory, self.config, self.model)
-        return 0
 
     def _restore(self, checkpoint: Mapping[str, Any]) -> int:
         """Go back to the end of the last saved round; returns its number."""
@@ -324,7 +316,8 @@ class Run:
         """Write model, results and checkpoint after a round."""
         self._write_model(context)
         line = self.results.write_round()
-        self._tensorboard.add(line, self.results.matrix[context.task], context.server_round)
+        if self._tensorboard:
+            add_round(self._tensorboard, line, self.results.matrix[context.task], context.server_round)
         self.finished_rounds = context.server_round
         self._write_checkpoint(context)
         if context.ends_task or context.server_round == 1:
@@ -363,6 +356,7 @@ class Run:
 
     def _write_last_files(self) -> None:
         self._drawer.stop()
-        self._tensorboard.close()
+        if self._tensorboard:
+            self._tensorboard.close()
         self.results.write()
         self._drawer.draw()

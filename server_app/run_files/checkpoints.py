@@ -27,12 +27,12 @@ def write_checkpoint(folder: Path, server_round: int, state: dict[str, Any]) -> 
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """The newest undamaged state; the log names damaged ones.
+    """The state that :func:`find_checkpoint` finds.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or it was written by other code.
+        ConfigError: none is found, or it was written by other code.
     """
-    path, content = _newest_content(folder)
+    path, content = find_checkpoint(folder)
     try:
         return pickle.loads(content)
     except (ImportError, AttributeError) as error:
@@ -41,17 +41,12 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def require_checkpoint(folder: Path) -> None:
-    """Check that :func:`read_checkpoint` will find a state, before anything is started.
+def find_checkpoint(folder: Path) -> tuple[Path, bytes]:
+    """Path and pickle of the newest undamaged state; the log names damaged ones.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
     """
-    _newest_content(folder)
-
-
-def _newest_content(folder: Path) -> tuple[Path, bytes]:
-    """Path and pickle of the newest undamaged state."""
     for path in sorted(folder.glob("*.ckpt"), reverse=True):
         try:
             raw = path.read_bytes()

@@ -6,12 +6,10 @@ import os
 import shlex
 import signal
 import subprocess
-import threading
-import urllib.error
 import urllib.request
-from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
+from urllib.error import HTTPError
 
 from server_app.errors import one_line, reason_of
 
@@ -30,71 +28,43 @@ def tell_operator(hook: str, directory: Path, error: BaseException | None = None
     Both get the same JSON object, a command on its standard input: ``run``, ``status`` (finished or failed), ``error``
     and ``directory``. They have PATIENCE seconds. What goes wrong is logged and changes nothing else.
 
-    Args:
-        hook: the run key ``on-end``; empty for nothing.
-        directory: the run's folder.
-        error: why the run failed; None if it finished.
+    An empty ``hook`` does nothing; ``error`` is why the run failed, None if it finished.
     """
     status, reason = ("finished", "") if error is None else ("failed", reason_of(error))
     event = {"run": directory.name, "status": status, "error": reason, "directory": str(directory)}
     content, target = json.dumps(event).encode(), os.path.expandvars(hook)
     try:
         if target.startswith(("http://", "https://")):
-            _post(target, content)
+            request = urllib.request.Request(target, content, {"Content-Type": "application/json"})
+            urllib.request.urlopen(request, timeout=PATIENCE).close()
         elif target.strip():
             _run_command(shlex.split(target), content, quotes_errors=target == hook)
     except Exception as problem:  # the run's own outcome must stand
         # the key as it was typed, and no text of the error that may quote it: variables are for secrets
-        log.warning("on-end = %r did not work: %s", hook, one_line(_describe(problem)))
-
-
-def _post(url: str, content: bytes) -> None:
-    """Post in a thread of its own: the timeout of a request starts again with every byte that comes."""
-    problems: list[Exception] = []
-
-    def post() -> None:
-        request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
-        try:
-            urllib.request.urlopen(request, timeout=PATIENCE).close()
-        except Exception as error:
-            problems.append(error)
-
-    thread = threading.Thread(target=post, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    if thread.is_alive():
-        raise HookError(f"no answer within {PATIENCE:g} s")
-    if problems:
-        raise problems[0]
+        reason = getattr(problem, "reason", None) or getattr(problem, "strerror", None) or ""
+        said = str(problem) if isinstance(problem, (HookError, HTTPError)) else f"{type(problem).__name__}. {reason}"
+        log.warning("on-end = %r did not work: %s", hook, one_line(said))
 
 
 def _run_command(words: list[str], content: bytes, quotes_errors: bool) -> None:
     """Run it in a process group of its own, which is killed when its time is over.
 
-    Its input and its errors are files: no pipe can fill, or be held open by what it leaves running. What it says of an
-    error may hold what it was given, and is left out unless ``quotes_errors``.
+    Its errors are a file, not a pipe that what it leaves running could hold open. What it says of an error may hold
+    what it was given, and is left out unless ``quotes_errors``.
     """
-    with TemporaryFile() as given, TemporaryFile() as errors:
-        given.write(content)
-        given.seek(0)
-        process = subprocess.Popen(words, stdin=given, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+    with TemporaryFile() as errors:
+        command = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
         try:
-            code = process.wait(PATIENCE)
+            command.communicate(content, PATIENCE)
         except subprocess.TimeoutExpired:
             raise HookError(f"no end within {PATIENCE:g} s, so it was killed") from None
         finally:
-            if process.returncode is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        if code:
+            if command.returncode is None:
+                os.killpg(command.pid, signal.SIGKILL)
+                command.wait()
+        if command.returncode:
             errors.seek(0)
             text = errors.read()[-1000:].decode(errors="replace") if quotes_errors else "What it said may hold secrets."
-            raise HookError(f"exit code {code}. {text}")
-
-
-def _describe(problem: Exception) -> str:
-    if isinstance(problem, (HookError, urllib.error.HTTPError)):
-        return str(problem)
-    reason = getattr(problem, "reason", None) or getattr(problem, "strerror", None)
-    return f"{type(problem).__name__}. {reason or ''}"
+            raise HookError(f"exit code {command.returncode}. {text}")

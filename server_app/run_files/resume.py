@@ -4,12 +4,11 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from server_app.errors import one_line
-from server_app.run_files.checkpoints import require_checkpoint
+from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import read_results, resolve_output_dir
 from task.config.schema import OF_THE_SERVER, keys_affecting, known_keys
 from task.keys import ConfigError
@@ -39,7 +38,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
     if read_results(directory).get("status") == "finished":
         raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
-    require_checkpoint(directory / "checkpoint")
+    find_checkpoint(directory / "checkpoint")
     given = {name: values[name] for name in free if values.get(name, keys[name].default) != keys[name].default}
     given |= {"resume": str(directory), "output-dir": str(directory.parent), "run-name": directory.name}
     return {name: value for name, value in saved.items() if name in keys} | given
@@ -51,7 +50,7 @@ def require_same_backbone(directory: Path, backbone_sha256: str) -> None:
     Raises:
         ConfigError: it began with other weights.
     """
-    saved: dict[str, Any] = _read_saved_keys(directory)
+    saved = _read_saved_keys(directory)
     if saved["backbone-sha256"] != backbone_sha256:
         raise ConfigError(f"resume = {str(directory)!r} began with other backbone weights than these.")
     if saved.get("code-sha256") != code_sha256() or saved.get("versions") != versions():
@@ -63,9 +62,6 @@ def _read_saved_keys(directory: Path) -> dict[str, Scalar]:
         saved = yaml.safe_load((directory / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"resume = {str(directory)!r} is no folder of a run ({one_line(str(error))}).") from error
-    missing = (
-        [name for name in ("method", "backbone-sha256") if name not in saved] if isinstance(saved, dict) else "all"
-    )
-    if missing:
-        raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run, it lacks {missing}.")
+    if not isinstance(saved, dict) or not {"method", "backbone-sha256"} <= saved.keys():
+        raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run.")
     return saved

@@ -3,12 +3,13 @@
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from task.config.schema import Config
 from task.keys import ConfigError
 
-FOLDER = "tensorboard"
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 def require_tensorboard(config: Config) -> None:
@@ -21,37 +22,30 @@ def require_tensorboard(config: Config) -> None:
         raise ConfigError("tensorboard = True needs a package that is not installed: pip install tensorboard.")
 
 
-class TensorBoardWriter:
-    """Writes scalars of every round if the run key ``tensorboard`` asks for it."""
+def open_tensorboard(config: Config, directory: Path, finished_rounds: int) -> "SummaryWriter | None":
+    """The event file, if the run key asks for it; events of an interrupted run after its finished rounds go."""
+    if not config.tensorboard:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, config: Config, directory: Path, finished_rounds: int) -> None:
-        """Open the event file; events of an interrupted run after its finished rounds are removed."""
-        self._writer = None
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+    return SummaryWriter(str(directory / "tensorboard"), purge_step=finished_rounds + 1)
 
-            self._writer = SummaryWriter(str(directory / FOLDER), purge_step=finished_rounds + 1)
 
-    def add(self, line: Mapping[str, Any], accuracies: Sequence[float | None], number: int) -> None:
-        """Note a round, counted from 1: its line of rounds.jsonl, and the accuracies on each task so far."""
-        if self._writer is None:
-            return
-        scalars = {
-            "train/loss": line["train_loss"],
-            "train/accuracy": line["train_accuracy"],
-            "accuracy/seen classes": line["seen_accuracy"],
-            **{f"accuracy/task {task}": accuracy for task, accuracy in enumerate(accuracies, start=1)},
-            "bytes/up": line["bytes_up"],
-            "bytes/down": line["bytes_down"],
-            "round/seconds": line["seconds"],
-            "round/failures": len(line["failures"]),
-        }
-        for name, value in scalars.items():
-            if value is not None:
-                self._writer.add_scalar(name, value, number)
-        self._writer.flush()  # so that it can be seen while the run goes on
-
-    def close(self) -> None:
-        """End the thread that writes."""
-        if self._writer is not None:
-            self._writer.close()
+def add_round(
+    writer: "SummaryWriter", line: Mapping[str, Any], accuracies: Sequence[float | None], number: int
+) -> None:
+    """Note a round, counted from 1: its line of rounds.jsonl, and the accuracies on each task so far."""
+    scalars = {
+        "train/loss": line["train_loss"],
+        "train/accuracy": line["train_accuracy"],
+        "accuracy/seen classes": line["seen_accuracy"],
+        **{f"accuracy/task {task}": accuracy for task, accuracy in enumerate(accuracies, start=1)},
+        "bytes/up": line["bytes_up"],
+        "bytes/down": line["bytes_down"],
+        "round/seconds": line["seconds"],
+        "round/failures": len(line["failures"]),
+    }
+    for name, value in scalars.items():
+        if value is not None:
+            writer.add_scalar(name, value, number)
+    writer.flush()  # so that it can be seen while the run goes on

@@ -52,19 +52,20 @@ def append_line(path: Path, value: Any) -> None:
 
 def read_lines(path: Path) -> list[Any]:
     """The lines that :func:`append_line` has written; none if there is no such file."""
-    return [json.loads(line) for line in (_complete_lines(path) if path.exists() else [])]
+    return [json.loads(line) for line in _complete_lines(path)]
 
 
 def keep_lines(path: Path, count: int) -> None:
     """Cut a file after its first ``count`` lines; the log warns if it has fewer."""
-    lines = _complete_lines(path) if path.exists() else []
+    lines = _complete_lines(path)
     if len(lines) < count:
         log.warning("%s has %d of %d lines", path, len(lines), count)
     write_atomically(path, b"".join(lines[:count]))
 
 
 def _complete_lines(path: Path) -> list[bytes]:
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    content = path.read_bytes() if path.exists() else b""
+    return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def write_config(directory: Path, config: Config, model: "Model") -> None:

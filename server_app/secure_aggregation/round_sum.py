@@ -3,7 +3,7 @@
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,6 @@ from task.secure_sum.fixed_point import decode
 
 log = logging.getLogger(__name__)
 
-_ARRAYS: dict[Kind, tuple[str, type]] = {  # what is read of an answer
-    "keys": ("keys", np.uint8),
-    "shares": ("shares", np.uint8),
-    "train": ("hidden", np.uint64),
-    "evaluate": ("hidden", np.uint64),
-    "unmask": ("shares", np.uint8),
-}
 _MAX_SECONDS = 1e9  # of one client's work in a round
 _SMALL = 1 / 8  # of a round's time for each of its three small messages; the rest is for the sums
 
@@ -34,22 +27,14 @@ class TooFewClients(RuntimeError):
 
 
 class SpoiledSum(RuntimeError):
-    """What came gives no sum that honest clients could have; the message says why."""
-
-
-@dataclass
-class SecureSum:
-    """The sum of one round, float64 [length], over the ``survivors``; ``seconds`` of their work, added up by name."""
-
-    values: np.ndarray
-    survivors: list[ClientInfo]
-    seconds: Mapping[str, float]
+    """The shares of a lost client give another key than its own; the message names the client."""
 
 
 class RoundSum:
     """The four messages of a round; ``report`` gets bytes, and each client that is not in the sum with the reason.
 
     ``timeout`` seconds are for all four, so that clients that are lost one after the other cannot use them four times.
+    ``seconds`` are those of the clients' work, added up by name.
     """
 
     def __init__(
@@ -59,53 +44,46 @@ class RoundSum:
         self._clients = {client.node: client for client in clients}
         self._everyone: list[int] = []  # nodes of U1, by place
         self._keys: dict[int, np.ndarray] = {}  # of each node for sealing and for masks, uint8 [2, SECRET]
-        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def collect(self, kind: Kind, packet: Packet, length: int, largest: float) -> SecureSum:
-        """The sum of what each client answers to a message: ``length`` numbers, none above ``largest``.
+    def collect(self, kind: Kind, packet: Packet, length: int, largest: float) -> tuple[np.ndarray, list[ClientInfo]]:
+        """The sum of ``length`` numbers of each client, none above ``largest``, its answers to a message; and of whom.
 
         Raises:
             TooFewClients: a message was answered by fewer clients than the threshold.
-            SpoiledSum: a client has shared something else than its key.
+            SpoiledSum: a lost client had shared something else than its key.
         """
-        keys = dict(self._ask("keys", dict.fromkeys(self._clients, Packet()), (2, SECRET)))
+        keys = dict(self._ask("keys", dict.fromkeys(self._clients, Packet()), "keys", (2, SECRET)))
         self._keys = self._usable_keys(keys)
         self._everyone = self._require_enough(self._keys, "sent keys")
+        number = len(self._everyone)
         question = Packet({"keys": np.stack([self._keys[node] for node in self._everyone])})
         question.config["threshold"] = self._threshold
-        sealed = dict(self._ask("shares", dict.fromkeys(self._everyone, question), (len(self._everyone), SEALED)))
+        sealed = dict(self._ask("shares", dict.fromkeys(self._everyone, question), "shares", (number, SEALED)))
         members = self._require_enough(sealed, "sent shares")
         packet = replace(packet, config=packet.config | {"members": self._places(members)})
         total, arrived = np.zeros(length, np.uint64), []
-        for node, hidden in self._ask(kind, dict.fromkeys(members, packet), (length,)):
+        for node, hidden in self._ask(kind, dict.fromkeys(members, packet), "hidden", (length,)):
             total += hidden
             arrived.append(node)
         survivors = self._require_enough(arrived, "sent their part of the sum")
-        for node, shares in self._open_shares(sealed, survivors).items():
+        for node, shares in self._open_shares(sealed, members, survivors).items():
             total -= self._mask_left(node, survivors, shares, length)
-        values = decode(total, largest, len(self._everyone))
-        return SecureSum(values, [self._clients[node] for node in survivors], self._seconds)
+        return decode(total, largest, number), [self._clients[node] for node in survivors]
 
     def _usable_keys(self, keys: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
         """The keys of all but those that the others would refuse, and so would not go on because of one client."""
         owners = Counter(bytes(key) for pair in keys.values() for key in pair)
-        usable = {}
-        for node, pair in keys.items():
-            if all(owners[bytes(key)] == 1 and is_key(bytes(key)) for key in pair):
-                usable[node] = pair
-            else:
-                self._note("keys", node, "what came is no key, or not its own")
-        return usable
+        refused = [n for n, pair in keys.items() if not all(owners[k] == 1 and is_key(k) for k in map(bytes, pair))]
+        for node in refused:
+            self._note("keys", node, "what came is no key, or not its own")
+        return {node: pair for node, pair in keys.items() if node not in refused}
 
     def _places(self, nodes: Iterable[int]) -> list[int]:
         return [self._everyone.index(node) for node in nodes]
 
     def _require_enough(self, nodes: Iterable[int], have: str) -> list[int]:
-        """The nodes in the order in which their clients were drawn.
-
-        Raises:
-            TooFewClients: they are fewer than the threshold.
-        """
+        """The nodes, unless they are fewer than the threshold, in the order in which their clients were drawn."""
         present = set(nodes)
         if len(present) < self._threshold:
             raise TooFewClients(
@@ -115,10 +93,10 @@ class RoundSum:
         return [node for node in self._clients if node in present]
 
     def _ask(
-        self, kind: Kind, packets: Mapping[int, Packet], shape: tuple[int, ...]
+        self, kind: Kind, packets: Mapping[int, Packet], name: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Node and array of each usable answer, as they come; the reason of every other one is noted."""
-        name, dtype = _ARRAYS[kind]
+        """Node and array ``name`` of each usable answer, as they come; the reason of every other one is noted."""
+        dtype = np.dtype(np.uint64 if name == "hidden" else np.uint8)
         timeout = self._timeout * (_SMALL if kind in SECURE_SUM else 1 - 3 * _SMALL)
         for reply in self._transport.exchange(kind, packets, timeout):
             self._report.bytes_up += reply.bytes_up
@@ -126,12 +104,15 @@ class RoundSum:
             answer, problem = reply.packet or Packet(), failure(reply)
             array = answer.arrays.get(name, np.empty(0))
             if not problem and (array.dtype != dtype or array.shape != shape):
-                problem = f"{name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} was expected"
+                problem = f"{name} is {array.dtype} {list(array.shape)}; {dtype} {list(shape)} was expected"
             if problem:
                 self._note(kind, reply.node, problem)
-            else:
-                self._add_seconds(answer)
-                yield reply.node, array
+                continue
+            for seconds in ("seconds-train", "seconds-statistics"):
+                value: Any = answer.metrics.get(seconds)  # a client may send anything
+                if type(value) in (int, float) and 0 <= value <= _MAX_SECONDS:
+                    self.seconds[seconds] += value
+            yield reply.node, array
 
     def _note(self, kind: Kind, node: int, problem: str) -> None:
         stage = {"train": "", "evaluate": "evaluation: "}.get(kind, f"{kind}: ")
@@ -141,40 +122,27 @@ class RoundSum:
         else:
             self._report.failures.append({"name": name, "reason": reason})
 
-    def _add_seconds(self, answer: Packet) -> None:
-        for name in ("seconds-train", "seconds-statistics"):
-            value: Any = answer.metrics.get(name)  # a client may send anything
-            if type(value) in (int, float) and 0 <= value <= _MAX_SECONDS:
-                self._seconds[name] += value
-
-    def _open_shares(self, sealed: Mapping[int, np.ndarray], survivors: Sequence[int]) -> dict[int, dict[int, bytes]]:
-        """By client that has sent shares, ``threshold`` of them by place: of a survivor's seed, of a lost one's key."""
-        members = [node for node in self._everyone if node in sealed]
-        packets = {}
-        for node, place in zip(survivors, self._places(survivors), strict=True):
+    def _open_shares(
+        self, sealed: Mapping[int, np.ndarray], members: Sequence[int], survivors: Sequence[int]
+    ) -> dict[int, dict[int, bytes]]:
+        """By member, ``threshold`` shares by place: of a survivor's seed, of a lost one's key."""
+        places, packets = self._places(survivors), {}
+        for node, place in zip(survivors, places, strict=True):
             to_node = np.stack([sealed[member][place] for member in members])
-            packets[node] = Packet({"shares": to_node}, config={"survivors": self._places(survivors)})
-        opened = dict(self._ask("unmask", packets, (len(members), SECRET)))
+            packets[node] = Packet({"shares": to_node}, config={"survivors": places})
+        opened = dict(self._ask("unmask", packets, "shares", (len(members), SECRET)))
         helpers = self._require_enough(opened, "helped to open the sum")[: self._threshold]
-        places = self._places(helpers)
-        return {
-            member: {place: bytes(opened[node][i]) for node, place in zip(helpers, places, strict=True)}
-            for i, member in enumerate(members)
-        }
+        by_place = list(zip(self._places(helpers), (opened[node] for node in helpers), strict=True))
+        return {member: {place: bytes(shares[i]) for place, shares in by_place} for i, member in enumerate(members)}
 
     def _mask_left(self, node: int, survivors: Sequence[int], shares: Mapping[int, bytes], length: int) -> np.ndarray:
-        """What the sum still holds of a client's masks, uint64 [length]: a survivor's own, or minus a lost one's pairs.
-
-        Raises:
-            SpoiledSum: the shares of a lost client's key give another one.
-        """
+        """What the sum still holds of a client's masks, [length]: a survivor's own, or minus a lost one's pairs."""
         secret = combine(shares)
         if node in survivors:
             return mask(secret, length)
         if public_key(secret) != bytes(self._keys[node][1]):
             raise SpoiledSum(f"the shares of {self._clients[node].name}, which was lost, are not of its key")
-        [place] = self._places([node])
-        left = np.zeros(length, np.uint64)
-        for survivor, other in zip(survivors, self._places(survivors), strict=True):
-            left -= pair_mask(secret, bytes(self._keys[survivor][1]), place, other, length)
+        left, place = np.zeros(length, np.uint64), self._everyone.index(node)
+        for other in survivors:
+            left -= pair_mask(secret, bytes(self._keys[other][1]), place, self._everyone.index(other), length)
         return left

@@ -8,8 +8,8 @@ import json
 import os
 import re
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ CONNECT_TIMEOUT = 10.0  # seconds
 POLL = 0.2  # seconds
 ADVICE = {
     "code": "its code in {project} is not that of this machine: copy the folder there",
-    "versions": "its versions are not those of this machine ({theirs} there, {ours} here): install the same",
+    "versions": "its versions are not those of this machine ({theirs} there; {ours} here): install the same",
     "weights": "its weights are not those of this machine: copy backbone-weights there, to the same path",
     "data": "its images or labels are not those of this machine: copy data-dir there, to the same path",
 }
@@ -67,40 +67,34 @@ def cluster_address() -> str:
 
 
 def examine_cluster(
-    address: str,
-    values: Mapping[str, Scalar],
-    client: tuple[int, float],
-    project: Path,
-    folder: Path,
-    check: Callable[[], None],
+    address: str, values: Mapping[str, Scalar], client: tuple[int, float], project: Path, check: Callable[[], None]
 ) -> Cluster:
     """The cluster at ``address``, after each of its nodes has shown the code, versions, weights and data of this one.
 
-    Args:
-        address: HOST:PORT of its head.
-        values: run keys, complete.
-        client: CPUs and GPUs that each client is given.
-        project: folder of the code, the same on all nodes.
-        folder: for files in between; must exist.
-        check: called while waiting; an exception that it raises ends the wait.
+    ``values`` are all run keys, ``client`` the CPUs and GPUs that each client is given, ``project`` the folder of the
+    code on every node. ``check`` is called while waiting; an exception that it raises ends the wait.
 
     Raises:
         LaunchError: no cluster there, no node with room for a client, or nodes that cannot run one, by name.
     """
     _require_answer(address)
-    answer, log = folder / "cluster.json", folder / "cluster.log"
-    request = json.dumps({"address": address, "values": dict(values), "client": client, "answer": str(answer)})
-    process = start_process([sys.executable, "-m", __name__, request], project, os.environ, log)
-    try:
-        _wait(process, check)
-    finally:
-        end_processes([process], "FCIL_NONE=none")
-    if not answer.exists():
-        raise LaunchError(
-            f"{ADDRESS} = {address!r}: no cluster of this version of Ray answers there, or this machine is no node of "
-            f"it: ray start --address={address} makes it one.\n{last_lines(log, 3)}"
-        )
-    said = json.loads(answer.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        answer, log = Path(folder, "cluster.json"), Path(folder, "cluster.log")
+        request = json.dumps({"address": address, "values": dict(values), "client": client, "answer": str(answer)})
+        process = start_process([sys.executable, "-m", __name__, request], project, os.environ, log)
+        try:
+            deadline = time.monotonic() + 2 * PATIENCE
+            while process.poll() is None and time.monotonic() < deadline:
+                check()
+                time.sleep(POLL)
+        finally:
+            end_processes([process], "FCIL_NONE=none")
+        if not answer.exists():
+            raise LaunchError(
+                f"{ADDRESS} = {address!r}: no cluster of this version of Ray answers there, or this machine is no node "
+                f"of it: ray start --address={address} makes it one.\n{last_lines(log, 3)}"
+            )
+        said = json.loads(answer.read_text())
     if said["problems"]:
         raise LaunchError("\n  ".join(["the Ray cluster cannot run this:", *said["problems"]]))
     return Cluster(address, **said["cluster"], client_cpus=client[0], client_gpus=client[1])
@@ -115,13 +109,6 @@ def _require_answer(address: str) -> None:
             f"{ADDRESS} = {address!r}: nothing answers there ({error}). Start the cluster with ray start, or unset "
             f"{ADDRESS} to run on this machine alone."
         ) from error
-
-
-def _wait(process: "subprocess.Popen[bytes]", check: Callable[[], None]) -> None:
-    deadline = time.monotonic() + 2 * PATIENCE
-    while process.poll() is None and time.monotonic() < deadline:
-        check()
-        time.sleep(POLL)
 
 
 def describe_node(values: dict[str, Scalar]) -> dict[str, str]:
@@ -144,26 +131,18 @@ def describe_node(values: dict[str, Scalar]) -> dict[str, str]:
     except (ConfigError, OSError) as error:
         return {"problem": str(error)}
     data_digest = hashlib.sha256(labels).hexdigest()
-    return {"code": code, "versions": json.dumps(versions()), "weights": weights, "data": data_digest}
+    named = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return {"code": code, "versions": named, "weights": weights, "data": data_digest}
 
 
-def compare(node: Mapping[str, str], here: Mapping[str, str], project: str) -> str:
+def compare(node: dict[str, str], here: Mapping[str, str], project: str) -> str:
     """What hinders a node that described itself so, in words; empty if nothing does."""
     if problem := node.get("problem"):
         return problem
     for name, advice in ADVICE.items():
         if node[name] != here[name]:
-            return advice.format(project=project, **_differences(node["versions"], here["versions"]))
+            return advice.format(project=project, theirs=node[name], ours=here[name])
     return ""
-
-
-def _differences(theirs: str, ours: str) -> dict[str, str]:
-    there, here = json.loads(theirs), json.loads(ours)
-    names = [name for name in here if here[name] != there.get(name)]
-    return {
-        "theirs": ", ".join(f"{name} {there.get(name)}" for name in names),
-        "ours": ", ".join(f"{name} {here[name]}" for name in names),
-    }
 
 
 def room(node: Mapping[str, Any], cpus: int, gpus: float) -> int:
@@ -175,6 +154,7 @@ def room(node: Mapping[str, Any], cpus: int, gpus: float) -> int:
 
 def _ask_nodes(address: str, values: dict[str, Scalar], client: tuple[int, float]) -> dict[str, Any]:
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     environment = {"env_vars": {"PYTHONPATH": path}}
@@ -184,7 +164,10 @@ def _ask_nodes(address: str, values: dict[str, Scalar], client: tuple[int, float
         need = f"{client[0]} CPUs and {client[1]:g} GPUs"
         return {"problems": [f"no node has the {need} of a client: lower threads or --gpus-per-client."]}
     here, problems = describe_node(values), []
-    answers = {node_id: _describe_remotely(node_id, values, client) for node_id in nodes}
+    describe, answers = ray.remote(num_cpus=client[0], num_gpus=client[1], max_retries=0)(describe_node), {}
+    for node_id in nodes:
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        answers[node_id] = describe.options(scheduling_strategy=there).remote(values)
     deadline = time.monotonic() + PATIENCE
     for node_id, reference in answers.items():
         try:
@@ -195,19 +178,9 @@ def _ask_nodes(address: str, values: dict[str, Scalar], client: tuple[int, float
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if problem:
             problems.append(f"node {nodes[node_id]['NodeManagerAddress']} ({node_id[:8]}): {problem}")
-    resources = [node["Resources"] for node in nodes.values()]
-    total = {name: sum(each.get(name.upper()[:-1], 0) for each in resources) for name in ("cpus", "gpus")}
+    cpus, gpus = (sum(node["Resources"].get(name, 0) for node in nodes.values()) for name in ("CPU", "GPU"))
     workers = sum(room(node, *client) for node in nodes.values())
-    return {"problems": problems, "cluster": {"nodes": len(nodes), "workers": workers, **total}}
-
-
-def _describe_remotely(node_id: str, values: dict[str, Scalar], client: tuple[int, float]) -> Any:
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    options = {"num_cpus": client[0], "num_gpus": client[1], "scheduling_strategy": strategy, "max_retries": 0}
-    return ray.remote(describe_node).options(**options).remote(values)
+    return {"problems": problems, "cluster": {"nodes": len(nodes), "cpus": cpus, "gpus": gpus, "workers": workers}}
 
 
 if __name__ == "__main__":

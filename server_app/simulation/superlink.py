@@ -49,10 +49,8 @@ class FlowerRun:
 
     When this process is killed, its warden ends them.
 
-    Args:
-        project: folder of the Flower app; Ray's workers import the clients' code from there.
-        check: called while waiting; an exception that it raises ends the wait.
-        cluster: the Ray cluster that clients run on; without one, Flower starts a Ray for the run.
+    Ray's workers import the clients' code from ``project``, the folder of the Flower app. ``check`` is called while
+    waiting; an exception that it raises ends the wait. Without a ``cluster``, Flower starts a Ray for the run.
     """
 
     def __init__(self, project: Path, check: Callable[[], None], cluster: Cluster | None = None) -> None:
@@ -71,6 +69,7 @@ class FlowerRun:
         # Ray appends about 70 characters for its sockets, whose paths may have about 100
         short = "/tmp" if len(tempfile.gettempdir()) > 20 and os.path.isdir("/tmp") else None
         self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=short))
+        self.log = self._home / "flower.log"  # of the run and of Flower; removed when the context ends
         self._warden = start_warden(f"FLWR_HOME={self._home}", self._home)
         try:
             self._start_superlink()
@@ -97,11 +96,6 @@ class FlowerRun:
         # with --stream the program prints the log and ends when the run ends
         command = ["flwr", "run", str(self._project), "fcil", "--stream", "--run-config", str(config)]
         self._submission = self._start([*command, "--federation-config", federation], self.log)
-
-    @property
-    def log(self) -> Path:
-        """File with the log of the run and of Flower; removed when the context ends."""
-        return self._home / "flower.log"
 
     def is_running(self) -> bool:
         """Whether the submitted run has not ended yet."""

@@ -26,12 +26,7 @@ def start_warden(mark: str, folder: Path) -> "subprocess.Popen[bytes]":
     )
 
 
-def watch(mark: str, folder: Path) -> None:
-    """Wait for the parent's end, then end what it has left."""
-    sys.stdin.buffer.read()
-    end_processes([], mark)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 if __name__ == "__main__":
-    watch(sys.argv[1], Path(sys.argv[2]))
+    sys.stdin.buffer.read()  # ends with the parent
+    end_processes([], sys.argv[1])
+    shutil.rmtree(sys.argv[2], ignore_errors=True)

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import httpx
 from flwr.app import Message
@@ -28,26 +28,6 @@ Answer = Message | Exception  # an exception says why an answer cannot be read
 Result = TypeVar("Result")
 
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between tries
-
-
-class Answers(Protocol):
-    """Where answers to messages come from; ``batch`` of them are taken together, and so are in memory together."""
-
-    batch: int
-
-    def look(self, message_ids: Sequence[str]) -> list[str]:
-        """Those of the messages whose answers may be there."""
-
-    def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
-        """The answers that are there as a whole, each with the id of its message; ends at ``until``, monotonic.
-
-        Of one that is not whole by then, the next call goes on with the rest.
-        """
-
-
-def answers_of(grid: Grid) -> Answers:
-    """The way to the answers that fits a grid."""
-    return HttpAnswers(grid) if isinstance(grid, HttpGrid) else WholeAnswers(grid)
 
 
 def patiently(call: Callable[..., Result], *arguments: object) -> Result:
@@ -75,7 +55,7 @@ def patiently(call: Callable[..., Result], *arguments: object) -> Result:
 class WholeAnswers:
     """Answers of a grid that keeps them whole in this process's memory, as in a simulation."""
 
-    batch = 16
+    batch = 16  # are taken together, and so are in memory together
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -85,7 +65,7 @@ class WholeAnswers:
         return list(message_ids)
 
     def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
-        """The answers that are there; not by sender, as Flower itself answers for nodes that are gone."""
+        """The answers that are there, by the message each answers: Flower itself answers for nodes that are gone."""
         return [(m.metadata.reply_to_message_id, m) for m in self._grid.pull_messages(message_ids)]
 
 
@@ -120,11 +100,17 @@ class HttpAnswers:
             for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
                 # as the SuperLink has checked it, and not as the answer itself says: that may name another's message
                 answered = message.metadata.reply_to_message_id
-                self._uploads[answered] = _Upload(message.metadata.message_id, _object_ids(tree))
+                # each object once; the answer itself, which a node sends last, is the last one
+                objects = cast(Iterator[ObjectTree], iterate_object_tree(tree))
+                missing = list(dict.fromkeys(node.object_id for node in objects))
+                self._uploads[answered] = _Upload(message.metadata.message_id, missing)
         return [message_id for message_id in message_ids if message_id in self._uploads]
 
     def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
-        """The answers all of whose objects are there, decoded, or the reasons why they cannot be."""
+        """The answers all of whose objects come until ``until``, monotonic, decoded, or the reasons why they cannot be.
+
+        Of one that is not whole by then, the next call goes on with the rest.
+        """
         answers = [(message_id, self._fetch(self._uploads[message_id], until)) for message_id in message_ids]
         whole = [(message_id, answer) for message_id, answer in answers if answer is not None]
         for message_id, _ in whole:
@@ -157,7 +143,4 @@ class HttpAnswers:
         return answer if isinstance(answer, Message) else TypeError(f"a {type(answer).__name__} and no message")
 
 
-def _object_ids(tree: ObjectTree) -> list[str]:
-    """Each object of an answer once; the answer itself, which a node sends last, is the last one."""
-    nodes = cast(Iterator[ObjectTree], iterate_object_tree(tree))
-    return list(dict.fromkeys(node.object_id for node in nodes))
+Answers = WholeAnswers | HttpAnswers

@@ -5,13 +5,13 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-from flwr.app import DEFAULT_TTL, Array, Error, Message
+from flwr.app import DEFAULT_TTL, Error, Message
 from flwr.serverapp import Grid
+from flwr.superlink.grid import HttpGrid
 
-from client_app.flower_records import MESSAGE_TYPES, Encode, from_records, to_records
+from client_app.flower_records import from_records, message_type, to_records
 from server_app.errors import one_line
-from server_app.transport.answers import Answer, Answers, answers_of, patiently
+from server_app.transport.answers import Answer, Answers, HttpAnswers, WholeAnswers, patiently
 from server_app.transport.base import Reply
 from task.message import Kind, Packet, payload_bytes
 
@@ -33,7 +33,8 @@ class GridTransport:
     one_process = False
 
     def __init__(self, grid: Grid) -> None:
-        self._grid, self._answers = grid, answers_of(grid)
+        self._grid = grid
+        self._answers: Answers = HttpAnswers(grid) if isinstance(grid, HttpGrid) else WholeAnswers(grid)
         self._unanswered: dict[str, _Envelope] = {}  # of earlier exchanges, by id of the message
 
     def nodes(self) -> list[int]:
@@ -47,7 +48,7 @@ class GridTransport:
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
         """Send one packet to each node; yields one reply per addressed node as they come.
 
-        An array that several packets share is serialised once. The time that the caller spends between two replies does
+        A packet that several nodes get is serialised once. The time that the caller spends between two replies does
         not count for the timeout. A node that is still busy with an earlier message gets this one as soon as it is
         free; the exchange ends without it when all others have answered. It ends within ``timeout`` and five seconds,
         also while nodes are still sending their answers.
@@ -196,27 +197,16 @@ class _Exchange:
 
 
 def _envelopes(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> list[_Envelope]:
-    encode, envelopes = _shared_encoder(), []
+    # each packet is serialised once, however many nodes get it
+    once = {id(packet): packet for packet in packets.values()}
+    contents = {i: (to_records(packet), payload_bytes(packet)) for i, packet in once.items()}
+    # Flower must accept a late answer too, or the node would seem free while it works
+    envelopes, ttl = [], DEFAULT_TTL + timeout
     for node, packet in packets.items():
-        # Flower must accept a late answer too, or the node would seem free while it works
-        ttl = DEFAULT_TTL + timeout
-        message = Message(to_records(packet, encode), node, MESSAGE_TYPES[kind], ttl=ttl)
-        expires = message.metadata.created_at + ttl - 60
-        envelopes.append(_Envelope(node, payload_bytes(packet), expires, message))
+        records, size = contents[id(packet)]
+        message = Message(records, node, message_type(kind), ttl=ttl)
+        envelopes.append(_Envelope(node, size, message.metadata.created_at + ttl - 60, message))
     return envelopes
-
-
-def _shared_encoder() -> Encode:
-    """Serialises each array once, however many nodes get it."""
-    encoded: dict[int, tuple[np.ndarray, Array]] = {}
-
-    def encode(array: np.ndarray) -> Array:
-        if id(array) not in encoded:
-            # the array is kept too: no other one can get its id
-            encoded[id(array)] = array, Array.from_numpy_ndarray(array)
-        return encoded[id(array)][1]
-
-    return encode
 
 
 def _reply(envelope: _Envelope, answer: Answer) -> Reply:

@@ -24,18 +24,16 @@ class InProcessTransport:
         self,
         values: Mapping[str, Scalar],
         num_clients: int,
-        node_settings: Mapping[str, Scalar] | Sequence[Mapping[str, Scalar]] | None = None,
+        node_settings: Sequence[Mapping[str, Scalar]] | None = None,
     ) -> None:
         """Build the nodes from the run's flat configuration; nothing runs yet.
 
-        ``node_settings`` is the node config of every node, or of each, beside its partition-id and num-partitions.
+        ``node_settings`` is the node config of each, beside its partition-id and num-partitions.
         """
-        all_settings = node_settings or {}
-        by_node = [all_settings] * num_clients if isinstance(all_settings, Mapping) else all_settings
         run = secrets.token_hex(8)
         self._nodes = {
             i: Node(values, {**settings, "num-partitions": num_clients, "partition-id": i}, run)
-            for i, settings in enumerate(by_node)
+            for i, settings in enumerate(node_settings or [{}] * num_clients)
         }
 
     def nodes(self) -> list[int]:
@@ -47,9 +45,7 @@ class InProcessTransport:
         return set()
 
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
-        """Hand one packet to each node in turn; yields one reply per addressed node, in the order of ``packets``.
-
-        ``timeout`` is not used: no node can be late.
+        """Hand one packet to each node in the order of ``packets``; none can be late, so ``timeout`` is not used.
 
         Raises:
             TypeError, ValueError: a packet holds something that cannot travel.
@@ -58,8 +54,6 @@ class InProcessTransport:
 
     def _ask(self, kind: Kind, node: int, packet: Packet) -> Reply:
         sent = copy_packet(packet)
-        if node not in self._nodes:
-            return Reply(node, None, "there is no such node", 0, 0)
         bytes_down = payload_bytes(sent)
         try:
             answer = copy_packet(handle(kind, sent, self._nodes[node]))

@@ -93,8 +93,3 @@ def pair_mask(private: bytes, public: bytes, place: int, other: int, length: int
     """
     shared = mask(agree(private, public, b"mask"), length)
     return shared if place < other else -shared
-
-
-def share_key(private: bytes, public: bytes, sender: bytes, receiver: bytes) -> bytes:
-    """The key for shares between two public keys; ``private`` is of either of them, ``public`` of the other."""
-    return agree(private, public, b"shares" + sender + receiver)

@@ -5,10 +5,6 @@ import math
 import numpy as np
 
 
-class RangeError(ValueError):
-    """A number is beyond the range for which the fixed point was chosen, or is none."""
-
-
 def fraction_bits(largest: float, clients: int) -> int:
     """b: with steps of 2^-b a sum over ``clients`` of numbers up to ``largest`` cannot overflow.
 
@@ -24,10 +20,10 @@ def encode(values: np.ndarray, largest: float, clients: int) -> np.ndarray:
     """float64 numbers as uint64, negative ones as 2^64 - |x|; each is rounded by 2^(-b-1) at most.
 
     Raises:
-        RangeError: a number is above ``largest`` in magnitude, infinite or NaN; nothing is ever cut off.
+        ValueError: a number is above ``largest`` in magnitude, infinite or NaN; nothing is ever cut off.
     """
     if not (np.abs(values) <= largest).all():
-        raise RangeError(f"a number is not within -{largest:g} .. {largest:g}")
+        raise ValueError(f"a number is not within -{largest:g} .. {largest:g}")
     return np.rint(np.ldexp(values, fraction_bits(largest, clients))).astype(np.int64).view(np.uint64)
 
 

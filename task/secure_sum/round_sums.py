@@ -1,5 +1,6 @@
 """What a client's answer adds to the sums of a round, and the answer that the sums stand for."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,7 +57,7 @@ class RoundSums:
     @property
     def length(self) -> int:
         """How many numbers travel."""
-        return sum(map(_size, self.shapes.values()))
+        return sum(map(math.prod, self.shapes.values()))
 
     def of_answer(self, answer: Packet) -> np.ndarray:
         """The numbers of a client's plain answer to a train message, float64 [length]; zeros if it has no images."""
@@ -75,7 +76,7 @@ class RoundSums:
 
         ``num-examples`` 0 and nothing else if no client has images; -1 if no clients can have sent this.
         """
-        ends = np.cumsum([_size(shape) for shape in self.shapes.values()])[:-1]
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()])[:-1]
         groups = zip(self.shapes.items(), np.split(total, ends), strict=True)
         sums = {name: group.reshape(shape) for (name, shape), group in groups}
         images, weight = round(float(sums["metrics", "images"])), float(sums["metrics", "weight"])
@@ -90,7 +91,3 @@ class RoundSums:
             added = {name: array for (part, name), array in sums.items() if part == "statistics"}
             answer.statistics = self.kind.of_sums(added, self.frame)
         return answer
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64))

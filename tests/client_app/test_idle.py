@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from client_app import client, learning
+from client_app import client
+from client_app.learning import load_model
 from client_app.node import Node
+from client_app.request import Request
 from task.config.parsing import parse
 from task.message import Kind, Packet
+from task.models.evaluation import confusion_counts
 from task.models.model import build_model
+from task.scenario.scenario import Scenario
 from task.scenario.task_plan import first_task_plan
 from tests.helpers.deployment import ROOT
 from tests.helpers.own_data import OWN, paint
@@ -83,7 +87,11 @@ def test_a_node_without_test_images_of_the_classes_answers_without_torch(own, mo
     fast = ask_without_torch("evaluate", config, node)
     assert fast == [{"correct": [0] * 4, "total": [0] * 4, "confusion": []}, {}, {"name": "north"}]
     assert ask_here("evaluate", config, node) == fast
-    monkeypatch.setattr(client, "_count_predictions", learning.predict)  # with a model, whatever the images
+
+    def predict(request: Request, scenario: Scenario, *what: np.ndarray) -> np.ndarray:
+        return confusion_counts(load_model(request, scenario), scenario.dataset, *what)
+
+    monkeypatch.setattr(client, "_count_predictions", predict)  # with a model, whatever the images
     assert ask_here("evaluate", config, node) == fast
     later = ask_here("evaluate", config | {"task": 2}, node, task=1)
     assert 0 < sum(later[0]["total"]) < 12

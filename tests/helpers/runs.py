@@ -86,7 +86,7 @@ class FaultyTransport(InProcessTransport):
         self,
         values: Values,
         num_clients: int,
-        node_settings: Mapping[str, Scalar] | Sequence[Mapping[str, Scalar]] | None = None,
+        node_settings: Sequence[Mapping[str, Scalar]] | None = None,
         tamper: Callable[[int, Kind, Packet], Packet] = lambda node, kind, answer: answer,
         broken: Callable[[int, Kind], bool] = lambda node, kind: False,
     ) -> None:

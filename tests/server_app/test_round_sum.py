@@ -1,7 +1,6 @@
 """The four messages of a secure sum: what comes out, who may be lost when, and what a server gets to see."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import Any
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
+from client_app.client import handle
 from client_app.node import Node
-from client_app.secure_aggregation import handle, hide_in_sum
+from client_app.secure_aggregation import hide_in_sum
 from server_app.clients.client_info import ClientInfo
 from server_app.run_files.results import RoundReport
 from server_app.secure_aggregation.round_sum import RoundSum, SpoiledSum, TooFewClients
@@ -41,7 +41,7 @@ class Clients:
     def answer(self, kind: Kind, node: int, packet: Packet) -> Packet:
         if kind != "train":
             return handle(kind, packet, self.nodes[node])
-        self.secrets[node] = json.loads(self.nodes[node].memory["secure-sum"])
+        self.secrets[node] = dict(self.nodes[node].memory)
         return Packet({"hidden": hide_in_sum(self.vectors[node], LARGEST, packet, self.nodes[node])})
 
     def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
@@ -56,12 +56,11 @@ class Clients:
 
     def sum(self, threshold: int) -> np.ndarray:
         infos = [ClientInfo(f"client-{i}", i, (), *[np.empty(0)] * 3, 0, (), (), "", "", (), "", 0) for i in self.nodes]
-        collected = RoundSum(self, infos, threshold, 5.0, self.report).collect(
-            "train", Packet(), self.vectors.shape[1], LARGEST
-        )
-        self.survivors = [client.node for client in collected.survivors]
-        self.seconds = collected.seconds
-        return collected.values
+        secure_sum = RoundSum(self, infos, threshold, 5.0, self.report)
+        values, survivors = secure_sum.collect("train", Packet(), self.vectors.shape[1], LARGEST)
+        self.survivors = [client.node for client in survivors]
+        self.seconds = secure_sum.seconds
+        return values
 
     def hidden(self, node: int) -> np.ndarray:
         return self.answers["train", node].arrays["hidden"]
@@ -129,9 +128,9 @@ def test_below_the_threshold_there_is_no_sum(kind, have):
         given.sum(3)
 
 
-def own_mask(seed: str, length: int) -> list[int]:
+def own_mask(seed: bytes, length: int) -> list[int]:
     """Python's integers."""
-    stream = Cipher(algorithms.ChaCha20(bytes.fromhex(seed), bytes(16)), None).encryptor().update(bytes(8 * length))
+    stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), None).encryptor().update(bytes(8 * length))
     return [int.from_bytes(stream[i : i + 8], "little") for i in range(0, 8 * length, 8)]
 
 
@@ -194,10 +193,10 @@ def test_opening_the_sum_opens_no_part_of_it():
     given = Clients(constant(4))
     given.sum(3)
     for node in range(4):
-        alone = given.hidden(node) - mask(bytes.fromhex(given.secrets[node]["seed"]), LENGTH)
+        alone = given.hidden(node) - mask(given.secrets[node]["seed"], LENGTH)
         assert unevenness(alone) < UNIFORM
     for pair in combinations(range(4), 2):
-        both = sum(given.hidden(i) - mask(bytes.fromhex(given.secrets[i]["seed"]), LENGTH) for i in pair)
+        both = sum(given.hidden(i) - mask(given.secrets[i]["seed"], LENGTH) for i in pair)
         assert unevenness(both) < UNIFORM
 
 
@@ -208,10 +207,10 @@ def test_a_part_that_comes_too_late_stays_hidden():
     late = given.answer("train", 2, given.sent["train", 2]).arrays["hidden"]
     secrets, everyone = given.secrets[2], [0, 1, 2, 3]
     key = combine({i: bytes(given.answers["unmask", i].arrays["shares"][2]) for i in (0, 1, 3)})
-    assert key.hex() == secrets["masking"]
-    pairs = [pair_mask(key, bytes.fromhex(secrets["keys"][i][1]), 2, i, LENGTH) for i in everyone if i != 2]
+    assert key == secrets["masking"]
+    pairs = [pair_mask(key, secrets["masking_keys"][i], 2, i, LENGTH) for i in everyone if i != 2]
     assert unevenness(late - sum(pairs)) < UNIFORM
-    own = mask(bytes.fromhex(secrets["seed"]), LENGTH)
+    own = mask(secrets["seed"], LENGTH)
     np.testing.assert_array_equal(late - sum(pairs) - own, encode(given.vectors[2], LARGEST, 4))
 
 
@@ -223,9 +222,9 @@ def test_clients_below_the_threshold_that_help_the_server_see_noise():
     left = given.hidden(4)
     for node in (0, 1):
         keys = given.secrets[node]
-        left = left + pair_mask(bytes.fromhex(keys["masking"]), bytes.fromhex(keys["keys"][4][1]), node, 4, LENGTH)
+        left = left + pair_mask(keys["masking"], keys["masking_keys"][4], node, 4, LENGTH)
     seed = combine({i: bytes(given.answers["unmask", i].arrays["shares"][4]) for i in (0, 1)})
-    assert seed.hex() != given.secrets[4]["seed"]
+    assert seed != given.secrets[4]["seed"]
     assert unevenness(left) < UNIFORM
     assert unevenness(left - mask(seed, LENGTH)) < UNIFORM
 
@@ -255,7 +254,7 @@ def asked_to_unmask(change: Callable[[Packet], None]) -> str:
     packet = given.sent["unmask", 1]
     change(packet)
     first = given.answer("unmask", 1, packet)
-    assert "secure-sum" not in given.nodes[1].memory  # whatever it was, the secrets are gone
+    assert given.nodes[1].memory == {}  # whatever it was, the secrets are gone
     return str(first.config.get("error", ""))
 
 
@@ -298,13 +297,13 @@ def test_no_message_is_answered_twice_with_the_same_secrets(kind):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda p: p.config.update({"threshold": 2}), "a threshold of 2 for 4 clients"),
-        (lambda p: p.config.update({"threshold": 5}), "a threshold of 5 for 4 clients"),
+        (lambda p: p.config.update({"threshold": 2}), "a threshold of 2 is"),
+        (lambda p: p.config.update({"threshold": 5}), "a threshold of 5 is"),
         (lambda p: p.arrays.update({"keys": p.arrays["keys"][[0, 0, 1, 2]]}), "not distinct"),
-        (lambda p: p.arrays.update({"keys": p.arrays["keys"][[0, 2, 3]]}), "or this node's are missing"),
+        (lambda p: p.arrays.update({"keys": p.arrays["keys"][[0, 2, 3]]}), "lack this node's"),
         (
             lambda p: (p.arrays.update({"keys": p.arrays["keys"][[1]]}), p.config.update({"threshold": 1})),
-            "1 clients: more",
+            "of the 1 clients",
         ),
         (lambda p: p.arrays.clear(), "keys"),
     ],
