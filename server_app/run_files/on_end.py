@@ -65,6 +65,6 @@ def _run_command(words: list[str], content: bytes, quotes_errors: bool) -> None:
                 os.killpg(command.pid, signal.SIGKILL)
                 command.wait()
         if command.returncode:
-            errors.seek(0)
-            text = errors.read()[-1000:].decode(errors="replace") if quotes_errors else "What it said may hold secrets."
+            errors.seek(-min(1000, errors.seek(0, os.SEEK_END)), os.SEEK_END)
+            text = errors.read().decode(errors="replace") if quotes_errors else "What it said may hold secrets."
             raise HookError(f"exit code {command.returncode}. {text}")

@@ -108,7 +108,7 @@ def scan_images(
 def load_inventory(data_dir: str, state: Path, run: str = "") -> Inventory | None:
     """The inventory of the node's last scan for ``run``; None if there is no list of it."""
     root = Path(data_dir).expanduser()
-    if root.is_file():
+    if os.path.isfile(root):
         return Inventory(str(root))
     lists = _read_list(_list_path(state, root, run), root)
     readable, unreadable, held_out = (tuple(lists[part]) for part in _LISTS[:3])
@@ -126,7 +126,7 @@ def open_inventory(inventory: Inventory, side: int, max_pixels: int = MAX_PIXELS
         ConfigError: an .npz file that cannot be used, or a class name that is not printable.
     """
     root = Path(inventory.data_dir)
-    if root.is_file():
+    if os.path.isfile(root):
         dataset = npz(root, side, max_pixels, by_content=True)
         return replace(dataset, class_names=tuple(_normalise_names(dataset.class_names, root)))
     class_of_file = _normalise_names(_classes_of(inventory.split, inventory.readable), root)

@@ -25,7 +25,7 @@ def extract_features(model: Model, images: Images, positions: np.ndarray) -> Ten
     model.backbone.eval()  # so that features neither depend on the batch nor change running means
     features = [model.features(*inputs) for _, inputs in iterate_batches(model, images, positions)]
     model.backbone.train(training)
-    return torch.cat(features) if features else torch.empty(0, model.backbone.dim, device=model.device)
+    return torch.cat(features) if features else torch.empty(0, model.width, device=model.device)
 
 
 @torch.no_grad()

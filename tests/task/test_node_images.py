@@ -207,7 +207,7 @@ def test_npz_names_are_texts_and_may_have_no_image(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not a readable \.npz"):
         open_inventory(scan_images(str(path), tmp_path / "other", 0.0), 3)
     np.savez(path, images=images, labels=np.zeros(4, int), split=np.array(["train", "train", "train", "test"]))
-    with pytest.raises(ConfigError, match="class_names or split do not fit"):
+    with pytest.raises(ConfigError, match="split does not fit"):
         open_inventory(scan_images(str(path), tmp_path / "other", 0.0), 4)
 
 
