@@ -100,8 +100,8 @@ def test_a_revoked_node_is_refused_and_the_run_goes_on(deployment, tmp_path):
     [node] = [n for n in list_nodes(deployment, tmp_path) if n["registered_as"] == f"node-{lost}"]
     deployment.flower("supernode", "unregister", node["node_id"], "fcil")
     assert deployment.status(run_id) == "finished:completed"
+    # it says 401 if a heartbeat or a pull is refused first, and nothing if it is the sending of an answer
     assert deployment.processes[f"supernode-{lost}"].wait(PATIENCE) is not None
-    assert deployment.count_in_log(f"supernode-{lost}", "401 Unauthorized")
     rounds = [json.loads(line) for line in (tmp_path / "revoked" / "rounds.jsonl").read_text().splitlines()]
     missing = [[failure["name"] for failure in r["failures"]] for r in rounds]
     assert len(missing) == 4
