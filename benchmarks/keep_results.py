@@ -11,6 +11,7 @@ import json
 import shutil
 from pathlib import Path
 
+from server_app.errors import ReportError
 from server_app.report.runs import load_run
 
 LEFT_OUT = ("confusion", "rounds", "clients")
@@ -26,11 +27,17 @@ def keep(run: Path, target: Path) -> None:
 
 
 def keep_all(source: Path, target: Path) -> list[Path]:
-    """Keep all finished runs below ``source``; returns their folders, relative to it."""
-    folders = sorted(path.parent for path in source.rglob("results.json"))
-    kept = [folder.relative_to(source) for folder in folders if load_run(folder).finished]
-    for folder in kept:
-        keep(source / folder, target / folder)
+    """Keep all finished runs below ``source`` that can be read; returns their folders, relative to it."""
+    kept = []
+    for folder in sorted(path.parent for path in source.rglob("results.json")):
+        try:
+            finished = load_run(folder).finished and (folder / "config.yaml").exists()
+        except ReportError as error:
+            print(f"left out: {error}")
+            continue
+        if finished:
+            keep(folder, target / folder.relative_to(source))
+            kept.append(folder.relative_to(source))
     return kept
 
 

@@ -190,5 +190,5 @@ def require_memory(arrays: Mapping[str, Tensor], clients: int, device: torch.dev
         needed, left = (f"{size / 2**30:.3g} GiB" for size in (clients * each, free))
         raise ConfigError(
             f"hepco keeps the prompts of all clients of a round in memory: {clients} clients need {needed}, {left} are "
-            f"free, so that at most {free // each} fit; lower clients-per-round, prompt-pool or prompt-length."
+            f"free, enough for {free // each}: lower clients-per-round, prompt-pool or prompt-length."
         )

@@ -41,6 +41,7 @@ class Bench:
         self._started_at: dict[str, float] = {}  # by name of the run, in seconds of the monotonic clock
         self._waiting: list[PlannedRun] = []
         self._failed: list[PlannedRun] = []
+        self._unreadable: set[str] = set()  # names of runs whose files cannot be read
         self._seconds: dict[str, list[float]] = {}  # of finished runs, by variant
         self.recommendation: dict[str, list[str]] = {}  # lines by heading, of the last report
 
@@ -89,8 +90,7 @@ class Bench:
         for run in self._suite.runs:
             finished = finished_run(run)
             if finished is None:
-                if not _load(run) and (run.directory / "results.json").exists():
-                    self._say(f"WARNING   {run.directory / 'results.json'} cannot be read: the run begins anew")
+                self._load(run)  # to say if it cannot be read
                 self._waiting.append(run)
                 continue
             self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
@@ -118,7 +118,7 @@ class Bench:
         return [sys.executable, "-m", "server_app.cli", "run", *self._options, *settings]
 
     def _record_end(self, run: PlannedRun, code: int) -> None:
-        ended = _load(run)
+        ended = self._load(run)
         if code == 0 and ended and ended.finished:
             seconds = time.monotonic() - self._started_at[run.name]
             self._seconds.setdefault(run.variant, []).append(seconds)
@@ -140,12 +140,22 @@ class Bench:
         guesses = [self._seconds.get(run.variant, durations) for run in left]
         return f"{len(left)} left, about {_minutes(sum(sum(g) / len(g) for g in guesses) / self._jobs)}"
 
+    def _load(self, planned: PlannedRun) -> Run | None:
+        """What the folder of a planned run holds; None if nothing yet, or nothing readable, which is said once."""
+        try:
+            return load_run(planned.directory)
+        except ReportError as error:
+            if (planned.directory / "results.json").exists() and planned.name not in self._unreadable:
+                self._unreadable.add(planned.name)
+                self._say(f"WARNING   {error}")
+            return None
+
     def _report(self) -> None:
         groups: dict[tuple[str, str], Group] = {}
         for run in self._suite.runs:
             group = groups.setdefault((run.partition, run.variant), Group(run.setting, run.variant, []))
             # the folder of a waiting run holds an earlier, unfinished one, which will be removed
-            if run not in self._waiting and (loaded := _load(run)):
+            if run not in self._waiting and (loaded := self._load(run)):
                 group.runs.append(loaded)
         for other in self._suite.others:
             setting = next(run.setting for run in self._suite.runs if run.partition == other.partition)
@@ -190,7 +200,10 @@ def finished_run(planned: PlannedRun) -> Run | None:
     Raises:
         ConfigError: its run keys are not those of the planned run.
     """
-    run = _load(planned)
+    try:
+        run = load_run(planned.directory)
+    except ReportError:
+        return None
     if not run or not run.finished or not (planned.directory / "config.yaml").exists():
         return None
     # a key that did not exist yet had no other value than its default
@@ -202,14 +215,6 @@ def finished_run(planned: PlannedRun) -> Run | None:
                 "Remove the folder, or give the suite another output-dir."
             )
     return run
-
-
-def _load(planned: PlannedRun) -> Run | None:
-    """What the folder of a planned run holds; None if nothing yet, or nothing readable."""
-    try:
-        return load_run(planned.directory)
-    except ReportError:
-        return None
 
 
 def _minutes(seconds: float) -> str:

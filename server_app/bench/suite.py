@@ -217,7 +217,10 @@ def _guess_data_set(command_line: Mapping[str, Scalar], layers: Sequence[Mapping
 
 def _check_select(entry: Mapping[str, Any], taken: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The entry ``select`` with typed values; ``taken`` are the keys of the suite that have a value already."""
-    entries, grid = _check_entries(entry, _SELECT, {"seeds": [0]}, "select: "), dict[str, list[Scalar]]()
+    grid: dict[str, list[Scalar]] = {}
+    entries = _check_entries(entry, _SELECT, {"seeds": [0]}, "select: ")
+    if not entries["seeds"]:
+        raise ConfigError("select: seeds = [] is not possible: it must be a list that is not empty.")
     for name, choices in entries["keys"].items():
         if name not in known_keys():
             raise ConfigError(f"select: run key {name!r} does not exist.")

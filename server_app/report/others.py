@@ -66,7 +66,8 @@ def _check(content: Mapping[str, Any], partitions: Sequence[str]) -> None:
     if unknown := [name for name in content if name not in _ALLOWED]:
         raise ValueError(f"entry {unknown[0]!r} does not exist; allowed: {', '.join(_ALLOWED)}")
     for name, kind in _NEEDED.items():
-        if not isinstance(content.get(name), kind) or not content[name]:
+        value = content.get(name)
+        if not isinstance(value, kind) or not (value.strip() if isinstance(value, str) else value):
             raise ValueError(f"{name} = {content.get(name)!r} must be {_WORDS[kind]}")
     for name in _COUNTS:
         value = content.get(name)
@@ -77,6 +78,10 @@ def _check(content: Mapping[str, Any], partitions: Sequence[str]) -> None:
     values += content.get("per_task_seen_accuracy") or []
     if not all(is_number(value) and 0 <= value <= 1 for value in values):
         raise ValueError("accuracies must be fractions in 0..1, with null above the diagonal")
+    tasks = len(content["accuracy_matrix"])
+    for name in ("per_task_seen_accuracy", "samples_per_task"):
+        if content.get(name) is not None and len(content[name]) != tasks:
+            raise ValueError(f"{name} must have {tasks} numbers, as accuracy_matrix has {tasks} rows")
     if content.get("partition", "") not in partitions:
         there = " or ".join(filter(None, partitions)) or "left out, as the suite has no partitions"
         raise ValueError(f"partition = {content.get('partition', '')!r} must be {there}")

@@ -130,8 +130,10 @@ def _check_numbers(
 ) -> None:
     if array.dtype != dtype or array.shape != shape:
         raise InvalidReply(f"{name} is {array.dtype} {list(array.shape)}; {np.dtype(dtype)} {list(shape)} was expected")
-    if not np.isfinite(array).all() or float(np.abs(array).max(initial=0)) > largest:
-        raise InvalidReply(f"{name} holds values that are not finite, or above {largest:g}")
+    if not np.isfinite(array).all():
+        raise InvalidReply(f"{name} holds NaN or infinite values")
+    if float(np.abs(array).max(initial=0)) > largest:
+        raise InvalidReply(f"{name} holds values above {largest:g}")
 
 
 def _check_statistics(

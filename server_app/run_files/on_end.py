@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import subprocess
+import threading
 import urllib.request
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -35,15 +36,34 @@ def tell_operator(hook: str, directory: Path, error: BaseException | None = None
     content, target = json.dumps(event).encode(), os.path.expandvars(hook)
     try:
         if target.startswith(("http://", "https://")):
-            request = urllib.request.Request(target, content, {"Content-Type": "application/json"})
-            urllib.request.urlopen(request, timeout=PATIENCE).close()
+            _post(target, content)
         elif target.strip():
             _run_command(shlex.split(target), content, quotes_errors=target == hook)
     except Exception as problem:  # the run's own outcome must stand
         # the key as it was typed, and no text of the error that may quote it: variables are for secrets
-        reason = getattr(problem, "reason", None) or getattr(problem, "strerror", None) or ""
-        said = str(problem) if isinstance(problem, (HookError, HTTPError)) else f"{type(problem).__name__}. {reason}"
+        cause = getattr(problem, "reason", None) or getattr(problem, "strerror", None) or ""
+        said = str(problem) if isinstance(problem, (HookError, HTTPError)) else f"{type(problem).__name__}. {cause}"
         log.warning("on-end = %r did not work: %s", hook, one_line(said))
+
+
+def _post(url: str, content: bytes) -> None:
+    """Post in a thread of its own: the timeout of a request starts again with every byte that comes."""
+    problems: list[Exception] = []
+
+    def post() -> None:
+        request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+        try:
+            urllib.request.urlopen(request, timeout=PATIENCE).close()
+        except Exception as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=post, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    if thread.is_alive():
+        raise HookError(f"no answer within {PATIENCE:g} s")
+    if problems:
+        raise problems[0]
 
 
 def _run_command(words: list[str], content: bytes, quotes_errors: bool) -> None:

@@ -106,6 +106,8 @@ def lock_run(directory: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock_folder(directory))
+            (directory / "results.json.part").touch()
+            (directory / "results.json.part").unlink()
         except Timeout as error:
             raise ConfigError(f"{str(directory)!r} is the folder of a run that another process is at.") from error
         except OSError as error:

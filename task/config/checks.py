@@ -181,10 +181,9 @@ def _check_secure_aggregation(config: Config) -> None:
         )
     for name in ("max-update-norm", "max-update-ratio", "federated-bias"):
         if value := config.flat()[name]:
-            raise ConfigError(
-                f"{setting} is not possible with {name} = {value!r}: the server sees no client's own model; to limit "
-                "what one client changes, use privacy-clip."
-            )
+            advice = "" if config.federated_bias else " To limit what one client changes, use privacy-clip."
+            reason = f"the server sees no client's own model.{advice}"
+            raise ConfigError(f"{setting} is not possible with {name} = {value!r}: {reason}")
     _check_threshold(config)
 
 

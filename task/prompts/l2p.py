@@ -19,7 +19,6 @@ class L2P(Prompt):
     >>> import torch
     >>> from task.config.parsing import parse
     >>> prompt = L2P(parse({"method": "pip", "prompt": "l2p", "prompt-length": 4}), dim=16)
-    >>> import torch
     >>> prompt(torch.ones(7, 16))[0].shape
     torch.Size([7, 20, 16])
     """

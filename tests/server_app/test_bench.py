@@ -540,27 +540,27 @@ def test_half_a_run_of_an_earlier_go_is_not_in_the_table(write, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", '{"schema": 1, "status": "finished", "metrics": 3}'])
-def test_results_that_are_none_are_named_and_begun_anew(write, quick, capsys, text):
-    path = write()
-    first = read_suite(path, {}).runs[0].directory
-    first.mkdir(parents=True)
-    (first / "results.json").write_text(text)
-    Bench(read_suite(path, {}), 1, ["--in-process"], print)._report()  # which they do not stop
-    assert cli.main(["bench", str(path)]) == 0
-    [warning] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
-    assert f"{first / 'results.json'} cannot be read" in warning
-    assert read_results(first)["status"] == "finished"
+def test_results_that_are_none_are_named_once_and_stop_no_other_run(write, quick, monkeypatch, tmp_path, capsys, text):
+    path, write_results = write(), Bench._command
+    first, second = (run.name for run in read_suite(path, {}).runs)
 
-
-@pytest.mark.parametrize("text", ["{", '{"schema": 1, "status": "finished", "metrics": 3}'])
-def test_a_run_that_leaves_no_results_has_failed(write, monkeypatch, capsys, text):
     def command(self: Bench, run: PlannedRun) -> list[str]:
         program = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
-        return [sys.executable, "-c", program, str(run.directory / "results.json"), text]
+        words = [sys.executable, "-c", program, str(run.directory / "results.json"), text]
+        return words if run.name == first else write_results(self, run)
 
     monkeypatch.setattr(Bench, "_command", command)
-    assert cli.main(["bench", str(write())]) == 1
-    assert capsys.readouterr().out.count("FAILED") == 2
+    assert cli.main(["bench", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    [warning] = [line for line in lines if "results.json" in line]
+    assert warning.startswith("WARNING")
+    assert f"{first}/results.json is no" in warning
+    assert [line.split(":")[0] for line in lines if line.startswith(("FAILED", "finished"))] == [
+        f"FAILED    {first}",
+        f"finished  {second}",
+    ]
+    _, rows = table(tmp_path / "out")
+    assert [row[1] for row in rows.values()] == ["-", "75.00"]  # the final average accuracy
 
 
 def test_a_suite_without_any_run_has_its_table_too(write, tmp_path):

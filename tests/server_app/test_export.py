@@ -66,6 +66,17 @@ def test_an_exported_file_is_enough(keys: dict, tiny: dict, tmp_path: Path) -> N
     assert (again.predict(IMAGES).probabilities == before.probabilities).all()
 
 
+def test_an_exported_resnet_is_enough(tiny: dict, tmp_path: Path) -> None:
+    """Its batch normalisation has counts that are single numbers."""
+    directory = save_run(
+        tmp_path / "run",
+        tiny | {"method": "fedavg", "prompt": "none", "backbone": "resnet18_cifar", "backbone-weights": "random"},
+    )
+    assert cli.main(["export", str(directory), str(tmp_path / "model.safetensors")]) == 0
+    before, after = (load_predictor(path).predict(IMAGES) for path in (directory, tmp_path / "model.safetensors"))
+    assert (after.probabilities == before.probabilities).all()
+
+
 def test_an_exported_file_must_be_whole(tiny: dict, tmp_path: Path) -> None:
     predictor = load_predictor(save_run(tmp_path / "run", tiny))
     arrays = {name: t.numpy() for name, t in Classifier(predictor.model).tensors().items()}

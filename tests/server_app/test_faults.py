@@ -42,11 +42,8 @@ def set_statistic(name: str, edit: Callable[[np.ndarray], np.ndarray]) -> Change
 
 
 BAD: dict[str, tuple[Change, str]] = {
-    "NaN in an array": (lambda p: p.arrays["head.bias"].fill(np.nan), "head.bias holds values"),
-    "infinity in an array": (
-        lambda p: p.arrays["prompt.prefix"].fill(np.inf),
-        "prompt.prefix holds values",
-    ),
+    "NaN in an array": (lambda p: p.arrays["head.bias"].fill(np.nan), "head.bias holds NaN"),
+    "infinity in an array": (lambda p: p.arrays["prompt.prefix"].fill(np.inf), "prompt.prefix holds NaN or infinite"),
     "wrong shape": (set_array("head.bias", np.zeros(99, np.float32)), "head.bias is float32 [99]"),
     "wrong type": (set_array("head.bias", np.zeros(6)), "head.bias is float64"),
     "extra array": (set_array("backbone", np.zeros(1, np.float32)), "backbone"),
@@ -60,17 +57,11 @@ BAD: dict[str, tuple[Change, str]] = {
     "unknown class": (set_statistic("class_ids", lambda c: c + 1000), "not distinct classes of the task"),
     "class twice": (set_statistic("class_ids", lambda c: np.full_like(c, c[0])), "not distinct"),
     "negative variance": (set_statistic("variances", lambda v: v - 1e6), "variances are negative"),
-    "NaN mean": (set_statistic("means", lambda m: m * np.nan), "means holds values"),
+    "NaN mean": (set_statistic("means", lambda m: m * np.nan), "means holds NaN"),
     "means of another size": (set_statistic("means", lambda m: m[:, :-1]), "means is float32"),
     "missing statistic": (lambda p: p.statistics.pop("variances"), "were expected"),
-    "huge array": (
-        lambda p: p.arrays["head.weight"].fill(1e30),
-        "head.weight holds values",
-    ),
-    "huge variance": (
-        set_statistic("variances", lambda v: v + np.float32(3e38)),
-        "variances holds values",
-    ),
+    "huge array": (lambda p: p.arrays["head.weight"].fill(1e30), "head.weight holds values above 1e+06"),
+    "huge variance": (set_statistic("variances", lambda v: v + np.float32(3e38)), "variances holds values above"),
     "seconds that are no number": (lambda p: p.metrics.update({"seconds-train": np.nan}), "seconds-train is nan"),
     "seconds whose sum overflows": (lambda p: p.metrics.update({"seconds-train": 1e308}), "seconds-train is 1e+308"),
     "a loss of too many digits": (lambda p: p.metrics.update({"loss": 10**400}), "loss is 1000"),

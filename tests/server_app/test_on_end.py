@@ -88,13 +88,17 @@ def test_a_command_that_fails_is_logged_with_its_own_words(tmp_path: Path, caplo
 
 
 class Receiver(http.server.BaseHTTPRequestHandler):
-    """Keeps what is posted."""
+    """Keeps what is posted; /drip answers one byte at a time, for ever."""
 
     posted: list[tuple[str, str, bytes]]
 
     def do_POST(self) -> None:
         content = self.rfile.read(int(self.headers["content-length"]))
         self.posted.append((self.path, self.headers["content-type"], content))
+        if self.path == "/drip":
+            for _ in range(100):
+                self.wfile.write(b"H")
+                time.sleep(0.2)
         self.send_response(404 if self.path == "/gone" else 200)
         self.end_headers()
 
@@ -130,6 +134,16 @@ def test_a_url_gets_a_post_of_json(receiver, tmp_path: Path) -> None:
 def test_a_url_that_refuses_is_logged(receiver, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tell_operator(f"{receiver[0]}/gone", tmp_path)
     assert "HTTP Error 404" in caplog.text
+
+
+def test_a_url_that_answers_for_ever_is_given_up(
+    receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(on_end, "PATIENCE", 1.0)
+    began = time.monotonic()
+    tell_operator(f"{receiver[0]}/drip", tmp_path)
+    assert time.monotonic() - began < 10
+    assert "no answer within 1 s" in caplog.text
 
 
 @pytest.mark.parametrize("hook", ["$SECRET_HOOK", "$SECRET_HOOK now"])

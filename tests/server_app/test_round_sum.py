@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
 from client_app.client import handle
 from client_app.node import Node
-from client_app.secure_aggregation import hide_in_sum
+from client_app.secure_aggregation import _Secrets, hide_in_sum
 from server_app.clients.client_info import ClientInfo
 from server_app.run_files.results import RoundReport
 from server_app.secure_aggregation.round_sum import RoundSum, SpoiledSum, TooFewClients
@@ -425,3 +425,11 @@ def test_clients_that_are_lost_one_after_the_other_use_the_time_of_a_round_once(
     clients = SlowClients(vectors(9), {"keys": {0}, "shares": {1}, "train": {2}, "unmask": {3}})
     clients.sum(threshold=5)
     assert clients.waited == pytest.approx(5)
+
+
+def test_shares_have_a_key_for_each_direction() -> None:
+    one, other = _Secrets(), _Secrets()
+    one.sealing_keys = other.sealing_keys = [one.public()[0], other.public()[0]]
+    there, back = one.share_key(1, 0, 1), one.share_key(1, 1, 0)
+    assert there != back
+    assert (other.share_key(0, 0, 1), other.share_key(0, 1, 0)) == (there, back)

@@ -262,7 +262,7 @@ def test_others_are_in_table_and_pictures(write, tmp_path):  # noqa: F811
         ({"accuracy_matrix": [[0.9, None], [None, None]]}, "after task 2 on task 1 is missing"),
         ({"accuracy_matrix": [[0.9, None], [None, 0.5]]}, "cannot be used"),
         ({"accuracy_matrix": [[0.9]]}, r"has 1 tasks, the suite's runs \{2\}"),
-        ({"per_task_seen_accuracy": [0.9]}, "cannot reshape array of size 1"),
+        ({"per_task_seen_accuracy": [0.9]}, "per_task_seen_accuracy must have 2 numbers"),
         ({"per_task_seen_accuracy": [0.9, 2]}, "accuracies must be fractions in 0..1"),
         ({"partition": "iid"}, "partition = 'iid' must be left out"),
     ],

@@ -694,13 +694,13 @@ def test_more_teachers_than_fit_in_memory_are_an_error_that_says_how_many_fit(mo
     travelling = {n: torch.from_numpy(a) for n, a in single(0).items()}
     memory(monkeypatch, 7 * each)
     require_memory(travelling, 7, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"8 clients need .* so that at most 7 fit; lower clients-per-round, "):
+    with pytest.raises(ConfigError, match=r"8 clients need .* are free, enough for 7: lower clients-per-round, "):
         require_memory(travelling, 8, torch.device("cpu"))
     memory(monkeypatch, each - 1)
-    with pytest.raises(ConfigError, match=r"so that at most 0 fit; lower .*, prompt-pool or prompt-length\.$"):
+    with pytest.raises(ConfigError, match=r"enough for 0: lower .*, prompt-pool or prompt-length\.$"):
         require_memory(travelling, 2, torch.device("cpu"))
     memory(monkeypatch, 5 * 2**30)
-    with pytest.raises(ConfigError, match=r"10000000 clients need 34 GiB, 5 GiB are free, so that at most 1471685 fit"):
+    with pytest.raises(ConfigError, match=r"10000000 clients need 34 GiB, 5 GiB are free, enough for 1471685"):
         require_memory(travelling, 10**7, torch.device("cpu"))
 
 
@@ -724,7 +724,7 @@ def test_memory_is_checked_once_with_the_first_answer(keys, fits, monkeypatch):
 def test_a_run_whose_teachers_do_not_fit_ends_with_that_message(tiny, monkeypatch):
     config = parse(tiny | QUICK["hepco"] | {"method": "hepco"})
     memory(monkeypatch, 2_500_000)
-    with pytest.raises(ConfigError, match="at most 2 fit; lower clients-per-round"):
+    with pytest.raises(ConfigError, match="enough for 2: lower clients-per-round"):
         run_experiment(config, InProcessTransport(config.flat(), 3))
     results = json.loads(next(Path(tiny["output-dir"]).glob("*/results.json")).read_text())
     assert results["status"] == "failed"
