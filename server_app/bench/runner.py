@@ -204,7 +204,7 @@ def finished_run(planned: PlannedRun) -> Run | None:
         run = load_run(planned.directory)
     except ReportError:
         return None
-    if not run or not run.finished or not (planned.directory / "config.yaml").exists():
+    if not run.finished or not (planned.directory / "config.yaml").exists():
         return None
     # a key that did not exist yet had no other value than its default
     settings, ignored = defaults() | run.settings, keys_affecting(*SAME_RESULT)

@@ -141,7 +141,8 @@ def _check_entries(
             raise ConfigError(f"{where}entry {name!r} does not exist.{hint} Allowed: {', '.join(kinds)}.")
     entries = {**optional, **content}
     for name, kind in kinds.items():
-        if not isinstance(entries.get(name), kind) or not (entries[name] or name in optional):
+        # only what is empty by default may be empty
+        if not isinstance(entries.get(name), kind) or not (entries[name] or not optional.get(name, True)):
             raise ConfigError(f"{where}{name} = {entries.get(name)!r} is not possible: it must be {_WORDS[kind]}.")
     return entries
 
@@ -219,8 +220,6 @@ def _check_select(entry: Mapping[str, Any], taken: Mapping[str, Mapping[str, Any
     """The entry ``select`` with typed values; ``taken`` are the keys of the suite that have a value already."""
     grid: dict[str, list[Scalar]] = {}
     entries = _check_entries(entry, _SELECT, {"seeds": [0]}, "select: ")
-    if not entries["seeds"]:
-        raise ConfigError("select: seeds = [] is not possible: it must be a list that is not empty.")
     for name, choices in entries["keys"].items():
         if name not in known_keys():
             raise ConfigError(f"select: run key {name!r} does not exist.")

@@ -24,7 +24,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def _run_command(args: argparse.Namespace) -> int:
     from server_app.clients.nodes import as_json, list_nodes
-    from server_app.clients.registry import align
+    from server_app.tables import align
 
     nodes = list_nodes(args.superlink, args.runs or resolve_output_dir("runs"))
     if args.json:

@@ -27,7 +27,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_command(args: argparse.Namespace) -> int:
-    from server_app.clients.registry import align
+    from server_app.tables import align
     from task.inference import load_predictor
 
     answers = _classify_files(load_predictor(args.model, args.device), args.words, args.top)

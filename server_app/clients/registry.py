@@ -11,6 +11,7 @@ from server_app.clients.class_names import describe_spellings, require_classes
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import AbsentNode, find_mismatch, say_hello
 from server_app.errors import RunError
+from server_app.tables import align
 from server_app.transport.base import Transport
 from task.config.schema import Config
 from task.data.images import Dataset
@@ -159,13 +160,6 @@ class ClientRegistry:
             if line not in self._warnings:
                 self._warnings.add(line)
                 log.warning(line)
-
-
-def align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose columns are as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return [line.rstrip() for line in lines]
 
 
 def log_clients(clients: Sequence[ClientInfo]) -> None:

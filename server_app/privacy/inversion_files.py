@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from server_app.clients.registry import align
 from server_app.privacy.inversion import Inversion
 from server_app.report.write import required_packages
+from server_app.tables import align
 from task.utils.atomic import write_atomically
 
 NOTE = (
