@@ -207,7 +207,7 @@ def check(size: Size, options: HePCoOptions) -> None:
     z, keys, pool = z.detach(), server.prompt.keys, server.prompt.pool
     expected = torch.autograd.grad(direct_prompt_loss(server.prompt, z, labels, teachers), [keys, pool])
     ones = torch.ones(len(z))
-    losses = [prompt_loss(keys[j], pool[j].flatten(1), z, teachers.targets(j)(z, labels), ones) for j in range(BLOCKS)]
+    losses = [prompt_loss(keys[j], pool[j].flatten(1), z, teachers.target(j, z, labels), ones) for j in range(BLOCKS)]
     gradients = torch.autograd.grad(sum(losses, z.new_zeros(())), [keys, pool])
     print(f"gradient of keys and prompts: {_apart(gradients, expected):.1e} apart, relative")
 

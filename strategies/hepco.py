@@ -1,8 +1,7 @@
 """HePCo, server half: heterogeneous prompt consolidation (Halbe et al., TMLR 2024, section 4)."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import Event
@@ -20,9 +19,9 @@ from task.message import Arrays
 from task.method_options import HePCoOptions
 from task.models.model import Head, Model, prompt_of
 from task.prompts.decomposed import DecomposedPrompt, cosines
-from task.utils.cores import cores
 from task.utils.memory import available_memory
 from task.utils.seeding import torch_rng
+from task.utils.threads import run_in_threads
 
 Sources = Sequence[SampleSource]
 Pairs = Iterable[tuple[Tensor, Tensor]]  # of each step: samples [B, D], and their head rows [B]
@@ -106,27 +105,12 @@ def class_counts(updates: Sequence[Update], order: Sequence[int]) -> Tensor:
     return torch.from_numpy(counts[:, list(order)])
 
 
-def run_in_threads(jobs: Iterable[Callable[[Event], float]], device: torch.device) -> list[float]:
-    """Results of independent jobs in threads: one on a GPU, else as many as there are cores beside torch's own threads.
-
-    The number changes no result. Each job is given a stop event, which is set when the run is interrupted.
-    """
-    number = max(1, cores() // torch.get_num_threads()) if device.type == "cpu" else 1
-    stop = Event()
-    with ThreadPoolExecutor(number, "server") as threads:
-        try:
-            return list(threads.map(lambda job: job(stop), jobs))
-        finally:
-            stop.set()
-
-
 def distil(prompt: DecomposedPrompt, head: Head, sources: Sources, options: HePCoOptions) -> tuple[float, float]:
     """Prompts and head, in place (step 4); returns the last batch's loss per sample of each.
 
     The head and each block are distilled side by side: they share nothing but the sources of samples.
     """
-    batches = [*draw_batches(sources, options.prompt_steps)]
-    blocks = range(len(prompt.blocks))
+    batches, blocks = [*draw_batches(sources, options.prompt_steps)], range(len(prompt.blocks))
     jobs = [partial(distil_block, prompt, j, block_steps(sources, batches, j), options) for j in blocks]
     jobs.append(partial(distil_head, head, draw_batches(sources, options.head_steps), options))
     *prompt_losses, head_loss = run_in_threads(jobs, prompt.pool.device)
@@ -143,13 +127,11 @@ def draw_batches(sources: Sources, steps: int) -> Pairs:
 
 def block_steps(sources: Sources, batches: Pairs, block: int) -> Steps:
     """Of each batch samples [B, D], targets in a block, which are their own source's [B, V], and importance [B]."""
-    teachers, sizes = [source.teachers for source in sources], [source.size for source in sources]
-    targets = [each.targets(block) for each in teachers]
+    sizes = [source.size for source in sources]
     for z, labels in batches:
-        rows = labels.split(sizes)
-        target = [f(x, y) for f, x, y in zip(targets, z.split(sizes), rows, strict=True)]
-        importance = [each.importance[y] for each, y in zip(teachers, rows, strict=True)]
-        yield z, torch.cat(target), torch.cat(importance)
+        parts = [*zip([s.teachers for s in sources], z.split(sizes), labels.split(sizes), strict=True)]
+        target = [teachers.target(block, x, y) for teachers, x, y in parts]
+        yield z, torch.cat(target), torch.cat([teachers.importance[y] for teachers, _, y in parts])
 
 
 def distil_block(prompt: DecomposedPrompt, block: int, steps: Steps, options: HePCoOptions, stop: Event) -> float:

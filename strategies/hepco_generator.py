@@ -3,7 +3,7 @@
 Shapes: J prompted blocks, C models, B samples of D numbers, N prompts of V = 2 L_p D numbers in a pool, S head rows.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product, takewhile
@@ -11,7 +11,6 @@ from threading import Event
 from typing import Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from task.method_options import HePCoOptions
@@ -82,28 +81,10 @@ class Teachers:
         images = self.counts.sum(dim=0)
         return images / images.sum() if self.of_round else torch.ones_like(images)
 
-    def targets(self, block: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """Function of samples [B, D] and head rows y [B] that gives sum_c w_{c,y} rho(z; c) in a block, [B, V].
-
-        rho(z; c) = sum_i (z / |z|) . (k_i / |k_i|) P_i is linear in z / |z|. With many teachers and few classes the
-        matrices [D, V] of this map, one for each head row with images, are smaller than the pools and replace them.
-        """
-        keys, pools = F.normalize(self.models.keys[block], dim=2), self.models.pools[block].flatten(0, 1)
-
-        def from_pools(z: Tensor, labels: Tensor) -> Tensor:
-            weights = self.shares[:, labels, None] * (F.normalize(z, dim=1) @ keys.mT)  # [C, B, N]
-            return weights.transpose(0, 1).flatten(1) @ pools
-
-        def from_matrices(z: Tensor, labels: Tensor) -> Tensor:
-            z_at_row = (labels[:, None] == rows)[:, :, None] * F.normalize(z, dim=1)[:, None]  # [B, rows, D]
-            return z_at_row.flatten(1) @ matrices
-
-        rows, (models, prompts, dim) = self.counts.any(dim=0).nonzero()[:, 0], keys.shape
-        if len(rows) * dim >= min(models, 10) * prompts:  # nor may they take more memory than ten pools
-            return from_pools
-        unit_vectors = torch.eye(dim).to(keys).repeat(len(rows), 1)
-        matrices = from_pools(unit_vectors, rows.repeat_interleave(dim))  # [rows D, V]
-        return from_matrices
+    def target(self, block: int, z: Tensor, labels: Tensor) -> Tensor:
+        """sum_c w_{c,y} rho(z; c) in a block, rho(z; c) = sum_i cos(z, k_i) P_i: z [B, D], head rows [B] -> [B, V]."""
+        weights = self.shares[:, labels, None] * cosines(z, self.models.keys[block])  # [C, B, N]
+        return weights.transpose(0, 1).flatten(1) @ self.models.pools[block].flatten(0, 1)
 
 
 class Generator(nn.Module):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import strategies.hepco
+import task.utils.threads
 from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
 from strategies.base import RoundContext, Update
@@ -24,7 +25,6 @@ from strategies.hepco import (
     distil_block,
     prompt_loss,
     require_memory,
-    run_in_threads,
     with_new_rows,
 )
 from strategies.hepco_generator import (
@@ -43,6 +43,7 @@ from task.models.model import Head, build_model
 from task.prompts.decomposed import DecomposedPrompt
 from task.prototypes.statistics import CountStatistics
 from task.scenario.class_stream import Schedule
+from task.utils.threads import run_in_threads
 from tests.conftest import QUICK
 from tests.helpers.prompts import prompt_config
 
@@ -216,40 +217,23 @@ def test_generator_loss_of_the_previous_server_knows_its_rows_only():
     assert float(found) == pytest.approx(numpy_generator_loss([previous], np.ones((1, 3)), labels, 3, 1.0, 0.1))
 
 
-@pytest.mark.parametrize("rows", [2, 3])  # matrices of 2 rows of 5 numbers are smaller than 3 pools of 4 prompts
-def test_target_is_the_weighted_sum_of_the_teachers_prompts(rows):
-    rng = np.random.default_rng(rows)
-    counts = rng.integers(1, 9, (C, S)) * (np.arange(S) >= S - rows)
-    labels, shares = rng.integers(S - rows, S, B), counts / np.maximum(counts.sum(0), 1)
-    clients = teachers(CLIENTS, counts)
+def test_target_is_the_weighted_sum_of_the_teachers_prompts():
+    z, labels, clients = torch.from_numpy(Z), torch.from_numpy(LABELS), teachers(CLIENTS, COUNTS)
     for j in range(J):
-        target = clients.targets(j)
-        assert target.__name__ == {2: "from_matrices", 3: "from_pools"}[rows]
         for part in (slice(4), slice(4, B)):
-            found = target(torch.from_numpy(Z[part]), torch.from_numpy(labels[part])).unflatten(-1, (2, L, D))
+            found = clients.target(j, z[part], labels[part]).unflatten(-1, (2, L, D))
             expected = [
-                sum(s[y] * numpy_rho(c, z, j) for s, c in zip(shares, CLIENTS, strict=True))
-                for z, y in zip(Z[part], labels[part], strict=True)
+                sum(s[y] * numpy_rho(c, one, j) for s, c in zip(SHARES, CLIENTS, strict=True))
+                for one, y in zip(Z[part], LABELS[part], strict=True)
             ]
             assert np.allclose(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_matrices_never_take_more_memory_than_ten_pools():
-    def form(models):
-        """3 rows of 16 numbers against pools of 4 prompts."""
-        shapes = ((models, S, 16), (models, S), (1, models, 4, 16), (1, models, 4, 8))
-        counts = torch.ones(models, S) * (torch.arange(S) < 3)
-        return Teachers(StackedModels(*(torch.ones(shape) for shape in shapes)), counts).targets(0).__name__
-
-    assert form(13) == "from_pools"
-    assert form(100) == "from_pools"
 
 
 def test_one_target_gives_the_gradient_of_the_sum_over_teachers():
     """Eq. 6 teacher by teacher, with its product over the pool written out, differs by a constant only."""
     z, labels, clients = torch.from_numpy(Z), torch.from_numpy(LABELS), teachers(CLIENTS, COUNTS)
     for j in range(J):
-        target, differences = clients.targets(j)(z, labels), []
+        target, differences = clients.target(j, z, labels), []
         for seed in (0, 1):
             prompt = DecomposedPrompt(prompt_config(range(J), L, N, seed=seed), D).double()
             keys, pool = prompt.keys.detach()[j].requires_grad_(), prompt.pool.detach()[j].requires_grad_()
@@ -482,7 +466,7 @@ def test_blocks_that_are_distilled_side_by_side_learn_the_same(threads, monkeypa
     torch_threads(threads)
 
     def after(at_once):
-        monkeypatch.setattr(strategies.hepco, "cores", lambda: at_once * threads)
+        monkeypatch.setattr(task.utils.threads, "cores", lambda: at_once * threads)
         new, old = source([single(1), single(2)], COUNTS[:2], 8), source([single(3, 3)], [[1, 1, 1]], 4)
         for where in (new, old):
             where.generator.eval()
@@ -518,7 +502,7 @@ def test_an_interrupted_distillation_does_not_go_on(monkeypatch):
 
     monkeypatch.setattr(strategies.hepco, "prompt_loss", slow)
     monkeypatch.setattr(SampleSource, "draw", counted)
-    monkeypatch.setattr(strategies.hepco, "ThreadPoolExecutor", Interrupted)
+    monkeypatch.setattr(task.utils.threads, "ThreadPoolExecutor", Interrupted)
     prompt, head = DecomposedPrompt(prompt_config(range(J), L, N), D), Head(D, 0)
     head.grow(S)
     with pytest.raises(KeyboardInterrupt):
@@ -539,7 +523,7 @@ def test_an_interrupted_training_of_generators_does_not_go_on(monkeypatch):
         training.set()
         return train_generator(where, latent(single(0)), forever, stop)
 
-    monkeypatch.setattr(strategies.hepco, "cores", lambda: 2 * torch.get_num_threads())
+    monkeypatch.setattr(task.utils.threads, "cores", lambda: 2 * torch.get_num_threads())
     with pytest.raises(KeyboardInterrupt):
         run_in_threads([interrupted, endless], torch.device("cpu"))
 
