@@ -65,7 +65,7 @@ class Watch:
     started: dict[int, dict[int, float]] = field(default_factory=dict)  # by process
     sent: dict[int, list[float]] = field(default_factory=dict)
     ended: list[float] = field(default_factory=list)  # of rounds
-    processor: list[float] = field(default_factory=list)  # of all clients' processes that have ended, by then
+    processor: list[float] = field(default_factory=list)  # of all clients' processes that have ended, after each round
 
     def __post_init__(self) -> None:
         nodes = range(len(NAMES) - 1)

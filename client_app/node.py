@@ -43,7 +43,9 @@ def partition_id(node: Node) -> int:
 
 
 def client_name(config: Config, node: Node) -> str:
-    """Stable name of a client: the node's own, else its folder's where such nodes are simulated, else its partition id.
+    """Stable name of a client: the node's ``name``. Without one, its folder's if nodes' own data are simulated.
+
+    Else it is ``client-`` and the partition id.
 
     Raises:
         ConfigError: the node has neither a name nor a partition id.

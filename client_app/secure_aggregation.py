@@ -48,8 +48,8 @@ class _Secrets:
         return agree(self.sealing, self.sealing_keys[other], b"shares" + direction)
 
 
-def _recall(node: Node, step: str) -> _Secrets:
-    """Take the secrets out of the node's memory; whoever goes on puts them back.
+def _take_secrets(node: Node, step: str) -> _Secrets:
+    """Take the secrets out of the node's memory; each step that succeeds puts them back.
 
     Raises:
         ConfigError: this is not the next step; the secrets are gone then too.
@@ -69,7 +69,7 @@ def _send_keys(packet: Packet, node: Node) -> Packet:
 
 
 def _send_shares(packet: Packet, node: Node) -> Packet:
-    secrets, keys = _recall(node, "shares"), packet.arrays["keys"]
+    secrets, keys = _take_secrets(node, "shares"), packet.arrays["keys"]
     secrets.sealing_keys, secrets.masking_keys = ([bytes(key) for key in keys[:, i]] for i in (0, 1))
     secrets.threshold, number = int(str(packet.config["threshold"])), len(keys)
     pairs = list(zip(secrets.sealing_keys, secrets.masking_keys, strict=True))
@@ -93,7 +93,7 @@ def hide_in_sum(values: np.ndarray, largest: float, packet: Packet, node: Node) 
     Raises:
         ConfigError: a number above ``largest``, or a message that is not the next one of a secure sum.
     """
-    secrets = _recall(node, "sum")
+    secrets = _take_secrets(node, "sum")
     place, number, members = secrets.place, len(secrets.masking_keys), set(cast("list[int]", packet.config["members"]))
     if place not in members or not members <= set(range(number)) or len(members) < secrets.threshold:
         raise ConfigError("this round's secure sum has too few clients, or is not this node's.")
@@ -113,8 +113,8 @@ def hide_in_sum(values: np.ndarray, largest: float, packet: Packet, node: Node) 
 
 
 def _open_shares(packet: Packet, node: Node) -> Packet:
-    """Of each survivor the share of its seed, of each other member that of its mask key; never both of one."""
-    secrets = _recall(node, "unmask")
+    """Open the share of the seed of each client that answered, of the mask key of each other one; never both of one."""
+    secrets = _take_secrets(node, "unmask")
     place, survivors = secrets.place, set(cast("list[int]", packet.config["survivors"]))
     if not survivors <= set(secrets.members) or len(survivors) < secrets.threshold or place not in survivors:
         raise ConfigError("the clients whose sums came are too few, or others than those of this round.")

@@ -14,7 +14,7 @@ from task.config.schema import FROM_SCRATCH, Config
 from task.data.images import Dataset
 from task.data.load import default_augmentation
 from task.keys import ConfigError
-from task.models.bundled import BUNDLED, read_card
+from task.models.bundled import BUNDLED, read_description
 from task.models.feature_cache import BATCH
 from task.models.load import load_backbone
 from task.models.weights import build_vit
@@ -109,7 +109,7 @@ def _write_backbone(config: Config, path: Path) -> dict[str, Any]:
         vit.set_input_size(img_size=(side, side))
     safetensors.torch.save_file(vit.state_dict(), path)
     if config.backbone in BUNDLED:
-        architecture = read_card(BUNDLED[config.backbone])["architecture"]
+        architecture = read_description(BUNDLED[config.backbone])["architecture"]
         return {"class": "timm.models.VisionTransformer", "arguments": {**architecture, "img_size": side}}
     return {"class": "", "arguments": {"img_size": side}}
 

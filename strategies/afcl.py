@@ -58,6 +58,10 @@ class ClassSums:
 class AFCL(Strategy):
     """Adds up means and scatter of all clients and solves for a head: ridge regression or a discriminant.
 
+    Ridge regression (Tang et al. 2025): W = (G + lambda I)^-1 H^T Y, with features H [N, M] of all images, G = H^T H
+    and one-hot labels Y [N, K]; H^T Y are the class sums. For the discriminants see ``solve_discriminant`` and
+    ``solve_regularised``; all they need is in ClassSums.
+
     A sum has no order, so the partition and the order of clients and tasks do not matter: the head is that of all
     reported images in one place. (Class covariances are cut to their largest directions, which depends on the order a
     little where a class has more.) Only the first report of a client in a task counts. A client that is never drawn in

@@ -110,6 +110,8 @@ class RoundContext:
 class Strategy:
     """Mean of the clients by their options' weights, and no refinement (FedAvg, McMahan et al. 2017; HGP eq. 3).
 
+    theta = sum_m w_m theta_m / sum_m w_m, array by array, over the clients m of a round; w_m is ``weight``.
+
     A method overrides the hooks it needs, and declares the type of its ``options``. What it remembers from round to
     round lies in attributes. It replaces them and never changes them in place: to undo a failed round, the server puts
     back the attributes from before the round. A checkpoint saves all of them but ``config`` and ``options``.

@@ -19,7 +19,11 @@ from task.utils.seeding import torch_rng
 
 
 class CCVR(Strategy):
-    """FedAvg, and after each task's last round a calibration of the head on all seen classes.
+    """FedAvg, and after each task's last round a calibration of the head on all seen classes (Luo et al. 2021).
+
+    Step 1: the Gaussian N(mu_c, Sigma_c) of each class c over all clients, see ``pool_gaussians``. Step 2: draw virtual
+    features z ~ N(mu_c, Sigma_c) [D] and train the head [S, D] on their cross-entropy, see ``rebalance``.
+    ``prototypes`` are the Gaussians of all K seen classes: means and deviations [K, D], factors [K, R, D].
 
     What differs from HGP: one Gaussian per class instead of a mixture over clients, covariances as they are (s = 1),
     one set of virtual features, and only when a task ends. The statistics of a client are the last ones that it sent
@@ -39,7 +43,7 @@ class CCVR(Strategy):
         if not context.ends_task:
             return {}
         if self.reports:
-            merged = merge_by_class(list(self.reports.values()))
+            merged = pool_gaussians(list(self.reports.values()))
             reported = prepare_gaussians([merged], self.options.covariance)
             self.prototypes, self.reports = replace_class_gaussians(self.prototypes, reported), {}
         if self.prototypes is None:
@@ -50,7 +54,7 @@ class CCVR(Strategy):
         return {"calibration-loss": rebalance(model.head, prototypes, rows, settings, rng)}
 
 
-def merge_by_class(reports: Sequence[Arrays]) -> Arrays:
+def pool_gaussians(reports: Sequence[Arrays]) -> Arrays:
     """Statistics of the union of all clients' samples, for each of K classes (Luo et al. 2021).
 
     mu = sum_m n_m mu_m / N;  Sigma = sum_m [(n_m - 1) Sigma_m + n_m (mu_m - mu) (mu_m - mu)^T] / (N - 1)

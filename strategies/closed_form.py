@@ -77,10 +77,10 @@ def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
 def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
     """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation; no image is seen.
 
-    The folds are those of drawn features, see :func:`draw_features`. Of few images they are drawn again, until ENOUGH
-    have been classified. Of those within one standard error of the best, the one nearest to the usual s: PRIOR, or 1
-    where there are fewer images than features. Nothing is drawn, and the usual s taken, if no class has two images or
-    if there are more than LIMIT numbers: then there is no scatter, or it is known well.
+    The folds are those of drawn features, see :func:`draw_features`; with few images they are drawn again, until ENOUGH
+    have been classified. Among the s within one standard error of the best, the one nearest to the usual s is taken:
+    PRIOR, or 1 if there are fewer images than features. If no class has two images there is no scatter, and with more
+    than LIMIT numbers it is known well: then nothing is drawn and the usual s is taken.
 
     Args:
         counts: [K].
@@ -124,14 +124,14 @@ def _cross_validate(features: Tensor, classes: Tensor, number: int) -> Tensor:
     fold = torch.cat([torch.arange(c, c + int(n)) for c, n in enumerate(classes.bincount())]) % FOLDS
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
     for held_out in range(FOLDS):
-        rest, here = fold != held_out, fold == held_out
-        means, seen = _class_means(features[rest], classes[rest], number), classes[rest].bincount(minlength=number) > 0
-        freedom = max(int(rest.sum()) - int(seen.sum()), 1)
-        spectrum = Spectrum.of_rows((features[rest] - means[classes[rest]]) / freedom**0.5)
+        tested, kept = fold == held_out, fold != held_out
+        means, seen = _class_means(features[kept], classes[kept], number), classes[kept].bincount(minlength=number) > 0
+        freedom = max(int(kept.sum()) - int(seen.sum()), 1)
+        spectrum = Spectrum.of_rows((features[kept] - means[classes[kept]]) / freedom**0.5)
         for i, shrinkage in enumerate(SHRINKAGES.tolist()):
             weight, bias = solve_discriminant(spectrum, means, shrinkage)
-            logits = torch.where(seen, features[here] @ weight.T + bias, -torch.inf)
-            wrong[i] += (logits.argmax(dim=1) != classes[here]).sum()
+            logits = torch.where(seen, features[tested] @ weight.T + bias, -torch.inf)
+            wrong[i] += (logits.argmax(dim=1) != classes[tested]).sum()
     return wrong
 
 

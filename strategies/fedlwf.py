@@ -9,7 +9,12 @@ from task.models.model import Model
 
 
 class FedLwF(Strategy):
-    """FedAvg; the teacher goes to the clients in every round, because they remember nothing between rounds."""
+    """FedAvg (McMahan et al. 2017), and the teacher of LwF (Li and Hoiem 2016) for the clients' loss.
+
+    The teacher is the global model at the end of the last task. It goes to the clients in every round, because they
+    remember nothing between rounds. The loss, with its equation, is that of FedLwFObjective
+    (client_app/objectives/fedlwf.py).
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -50,26 +50,25 @@ class FedProK(Strategy):
         joined = join_statistics(u.statistics for u in updates)
         if joined:
             class_ids, means = merge_means(joined)
-            known = self.earlier if self.options.fusion == "tasks" else self.prototypes
-            fused = fuse(known, {"class_ids": class_ids.numpy(), "means": means.numpy()}, self.options.beta)
+            old = self.earlier if self.options.fusion == "tasks" else self.prototypes
+            fused = fuse(old, {"class_ids": class_ids.numpy(), "means": means.numpy()}, self.options.beta)
             self.prototypes = replace_classes(self.prototypes, fused)
         return {"prototypes": float(len(self.prototypes.get("class_ids", ())))}
 
 
-def fuse(known: Arrays, reported: Arrays, beta: float) -> Arrays:
+def fuse(old: Arrays, reported: Arrays, beta: float) -> Arrays:
     """Prototype fusion (eq. 9): a new class takes its mean, a known one beta * new + (1 - beta) * old.
 
-    >>> known = {"class_ids": np.array([3]), "means": np.array([[1.0]])}
-    >>> fuse(known, {"class_ids": np.array([5, 3]), "means": np.array([[7.0], [2.0]])}, beta=0.5)["means"].tolist()
+    >>> old = {"class_ids": np.array([3]), "means": np.array([[1.0]])}
+    >>> fuse(old, {"class_ids": np.array([5, 3]), "means": np.array([[7.0], [2.0]])}, beta=0.5)["means"].tolist()
     [[7.0], [1.5]]
 
-    Both have class_ids int64 [K] and means [K, D], each class once; ``known`` may be empty. The result is of the
+    Both have class_ids int64 [K] and means [K, D], each class once; ``old`` may be empty. The result is of the
     reported classes, in their order.
     """
-    if not known:
+    if not old:
         return reported
-    repeated, means = np.isin(reported["class_ids"], known["class_ids"]), reported["means"].copy()
-    same = reported["class_ids"][repeated, None] == known["class_ids"]  # [repeated, known]
-    old = known["means"][same.argmax(axis=1)]
-    means[repeated] = beta * means[repeated] + (1 - beta) * old
+    repeated, means = np.isin(reported["class_ids"], old["class_ids"]), reported["means"].copy()
+    same = reported["class_ids"][repeated, None] == old["class_ids"]  # [repeated, old]
+    means[repeated] = beta * means[repeated] + (1 - beta) * old["means"][same.argmax(axis=1)]
     return reported | {"means": means}

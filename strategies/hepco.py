@@ -30,7 +30,12 @@ MARGIN = 1.2  # memory that a teacher takes, over that of its arrays, their copy
 
 
 class HePCo(Strategy):
-    """Plain mean, then all clients and the previous task's server are distilled into it without a single image."""
+    """Plain mean of the clients, then their knowledge and the previous server's is distilled into it, without an image.
+
+    Step 1: mean. Step 2: a generator learns features z [B, D] of given classes (eq. 2 to 5, ``generator_loss``); a
+    second one does so for earlier tasks, with the previous server as its only teacher. Step 3: draw features of both.
+    Step 4: train prompts and keys on eq. 6 (``prompt_loss``), the head [S, D] on cross-entropy.
+    """
 
     options: HePCoOptions
 
@@ -67,7 +72,7 @@ class HePCo(Strategy):
         own, counts = self.options, class_counts(updates, context.seen_classes)
         self.counts = counts.sum(dim=0) + F.pad(self.counts, (0, counts.shape[1] - len(self.counts)))
         arrays = [self.answers.pop(update.client) for update in updates]
-        models = [{name: torch.from_numpy(a).to(model.device) for name, a in each.items()} for each in arrays]
+        models = [{name: torch.from_numpy(a).to(model.device) for name, a in shared.items()} for shared in arrays]
         clients = Teachers(StackedModels.stack(models), counts.to(model.device), own.sample_weights == "round")
         del arrays, models  # as large as their copies
         sources = [self._source(model, clients, context)]
@@ -81,9 +86,9 @@ class HePCo(Strategy):
         return metrics | {"prompt-distillation-loss": prompts, "head-distillation-loss": head}
 
     def _source(self, model: Model, teachers: Teachers, context: RoundContext, replay: bool = False) -> SampleSource:
-        own, place = self.options, int(replay)
-        start = torch_rng(self.config.seed, "generator", context.server_round, place)
-        rng = torch_rng(self.config.seed, "latent", context.server_round, place, device=model.device)
+        own, stream = self.options, int(replay)
+        start = torch_rng(self.config.seed, "generator", context.server_round, stream)
+        rng = torch_rng(self.config.seed, "latent", context.server_round, stream, device=model.device)
         generator = Generator(teachers.counts.shape[1], model.backbone.dim, self.options, start).to(model.device)
         size, further = (own.replay_size, own.replay_steps * context.task) if replay else (own.batch_size, 0)
         return SampleSource(teachers, generator, rng, size, further)

@@ -21,8 +21,9 @@ from task.utils.seeding import torch_rng
 class HGP(Strategy):
     """FedAvg (eq. 3), then the head is retrained on features drawn from the class mixtures (eq. 6 and 7).
 
-    ``prototypes`` are the Gaussians of each seen class, from the last round in which any client reported it. They stay
-    on the CPU, so that a checkpoint can be read on any machine.
+    ``prototypes`` are the Gaussians of each seen class, from the last round in which any client reported it: P of them,
+    one for each class and client, with means and deviations [P, D] and factors [P, R, D]. They stay on the CPU, so that
+    a checkpoint can be read on any machine.
     """
 
     options: HGPOptions

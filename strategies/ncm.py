@@ -12,9 +12,10 @@ NEVER = -1e30  # bias of a class that no client has reported: it is never predic
 
 
 class NearestMean(Strategy):
-    """Class means over all clients, weighted by counts, become the head: w_c = mu_c, b_c = -|mu_c|^2 / 2.
+    """Class means over all clients, weighted by counts, become the head: w_c = mu_c [D], b_c = -|mu_c|^2 / 2.
 
-    The largest logit then belongs to the nearest mean, because |x - mu_c|^2 = |x|^2 - 2 (w_c x + b_c).
+    The largest logit then belongs to the nearest mean, because |x - mu_c|^2 = |x|^2 - 2 (w_c x + b_c). This is the
+    nearest class mean classifier of Mensink et al. 2013, in Euclidean distance.
     """
 
     def __init__(self, config: Config) -> None:

@@ -15,8 +15,9 @@ from task.prototypes.gaussians import fill_singletons
 class PIP(Strategy):
     """Client l weighs omega_l = rho_l |T_l| (eq. 12, 13): its rounds of training so far, this one included, times n_l.
 
-    rho counts over the whole run. The merged prototypes of the current task (eq. 14, 15) go to the clients of its next
-    rounds. A class that no client reports in a round keeps its prototype; the paper does not treat this case.
+    rho counts over the whole run. The merged prototypes of the current task (eq. 14, 15), means and variances [K, D] of
+    its K classes, go to the clients of its next rounds. A class that no client reports in a round keeps its prototype;
+    the paper does not treat this case.
     """
 
     def __init__(self, config: Config) -> None:
@@ -50,11 +51,11 @@ def _merge_reports(updates: Sequence[Update], weights: np.ndarray) -> Arrays:
     joined = join_statistics(u.statistics for u in updates)
     variances = fill_singletons(joined["class_ids"], joined["counts"], joined["variances"])
     per_row = np.repeat(weights, [len(u.statistics["class_ids"]) for u in updates])
-    class_ids, means, variances = merge_by_class(joined["class_ids"], per_row, joined["means"], variances)
+    class_ids, means, variances = merge_by_weight(joined["class_ids"], per_row, joined["means"], variances)
     return {"class_ids": class_ids, "means": means.astype(np.float32), "variances": variances.astype(np.float32)}
 
 
-def merge_by_class(
+def merge_by_weight(
     class_ids: np.ndarray, weights: np.ndarray, means: np.ndarray, variances: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One diagonal Gaussian for each class, from those of several clients (PIP eq. 14 and 15).

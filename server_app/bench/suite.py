@@ -262,7 +262,7 @@ def _build_selection(
 
 
 def _check_split(selecting: PlannedRun, final: Sequence[PlannedRun]) -> None:
-    """No test image may be seen in a selection, and no run of the suite may be measured on what selected it."""
+    """A selection must use validation images, and the suite's own runs must not."""
     if not selecting.config.validation_share:
         raise ConfigError(
             f"select: {selecting.variant} would be evaluated on test images: give common: {{validation-share: 0.2}}."
@@ -330,7 +330,7 @@ def _refuse_duplicates(runs: Sequence[PlannedRun]) -> None:
     seen: dict[str, str] = {}
     ignored = keys_affecting(*OF_THE_SERVER)
     for run in runs:
-        what = repr([item for item in run.config.flat().items() if item[0] not in ignored])
-        if what in seen:
-            raise ConfigError(f"{seen[what]} and {run.name} are the same run under two labels.")
-        seen[what] = run.name
+        settings = repr([item for item in run.config.flat().items() if item[0] not in ignored])
+        if settings in seen:
+            raise ConfigError(f"{seen[settings]} and {run.name} are the same run under two labels.")
+        seen[settings] = run.name

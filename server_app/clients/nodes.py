@@ -41,7 +41,7 @@ class NodeStatus:
 
 def write_nodes(directory: Path, clients: Sequence[ClientInfo]) -> None:
     """Note in a run's folder what its nodes have said of themselves."""
-    said = [
+    entries = [
         {
             "name": c.name,
             "node_id": str(c.node),
@@ -51,7 +51,7 @@ def write_nodes(directory: Path, clients: Sequence[ClientInfo]) -> None:
         }
         for c in clients
     ]
-    write_json(directory / NODES, said)
+    write_json(directory / NODES, entries)
 
 
 def list_nodes(superlink: str, runs: Path) -> list[NodeStatus]:
@@ -63,8 +63,8 @@ def list_nodes(superlink: str, runs: Path) -> list[NodeStatus]:
         LaunchError: there is no such connection, or the SuperLink does not answer.
     """
     files = sorted(runs.glob(f"*/{NODES}"), key=lambda path: path.stat().st_mtime, reverse=True)
-    said = [(path.parent, entry) for path in files for entry in _read(path)]
-    nodes = [_join(node, said) for node in _ask_superlink(superlink) if node.status != "unregistered"]
+    entries = [(path.parent, entry) for path in files for entry in _read(path)]
+    nodes = [_join(node, entries) for node in _ask_superlink(superlink) if node.status != "unregistered"]
     return sorted(nodes, key=lambda node: (node.registered_as or node.name, node.node_id))
 
 

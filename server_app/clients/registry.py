@@ -139,7 +139,7 @@ class ClientRegistry:
         others = [c for c in self.clients if c.name != client.name and c.node != client.node]
         self.clients = sorted([*others, client], key=lambda c: c.name)
 
-    def update_holdings(self) -> None:
+    def refresh_counts(self) -> None:
         """Ask the connected clients again what they hold; one that does not answer keeps its earlier answer."""
         connected = set(self._transport.nodes())
         nodes = [client.node for client in self.clients if client.node in connected]

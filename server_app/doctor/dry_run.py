@@ -1,4 +1,4 @@
-"""A short trial of a run: device, weights, data, one forward pass, one local step, and how many workers fit."""
+"""A dry run: device, weights, data, one forward pass, one local step, and how many workers fit."""
 
 import shutil
 import time

@@ -52,8 +52,8 @@ def record_asked(path: Path, report: RoundReport, releases: int) -> None:
     A round that a resumed run repeats counts twice.
     """
     path.parent.mkdir(exist_ok=True)
-    place = {"task": report.task, "round": report.round, "releases": releases}
-    append_line(path, place | {"names": report.participants})
+    line = {"task": report.task, "round": report.round, "releases": releases, "names": report.participants}
+    append_line(path, line)
 
 
 def require_asked_clients(account: Mapping[str, Any], path: Path, rounds: Sequence[RoundReport]) -> None:

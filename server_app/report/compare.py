@@ -107,7 +107,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     same_protocol = keys_affecting("seed", *SAME_RESULT)
     for (dataset, method), family in families.items():
         values = {name: {str(run.settings.get(name)) for run in family} for name in known_keys()}
-        differing = [name for name, found in values.items() if len(found) > 1 and name not in same_protocol]
+        differing = [name for name, chosen in values.items() if len(chosen) > 1 and name not in same_protocol]
         for run in family:
             settings = ", ".join(f"{name} {run.settings.get(name, 'unknown')}" for name in differing)
             label = f"{method} ({settings})" if settings else method

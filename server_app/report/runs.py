@@ -11,10 +11,9 @@ import numpy as np
 import yaml
 
 from server_app.errors import ReportError
-from server_app.run_files.paths import true_status
+from server_app.run_files.paths import SCHEMA, true_status
 from task.metrics import crop_to_finished, summarize
 
-SCHEMA = 1
 REQUIRED = ("status", "method", "dataset", "num_tasks")
 MATRICES = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "confusion")
 LISTS = (*MATRICES, "tasks", "class_names", "clients", "rounds")

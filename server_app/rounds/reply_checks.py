@@ -76,7 +76,7 @@ def check_reply(
 def check_sum(answer: Packet, clients: Sequence[ClientInfo], classes: Sequence[int], config: Config) -> Update | None:
     """The update that a sum over ``clients`` stands for; None if they have no images.
 
-    What each client sent cannot be looked at, so this finds only what no honest clients can add up to.
+    What each client sent is hidden. Only a sum that honest clients cannot have produced is refused.
 
     Raises:
         InvalidReply: names what is wrong.

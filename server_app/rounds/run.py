@@ -179,7 +179,7 @@ class Run:
         self.results.add_training([update.metrics for update in aggregator.updates], report)
         self._require_quorum(aggregator.problem, report, context)
         if context.ends_task:
-            entropies = [each for update in aggregator.updates for each in aggregator.entropies[update.client]]
+            entropies = [value for update in aggregator.updates for value in aggregator.entropies[update.client]]
             self.results.add_bias(context.task, entropies, local_distance(aggregator.updates))
         self._update_global_model(aggregator, context, report)
         report.seconds = time.perf_counter() - started

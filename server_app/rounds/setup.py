@@ -108,7 +108,7 @@ def wait_for_new_classes(config: Config, plan: TaskPlan | None, registry: Client
     log.info("looking for new classes, for %g s at most", config.class_wait)
     while True:
         registry.admit_new()
-        registry.update_holdings()
+        registry.refresh_counts()
         extended = plan.add_task(_held_classes(registry.clients))
         if extended.tasks[-1]:
             return extended

@@ -69,8 +69,8 @@ def _post(url: str, content: bytes) -> None:
 def _run_command(words: list[str], content: bytes, quotes_errors: bool) -> None:
     """Run it in a process group of its own, which is killed when its time is over.
 
-    Its errors are a file, not a pipe that what it leaves running could hold open. What it says of an error may hold
-    what it was given, and is left out unless ``quotes_errors``.
+    Its error output goes to a file: a process that it leaves running would keep a pipe open. Error output may repeat
+    what the command was given, so it becomes a part of the message only with ``quotes_errors``.
     """
     with TemporaryFile() as errors:
         command = subprocess.Popen(

@@ -20,6 +20,7 @@ from task.utils.atomic import write_atomically
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
+SCHEMA = 1  # of results.json
 RUNNING, INTERRUPTED = "running", "interrupted"  # the second is never recorded: only readers can know
 
 

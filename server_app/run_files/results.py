@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from server_app.run_files.paths import SCHEMA
 from server_app.run_files.writers import append_line, keep_lines, write_json
 from task.config.schema import Config
 from task.metrics import summarize
@@ -20,8 +21,6 @@ from task.scenario.class_stream import Schedule
 from task.scenario.partition import consensus_sizes
 from task.scenario.scenario import Scenario
 from task.utils.versions import versions
-
-SCHEMA = 1
 
 
 @dataclass
@@ -94,8 +93,8 @@ class Results:
 
         Nothing is recorded where an earlier part of the run has none: a sum of the rest would look too small.
         """
-        known = "cpu_total" in self.seconds or not self.rounds
-        self.cpu_started = time.process_time() - self.seconds.get("cpu_total", 0.0) if known else None
+        complete = "cpu_total" in self.seconds or not self.rounds
+        self.cpu_started = time.process_time() - self.seconds.get("cpu_total", 0.0) if complete else None
 
     def leave_out_cpu(self, seconds: float) -> None:
         """Take processor time, in seconds, that is no part of the method's work out of ``cpu_total``."""

@@ -72,7 +72,7 @@ class RoundSum:
         return decode(total, largest, number), [self._clients[node] for node in survivors]
 
     def _usable_keys(self, keys: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """The keys of all but those that the others would refuse, and so would not go on because of one client."""
+        """The valid keys, by node. With an invalid one among them, all other clients would refuse to go on."""
         owners = Counter(bytes(key) for pair in keys.values() for key in pair)
         refused = [n for n, pair in keys.items() if not all(owners[k] == 1 and is_key(k) for k in map(bytes, pair))]
         for node in refused:

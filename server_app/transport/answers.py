@@ -107,9 +107,9 @@ class HttpAnswers:
         return [message_id for message_id in message_ids if message_id in self._uploads]
 
     def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
-        """The answers all of whose objects come until ``until``, monotonic, decoded, or the reasons why they cannot be.
+        """The answers that are complete before ``until`` (monotonic time): decoded, or why one cannot be.
 
-        Of one that is not whole by then, the next call goes on with the rest.
+        The next call goes on with those that are incomplete.
         """
         answers = [(message_id, self._fetch(self._uploads[message_id], until)) for message_id in message_ids]
         whole = [(message_id, answer) for message_id, answer in answers if answer is not None]

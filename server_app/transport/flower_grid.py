@@ -16,7 +16,7 @@ from server_app.transport.base import Reply
 from task.message import Kind, Packet, payload_bytes
 
 _CHECK_INTERVAL = 10.0  # seconds between two checks for restarted nodes
-_GRACE = 3.0  # seconds beyond the timeout in which answers that are there by then may still be fetched
+_GRACE = 3.0  # seconds after the timeout in which answers that have arrived may still be fetched
 _TURN = 2.0  # seconds of fetching one answer, which may have any number of objects, before the others have their turn
 _EXCEPTION = re.compile(r"<class '(?P<module>[\w.]*?)\.?(?P<kind>\w+)(?:\(\w+\))?'>:<'(?P<text>.*)'>", re.DOTALL)
 _ANSI_COLOURS = re.compile(r"\x1b\[\d*m")

@@ -286,8 +286,8 @@ class Config:
     def unmask_threshold(self, present: int) -> int:
         """How many of a round's clients must answer to the end of a secure sum.
 
-        By default two thirds of those that the run is made for, so that it is no sum of one where others are missing;
-        always more than half of those that are ``present``, of which there may be more.
+        By default two thirds of the planned clients: a sum of very few would show what each of them sent. Always more
+        than half of those ``present``, which may be more than were planned.
         """
         planned = self.clients_per_round or self.num_clients
         return max(self.secure_aggregation_threshold or math.ceil(2 * planned / 3), present // 2 + 1)

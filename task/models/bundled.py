@@ -9,7 +9,7 @@ from task.utils.assets import ASSETS
 BUNDLED = {path.stem: path for path in ASSETS.glob("vit_*.json")}
 
 
-def read_card(path: Path) -> dict[str, Any]:
+def read_description(path: Path) -> dict[str, Any]:
     """A backbone's file: architecture (as timm names it), mean and std, and its weights: files of base64 and SHA-256.
 
     Raises:

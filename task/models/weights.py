@@ -19,7 +19,7 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from task.keys import AUTO, ConfigError
-from task.models.bundled import BUNDLED, read_card
+from task.models.bundled import BUNDLED, read_description
 
 Normalisation = tuple[float, ...]  # per channel
 
@@ -42,18 +42,18 @@ def build_vit(name: str, weights: str) -> tuple[Any, Normalisation, Normalisatio
 
 def _bundled(name: str, weights: str) -> tuple[VisionTransformer, Normalisation, Normalisation]:
     try:
-        card = read_card(BUNDLED[name])
-        parts = [json.loads((BUNDLED[name].parent / part).read_text()) for part in card["parts"]]
+        description = read_description(BUNDLED[name])
+        parts = [json.loads((BUNDLED[name].parent / part).read_text()) for part in description["parts"]]
         raw = b"".join(map(base64.b64decode, parts))
-        intact = hashlib.sha256(raw).hexdigest() == card["sha256"]
+        intact = hashlib.sha256(raw).hexdigest() == description["sha256"]
     except (ValueError, KeyError, TypeError, OSError):
         intact = False
     if not intact:
         raise ConfigError(f"the bundled weights {BUNDLED[name]} are damaged: install the project again.")
-    vit = VisionTransformer(num_classes=0, **card["architecture"])
+    vit = VisionTransformer(num_classes=0, **description["architecture"])
     if weights == AUTO:
         load_strictly(vit, safetensors.torch.load(raw), f"bundled {name}")
-    return vit, card["mean"], card["std"]
+    return vit, description["mean"], description["std"]
 
 
 def _from_timm(name: str, weights: str) -> tuple[nn.Module, Normalisation, Normalisation]:

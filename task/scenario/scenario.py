@@ -11,7 +11,7 @@ from task.data.images import Dataset
 from task.data.load import load_dataset
 from task.data.node_images import Inventory, open_inventory
 from task.keys import ConfigError
-from task.models.bundled import BUNDLED, read_card
+from task.models.bundled import BUNDLED, read_description
 from task.scenario.class_stream import Schedule, class_order, split_tasks, stages
 from task.scenario.partition import consensus_tasks
 from task.scenario.task_plan import TaskPlan
@@ -102,7 +102,7 @@ def image_size(config: Config) -> int:
     if config.image_size:
         return config.image_size
     if config.backbone in BUNDLED:
-        return int(read_card(BUNDLED[config.backbone])["architecture"]["img_size"])
+        return int(read_description(BUNDLED[config.backbone])["architecture"]["img_size"])
     from task.models.device import resolve_device  # here, as they import torch
     from task.models.load import load_backbone
 

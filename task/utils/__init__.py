@@ -1,1 +1,1 @@
-"""Small helpers without a topic: files, random streams, versions, cores."""
+"""Small helpers without a topic: files, random streams, versions, cores, memory, threads."""

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,6 +37,7 @@ KNOWN = {
     *("fcil", "flwr", "make", "python", "python3", "pip", "source", "export", "cd", "mkdir", "docker", "caddy"),
     *("flower-superlink", "flower-superexec", "flower-supernode"),
     *("openssl", "ssh-keygen", "umask", "chmod", "sed", "install", "cp", "systemctl", "systemd-sysusers", "sqlite3"),
+    "ray",
     "--node-config",  # the last line of a longer command
 }
 
@@ -103,6 +105,8 @@ def test_commands_of_a_page_work_as_written(
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
     before = dict(METHODS)
     try:
+        for name in modules:
+            import_module(name.removesuffix(".py"))
         for words in (words for own, words in FCIL if own == page):
             given = [re.sub(r"/data/[\w.]+", lambda m: places.get(m[0], m[0]), w) for w in words]
             _walk(given)
@@ -128,6 +132,10 @@ def _walk(words: list[str]) -> None:
         assert read_suite(ROOT / words[1], read_words(settings)).runs
     elif command == "run" and words[1].endswith(".toml"):
         assert parse(read_words(words[1:])).data_dir == "/data/published"
+    elif "--gpus-per-client" in words:  # without a Ray cluster
+        settings = [word for word in words[1:] if "=" in word]
+        assert parse(read_words(settings)).device == "cuda"
+        assert 0 < float(words[words.index("--gpus-per-client") + 1]) < 1
     elif command == "run":
         given = [word for word in words[1:] if word != "--in-process"]
         if "backbone=" in " ".join(given) and "backbone-weights=" not in " ".join(given):
@@ -249,6 +257,13 @@ def test_the_methods_that_run_asynchronously_are_the_codes() -> None:
     text = " ".join(PAGES["docs/guides/partitions.md"].split())
     (named,) = re.findall(r"one of the methods ([\w, -]+)\.", text)
     assert set(named.split(", ")) == {row.name for row in METHODS.values() if row.asynchronous}
+
+
+def test_the_methods_that_secure_aggregation_cannot_serve_are_the_codes() -> None:
+    (names,) = re.findall(
+        r"^\| (.*) \| their servers need each client's", PAGES["docs/guides/privacy.md"], re.MULTILINE
+    )
+    assert set(re.findall(r"`([\w-]+)`", names)) == {row.name for row in METHODS.values() if not row.sums}
 
 
 def test_the_suites_of_the_guide_are_valid(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from task.config.parsing import parse
 from task.config.schema import defaults, known_keys
 from task.keys import ConfigError
 from task.message import Kind, Packet
+from task.methods import METHODS
 from tests.conftest import QUICK, TINY
 from tests.helpers.runs import FaultyTransport, folder_of, interrupt, model_of, results_of, run, without_times
 
@@ -53,6 +54,10 @@ EQUAL = [
     ("fedlwf", {"local-epochs": 1}, 1e-5),
     ("fedavg-ft", {}, 1e-5),
 ]
+
+
+def test_every_method_whose_answers_add_up_is_compared():
+    assert {method for method, _, _ in EQUAL} == {row.name for row in METHODS.values() if row.sums}
 
 
 @pytest.mark.parametrize(("method", "more", "limit"), EQUAL, ids=[f"{m} {[*k.values()]}" for m, k, _ in EQUAL])

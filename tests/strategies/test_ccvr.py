@@ -6,7 +6,7 @@ import torch
 
 import strategies.ccvr
 from strategies.base import RoundContext, Update
-from strategies.ccvr import CCVR, merge_by_class
+from strategies.ccvr import CCVR, pool_gaussians
 from task.config.parsing import parse
 from task.models.model import Head
 from task.scenario.class_stream import Schedule
@@ -40,7 +40,7 @@ def report(by_class, packing="full"):
 @pytest.mark.parametrize("packing", ["full", "diagonal"])
 def test_merging_gives_mean_and_covariance_of_the_pooled_samples(packing):
     clients = samples()
-    merged = merge_by_class([report(one, packing) for one in clients])
+    merged = pool_gaussians([report(one, packing) for one in clients])
     assert merged["class_ids"].tolist() == [0, 2, 5, 7]
     assert merged["counts"].tolist() == [1, 12, 3, 13]
     assert [merged[n].dtype for n in ("class_ids", "counts", "means")] == [np.int64, np.int64, np.float32]
@@ -55,7 +55,7 @@ def test_merging_gives_mean_and_covariance_of_the_pooled_samples(packing):
 
 def test_merging_agrees_with_the_single_class_reference():
     clients = samples(3)
-    merged = merge_by_class([report(one) for one in clients])
+    merged = pool_gaussians([report(one) for one in clients])
     holders = [one[2] for one in clients]
     covariances = np.array([np.cov(x, rowvar=False) if len(x) > 1 else np.zeros((D, D)) for x in holders])
     counts = np.array([len(x) for x in holders])

@@ -13,7 +13,7 @@ from client_app.objectives.base import LocalData
 from client_app.objectives.pip import InjectedPrototypes, choose_copies, inject
 from strategies.averaging import WeightedMean
 from strategies.base import RoundContext, Update
-from strategies.pip import PIP, merge_by_class
+from strategies.pip import PIP, merge_by_weight
 from task.config.parsing import parse
 from task.message import Packet
 from task.method_options import Options
@@ -96,7 +96,7 @@ def test_merging_by_class_is_merging_each_class():
     random = np.random.default_rng(0)
     class_ids, weights = np.array([7, 2, 2, 5, 2, 7, 2]), np.array([30, 30, 4, 4, 90, 90, 7.0])
     means, variances = random.normal(size=(7, D)).astype(np.float32), random.random((7, D)).astype(np.float32)
-    classes, merged_means, merged_variances = merge_by_class(class_ids, weights, means, variances)
+    classes, merged_means, merged_variances = merge_by_weight(class_ids, weights, means, variances)
     assert classes.tolist() == [2, 5, 7]
     for row, c in enumerate((2, 5, 7)):
         w, m, v = (x[class_ids == c].astype(np.float64) for x in (weights, means, variances))
@@ -113,7 +113,7 @@ def test_merging_by_class_is_merging_each_class():
 def test_merging_with_sample_counts_pools_the_samples():
     """With omega = n the result is mean and variance (divided by N) of all samples together."""
     samples = [np.random.default_rng(i).normal(i, 1 + i, (n, 3)) for i, n in enumerate((4, 9, 2))]
-    found = merge_by_class(
+    found = merge_by_weight(
         np.zeros(3, np.int64),
         np.array([4.0, 9, 2]),
         np.stack([s.mean(axis=0) for s in samples]),
@@ -129,7 +129,7 @@ def test_rounding_never_makes_a_variance_negative():
     shares = np.array([1, 3, 7]) / 11
     unclamped = (shares[:, None] * means**2).sum(axis=0) - (shares[:, None] * means).sum(axis=0) ** 2
     assert unclamped.min() < 0  # so there was something to clamp
-    _, _, variances = merge_by_class(np.zeros(3, np.int64), np.array([1.0, 3, 7]), means, np.zeros_like(means))
+    _, _, variances = merge_by_weight(np.zeros(3, np.int64), np.array([1.0, 3, 7]), means, np.zeros_like(means))
     assert variances.min() == 0
 
 
