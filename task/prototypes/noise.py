@@ -112,17 +112,17 @@ class GaussianMechanism:
         """Mean squares, or packed mean outer products, [K, S] with their noise; counts [K], or 1 for sums; float64."""
         return self.add(squares, self.feature_clip**2 / math.sqrt(2), counts)
 
-    def moments(self, means: Tensor, spread: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, means: Tensor, spread: Tensor, counts: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
         """Class means [K, D] and variances, or packed covariances, [K, S] with noise in means and mean squares.
 
-        ``spread`` is divided by n - 1, n = ``counts`` [K]; so is what is returned, which is not negative, or positive
-        semi-definite, and zero for a class of one image.
+        ``spread`` is a sum over n = ``counts`` [K] images, divided by ``divisors`` [K], n or n - 1; so is what is
+        returned, which is not negative, or positive semi-definite, and zero for a class of one image.
         """
         if not self.noise:
             return means, spread
         diagonal = means.shape == spread.shape
         row, column = (np.diag_indices if diagonal else np.triu_indices)(means.shape[1])
-        share = ((counts - 1).clamp(min=1) / counts.double())[:, None]  # n - 1 over n
+        share = (divisors.clamp(min=1) / counts.double())[:, None]
         means = means.double()
         squares = self.squares(spread * share + means[:, row] * means[:, column], counts)
         means = self.means(means, counts)

@@ -182,7 +182,8 @@ class GaussianStatistics(ClientStatistics):
         """Counts, means and packed covariances of the classes present."""
         moments = class_gaussians(features, labels, options.covariance, options.rank)
         spread = "covariances" if options.covariance == "full" else "variances"
-        moments["means"], moments[spread] = noise.moments(moments["means"], moments[spread], moments["counts"])
+        means, counts = moments["means"], moments["counts"]
+        moments["means"], moments[spread] = noise.moments(means, moments[spread], counts, divisors=counts - 1)
         return self.as_arrays(**moments)
 
     def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
@@ -207,11 +208,10 @@ class VarianceStatistics(MeanStatistics):
 
     def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
         """Counts, means and variances of the classes present."""
-        moments = class_gaussians(features, labels, "diagonal", rank=1)
-        counts = moments["counts"]
-        moments["means"], variances = noise.moments(moments["means"], moments["variances"], counts)
-        wide = counts[:, None].to(variances)
-        return self.as_arrays(**moments | {"variances": variances * ((wide - 1) / wide)})
+        moments = class_gaussians(features, labels, "diagonal", less=0)
+        means, counts = moments["means"], moments["counts"]
+        means, variances = noise.moments(means, moments["variances"], counts, divisors=counts)
+        return self.as_arrays(**moments | {"means": means, "variances": variances})
 
     def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
         """Means and variances."""

@@ -72,7 +72,7 @@ def test_variances_are_divided_by_n():
         "class_ids": [4, 6],
         "counts": [2, 1],
         "means": [[2, 5], [9, 9]],
-        "variances": [[1, 0], [0, 0]],
+        "variances": [[pytest.approx(1), 0], [0, 0]],
     }
 
 
