@@ -66,7 +66,9 @@ def test_a_file_without_one_is_a_problem(content: str | None, tmp_path: Path) ->
     assert "no certificate can be read" in finding.text
 
 
-@pytest.mark.parametrize("damage", [(b"fcil server", b"\xffcil server"), (b"\x17\r2", b"\x17\rx")], ids=["name", "date"])
+@pytest.mark.parametrize(
+    "damage", [(b"fcil server", b"\xffcil server"), (b"\x17\r2", b"\x17\rx")], ids=["name", "date"]
+)
 def test_what_cannot_be_parsed_in_one_is_a_problem(damage: tuple[bytes, bytes], tmp_path: Path) -> None:
     der = ssl.PEM_cert_to_DER_cert(make(tmp_path, 40).read_text())
     (tmp_path / "odd.crt").write_text(ssl.DER_cert_to_PEM_cert(der.replace(*damage)))
