@@ -145,7 +145,7 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
     with open(tmp_path / "rounds.jsonl", "a") as file:
         file.write("\n" + json.dumps(line) + "\n")  # after half a line that a crash has left
     progress.show()
-    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] [:2] == ["task 2/2", "    a: gone"]
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()][:2] == ["task 2/2", "    a: gone"]
     (tmp_path / "rounds.jsonl").write_text("")  # resumed before the first round
     progress.show()
     (tmp_path / "rounds.jsonl").write_text(json.dumps(line | {"failures": [], "elapsed": 60.0}) + "\n")
