@@ -187,14 +187,19 @@ def _check_lengths(others: Sequence[OtherResult], runs: Sequence[PlannedRun]) ->
             raise ConfigError(f"others: {other.run.folder} has {tasks} tasks, the suite's runs {lengths or 'none'}.")
 
 
-def _check_seeds(name: str, seeds: Sequence[Any]) -> list[int]:
-    return [int(seed) for seed in _check_choices(name, "seed", seeds)]
+def _check_seeds(entry: str, seeds: Sequence[Any]) -> list[int]:
+    """Seeds are numbers and no texts: the ``seeds`` of a variant must be able to name them."""
+    key = known_keys()["seed"]
+    return [int(seed) for seed in _refuse_twice(entry, [key.check(seed) for seed in seeds])]
 
 
 def _check_choices(entry: str, name: str, choices: Sequence[Any]) -> list[Scalar]:
     """Typed values of a run key, none of them twice."""
     key = known_keys()[name]
-    values = [key.from_text(value) if isinstance(value, str) else key.check(value) for value in choices]
+    return _refuse_twice(entry, [key.from_text(v) if isinstance(v, str) else key.check(v) for v in choices])
+
+
+def _refuse_twice(entry: str, values: list[Scalar]) -> list[Scalar]:
     if len(set(values)) < len(values):
         raise ConfigError(f"{entry} = {values!r} has one of them twice.")
     return values

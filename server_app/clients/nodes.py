@@ -2,12 +2,13 @@
 
 import contextlib
 import json
+import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from server_app.clients.client_info import ClientInfo
 from server_app.errors import LaunchError
@@ -16,7 +17,10 @@ from server_app.run_files.writers import read_lines, write_json
 if TYPE_CHECKING:
     from flwr.proto.node_pb2 import NodeInfo
 
+log = logging.getLogger(__name__)
+
 NODES = "nodes.json"  # in a run's folder
+_STRANGE = (ValueError, LookupError, TypeError, OverflowError)  # from a file of another shape
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,13 @@ def list_nodes(superlink: str, runs: Path) -> list[NodeStatus]:
         LaunchError: there is no such connection, or the SuperLink does not answer.
     """
     files = sorted(runs.glob(f"*/{NODES}"), key=lambda path: path.stat().st_mtime, reverse=True)
+<<<<<<< HEAD
     entries = [(path.parent, entry) for path in files for entry in _read(path)]
     nodes = [_join(node, entries) for node in _ask_superlink(superlink) if node.status != "unregistered"]
+=======
+    said = [each for path in files for each in _read(path.parent)]
+    nodes = [_join(node, said) for node in _ask_superlink(superlink) if node.status != "unregistered"]
+>>>>>>> w17
     return sorted(nodes, key=lambda node: (node.registered_as or node.name, node.node_id))
 
 
@@ -88,39 +97,66 @@ def _ask_superlink(superlink: str) -> "Sequence[NodeInfo]":
         raise LaunchError(error.format_message()) from error
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The nodes in a run's file; none if it cannot be read."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text())
+@dataclass(frozen=True)
+class _Said:
+    """What a node has said of itself in a run; attributes as of :class:`NodeStatus`, and the run's folder."""
+
+    run: Path
+    node_id: int
+    name: str = ""
+    free_disk: int | None = None
+    versions: tuple[str, ...] = ()
+    said_at: str = ""
+
+
+def _read(run: Path) -> list[_Said]:
+    """The nodes of a run's folder; none, and a line on standard error, if its file was not written by a run."""
+    try:
+        return [
+            _Said(
+                run,
+                int(node["node_id"]),
+                str(node["name"]),
+                int(node["free_disk"]),
+                tuple(map(str, node["versions"])),
+                _iso(node["said_at"]),
+            )
+            for node in json.loads((run / NODES).read_text())
+        ]
+    except (OSError, *_STRANGE) as error:
+        log.warning("%s is passed over, it is not as a run writes it: %r", run / NODES, error)
     return []
 
 
 def _rounds_of(run: Path, name: str) -> Iterator[str]:
-    """Rounds of a run that the client ``name`` answered, the last first."""
-    for line in reversed(read_lines(run / "rounds.jsonl")):
-        if name in line["participants"] and name not in [failure["name"] for failure in line["failures"]]:
-            yield f"{run.name}: task {line['task']}, round {line['round']}"
+    """Rounds of a run that the client ``name`` answered, the last first; as :func:`_read` for a strange file."""
+    try:
+        for line in reversed(read_lines(run / "rounds.jsonl")):
+            if name in line["participants"] and name not in [failure["name"] for failure in line["failures"]]:
+                yield f"{run.name}: task {line['task']}, round {line['round']}"
+    except (OSError, *_STRANGE) as error:
+        log.warning("%s is passed over, it is not as a run writes it: %r", run / "rounds.jsonl", error)
 
 
-def _join(node: "NodeInfo", said_in_runs: Sequence[tuple[Path, Mapping[str, Any]]]) -> NodeStatus:
+def _join(node: "NodeInfo", said_in_runs: Sequence[_Said]) -> NodeStatus:
     """A node with what it said and did in runs, newest run first."""
-    of_node = [(run, entry) for run, entry in said_in_runs if entry["node_id"] == str(node.node_id)]
-    said: Mapping[str, Any] = of_node[0][1] if of_node else {}
-    rounds = (text for run, entry in of_node for text in _rounds_of(run, entry["name"]))
+    of_node = [said for said in said_in_runs if said.node_id == node.node_id]
+    newest = of_node[0] if of_node else _Said(Path(), node.node_id)
+    rounds = (text for said in of_node for text in _rounds_of(said.run, said.name))
     online = node.status == "online"
     # Flower counts a node as gone after two intervals without a heartbeat
     heartbeat = _iso(node.online_until - 2 * node.heartbeat_interval) if online else node.last_deactivated_at
     return NodeStatus(
         registered_as=node.name,
-        name=said.get("name", ""),
+        name=newest.name,
         node_id=node.node_id,
         status=node.status,
         since=(node.last_activated_at if online else node.last_deactivated_at) or node.registered_at,
         last_seen=heartbeat,
         last_round=next(rounds, ""),
-        free_disk=said.get("free_disk"),
-        versions=tuple(said.get("versions", ())),
-        said_at=_iso(said["said_at"]) if said else "",
+        free_disk=newest.free_disk,
+        versions=newest.versions,
+        said_at=newest.said_at,
     )
 
 

@@ -7,10 +7,11 @@ from typing import Any
 def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
     """What a line of rounds.jsonl says, of a run's ``number``-th round: its outcome, and each client that failed."""
     failures, tasks, rounds = line["failures"], line["num_tasks"], line["rounds_per_task"]
+    failed = len({failure["name"] for failure in failures})  # one may fail to train and to evaluate
     seconds_left = line["elapsed"] / number * (line.get("total_rounds", tasks * rounds) - number)
     parts = [
         f"task {line['task']}/{tasks}, round {line['round']}/{rounds}",
-        f"{len(line['participants'])} clients" + (f", {len(failures)} failed" if failures else ""),
+        f"{len(line['participants'])} clients" + (f", {failed} failed" if failed else ""),
         f"loss {line['train_loss']:.3f}" if line["train_loss"] is not None else "",
         f"accuracy on all seen classes {line['seen_accuracy']:.1%}" if line["seen_accuracy"] is not None else "",
         f"{_clock(line['elapsed'])}, about {_clock(seconds_left)} left",

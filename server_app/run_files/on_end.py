@@ -17,6 +17,7 @@ from server_app.errors import one_line, reason_of
 log = logging.getLogger(__name__)
 
 PATIENCE = 30.0  # seconds for the operator's command or URL
+_QUOTED = 250  # bytes of what a command says last, where programs put the reason; a line of the log holds them all
 
 
 class HookError(RuntimeError):
@@ -85,6 +86,6 @@ def _run_command(words: list[str], content: bytes, quotes_errors: bool) -> None:
                 os.killpg(command.pid, signal.SIGKILL)
                 command.wait()
         if command.returncode:
-            errors.seek(-min(1000, errors.seek(0, os.SEEK_END)), os.SEEK_END)
+            errors.seek(-min(_QUOTED, errors.seek(0, os.SEEK_END)), os.SEEK_END)
             text = errors.read().decode(errors="replace") if quotes_errors else "What it said may hold secrets."
             raise HookError(f"exit code {command.returncode}. {text}")

@@ -9,6 +9,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -235,18 +236,33 @@ def _list_path(state: Path, root: Path, run: str) -> Path:
     return state / f"inventory-{hashlib.sha256(os.fsencode(root)).hexdigest()[:12]}-{run}.json"
 
 
-def _list_paths(state: Path, root: Path) -> Iterator[Path]:
+def _list_paths(state: Path, root: Path) -> list[Path]:
     """Paths of the lists of all runs."""
-    return state.glob(_list_path(state, root, "*").name)
+    with _usable(state):
+        return list(state.glob(_list_path(state, root, "*").name))
+
+
+@contextmanager
+def _usable(state: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"state-dir = {str(state)!r} of this node cannot be read or written: {error}. The user of the node's "
+            "training process must own all of it, and its disk must have room."
+        ) from error
 
 
 def _read_list(path: Path, root: Path) -> dict[str, Any]:
     """Content of a list of this data-dir, see :func:`_write_list`; empty lists if it is missing or damaged."""
+    # one that may not be read is an error: without it, what was trained on could be held out
+    with _usable(path.parent):
+        text = path.read_bytes() if path.exists() else b""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(text)
         if content["data-dir"] == str(root):
             return {part: dict(content[part]) for part in _LISTS} | {"split": content["split"]}
-    except (OSError, ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError):
         log.debug("no inventory in %s", path)
     return {part: {} for part in _LISTS} | {"split": False}
 
@@ -260,11 +276,9 @@ def _write_list(path: Path, inventory: Inventory, stamps: Stamps, trained: Itera
         "trained": {name: [] for name in sorted(trained)},
     }
     content = {"data-dir": inventory.data_dir, "split": inventory.split, **lists}
-    try:
+    with _usable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(content).encode(), private=True)  # names of files may be those of patients
         for other in _list_paths(path.parent, Path(inventory.data_dir)):
             if _stamp(other)[1] < (time.time() - _LIFETIME) * 1e9:
                 other.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(f"state-dir = {str(path.parent)!r} of this node cannot be written: {error}.") from error

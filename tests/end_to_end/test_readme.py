@@ -37,7 +37,7 @@ KNOWN = {
     *("fcil", "flwr", "make", "python", "python3", "pip", "source", "export", "cd", "mkdir", "docker", "caddy"),
     *("flower-superlink", "flower-superexec", "flower-supernode"),
     *("openssl", "ssh-keygen", "umask", "chmod", "sed", "install", "cp", "systemctl", "systemd-sysusers", "sqlite3"),
-    "ray",
+    *("ray", "git"),
     "--node-config",  # the last line of a longer command
 }
 

@@ -144,6 +144,7 @@ def test_clients_are_as_many_as_a_run_has(write):
         ({"seeds": [0, 0]}, r"seeds = \[0, 0\] has one of them twice"),
         ({"seeds": [-1]}, r"seed = -1 is not possible"),
         ({"seeds": [True]}, r"seed = True is not possible"),
+        ({"seeds": [0, "1"]}, r"seed = '1' is not possible: it must be a whole number"),
         ({"variants": [NCM, NCM]}, r"variants: label 'means' is there twice"),
         ({"variants": [NCM, {"method": "ncm"}]}, r"variants: .* must be a label"),
         ({"variants": ["ncm"]}, r"variants: 'ncm' must be a label"),

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import ssl
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,17 @@ def test_a_file_without_one_is_a_problem(content: str | None, tmp_path: Path) ->
     [finding] = check_certificates([str(tmp_path / "ca.crt")])
     assert finding.level == "problem"
     assert "no certificate can be read" in finding.text
+
+
+@pytest.mark.parametrize(
+    "damage", [(b"fcil server", b"\xffcil server"), (b"\x17\r2", b"\x17\rx")], ids=["name", "date"]
+)
+def test_what_cannot_be_parsed_in_one_is_a_problem(damage: tuple[bytes, bytes], tmp_path: Path) -> None:
+    der = ssl.PEM_cert_to_DER_cert(make(tmp_path, 40).read_text())
+    (tmp_path / "odd.crt").write_text(ssl.DER_cert_to_PEM_cert(der.replace(*damage)))
+    [finding] = check_certificates([str(tmp_path / "odd.crt")])
+    assert finding.level == "problem"
+    assert finding.text.startswith(f"{tmp_path}/odd.crt: no certificate can be read: ")
 
 
 @pytest.fixture

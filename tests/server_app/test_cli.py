@@ -126,7 +126,7 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
         "num_tasks": 2,
         "rounds_per_task": 2,
         "participants": ["a", "b"],
-        "failures": [{"name": "a", "reason": "gone"}],
+        "failures": [{"name": "a", "reason": "gone"}, {"name": "a", "reason": "evaluation: gone"}],
         "train_loss": None,
         "seen_accuracy": None,
         "elapsed": 3700.0,
@@ -140,11 +140,12 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [
         "task 2/2, round 1/2  2 clients, 1 failed  1:01:40, about 1:01:40 left",
         "    a: gone",
+        "    a: evaluation: gone",
     ]
     with open(tmp_path / "rounds.jsonl", "a") as file:
         file.write("\n" + json.dumps(line) + "\n")  # after half a line that a crash has left
     progress.show()
-    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == ["task 2/2", "    a: gone"]
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()][:2] == ["task 2/2", "    a: gone"]
     (tmp_path / "rounds.jsonl").write_text("")  # resumed before the first round
     progress.show()
     (tmp_path / "rounds.jsonl").write_text(json.dumps(line | {"failures": [], "elapsed": 60.0}) + "\n")

@@ -83,11 +83,24 @@ def test_what_a_node_said_last_is_of_the_newest_run_and_its_round_of_the_newest_
     assert north.said_at == "2026-01-01T11:56:40+00:00"
 
 
-def test_a_damaged_file_is_no_reason_to_list_nothing(tmp_path: Path) -> None:
+STRANGE = ["[{", "{}", "[]", "7", "[7]", '[{"node_id": "7"}]', '{"a": 1}', "null", '[{"participants": 7}]', "\udcff"]
+SAID = '[{"node_id": "7", "name": "x", "free_disk": 1, "versions": 7, "said_at": 1e300}]'
+
+
+@pytest.mark.parametrize("file", ["nodes.json", "rounds.jsonl"])
+@pytest.mark.parametrize("content", [*STRANGE, SAID])
+def test_a_file_of_another_shape_is_no_reason_to_list_nothing(file: str, content: str, tmp_path: Path) -> None:
     make_run(tmp_path / "old", 300, NORTH.node_id, {"participants": ["north"]})
     make_run(tmp_path / "new", 200, NORTH.node_id)
-    (tmp_path / "new" / "nodes.json").write_text("[{")
+    (tmp_path / "new" / file).write_text(content + "\n", errors="surrogateescape")
     assert [n.last_round for n in list_nodes("fcil", tmp_path) if n.name] == ["old: task 1, round 1"]
+
+
+def test_a_file_that_is_passed_over_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_run(tmp_path / "new", 200, NORTH.node_id)
+    (tmp_path / "new" / "nodes.json").write_text('{"nodes": []}')
+    list_nodes("fcil", tmp_path)
+    assert f"{tmp_path}/new/nodes.json is passed over, it is not as a run writes it" in caplog.text
 
 
 def test_a_run_writes_what_its_nodes_said(tiny: Values, tmp_path: Path) -> None:

@@ -87,6 +87,15 @@ def test_a_command_that_fails_is_logged_with_its_own_words(tmp_path: Path, caplo
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
+def test_of_a_command_that_says_much_the_log_has_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loud = "import sys; print('x' * 50_000_000); sys.exit('y' * 50_000_000 + ' no mail today')"
+    tell_operator(shlex.join([sys.executable, "-c", loud]), tmp_path)
+    [said] = [record.message for record in caplog.records]
+    assert "exit code 1. yyy" in said
+    assert said.endswith("y no mail today")
+    assert len(said) < 400 + len(loud)
+
+
 class Receiver(http.server.BaseHTTPRequestHandler):
     """Keeps what is posted; /drip answers one byte at a time, for ever."""
 

@@ -65,6 +65,7 @@ def test_whose_keys_win_in_a_selection(write):  # noqa: F811
         ({"select": SELECT | {"keys": {"learning-rate": [0.1, "1e-1"]}}}, "has one of them twice"),
         ({"select": SELECT | {"keys": {"learning-rate": [0.1, -1]}}}, "learning-rate = -1.0 is not possible"),
         ({"select": SELECT | {"seeds": [0, 0]}}, r"select: seeds = \[0, 0\] has one of them twice"),
+        ({"select": SELECT | {"seeds": ["0"]}}, "seed = '0' is not possible: it must be a whole number"),
         ({"select": SELECT, "common": TINY | {"learning-rate": 0.1}}, "is chosen by select and set by common"),
         ({"select": SELECT, "common": TINY | {"validation-share": 0.2}}, "means/seed0 has a validation-share too"),
         ({"select": SELECT, "variants": [NCM]}, "select: no variant reads learning-rate"),

@@ -251,6 +251,27 @@ def unprivileged() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="rights as on Unix")
+def test_a_state_dir_of_another_user_is_refused(unprivileged: Path) -> None:
+    """Not overlooked: what its list says was trained on must not be held out."""
+    root, state = unprivileged / "data", unprivileged / "state" / "north"
+    paint(root / "cat", 10)
+    scan_images(str(root), state, 0.0)
+    (kept,) = state.iterdir()
+    for path in (kept, state, state.parent):
+        path.chmod(0)
+        with pytest.raises(ConfigError, match=f"state-dir = '{state}' of this node cannot be read or written: .*Perm"):
+            scan_images(str(root), state, 0.0)
+        path.chmod(0o700)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="rights as on Unix")
+def test_a_node_without_images_of_its_own_says_hello_without_the_right_to_its_state_dir(unprivileged: Path) -> None:
+    (unprivileged / "closed").mkdir(0)
+    node = Node({"num-clients": 2}, {"partition-id": 0, "state-dir": str(unprivileged / "closed" / "state")})
+    assert int(str(handle("hello", Packet(), node).config["free-disk"])) > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="rights as on Unix")
 def test_a_folder_without_the_right_to_read_it_is_named(unprivileged: Path, caplog: pytest.LogCaptureFixture) -> None:
     root, state = unprivileged / "data", unprivileged / "state"
     for name in ("cat", "cow", "dog/left", "dog/right"):
