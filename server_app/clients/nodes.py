@@ -67,13 +67,8 @@ def list_nodes(superlink: str, runs: Path) -> list[NodeStatus]:
         LaunchError: there is no such connection, or the SuperLink does not answer.
     """
     files = sorted(runs.glob(f"*/{NODES}"), key=lambda path: path.stat().st_mtime, reverse=True)
-<<<<<<< HEAD
-    entries = [(path.parent, entry) for path in files for entry in _read(path)]
+    entries = [entry for path in files for entry in _read(path.parent)]
     nodes = [_join(node, entries) for node in _ask_superlink(superlink) if node.status != "unregistered"]
-=======
-    said = [each for path in files for each in _read(path.parent)]
-    nodes = [_join(node, said) for node in _ask_superlink(superlink) if node.status != "unregistered"]
->>>>>>> w17
     return sorted(nodes, key=lambda node: (node.registered_as or node.name, node.node_id))
 
 
@@ -98,7 +93,7 @@ def _ask_superlink(superlink: str) -> "Sequence[NodeInfo]":
 
 
 @dataclass(frozen=True)
-class _Said:
+class _NodeEntry:
     """What a node has said of itself in a run; attributes as of :class:`NodeStatus`, and the run's folder."""
 
     run: Path
@@ -109,11 +104,11 @@ class _Said:
     said_at: str = ""
 
 
-def _read(run: Path) -> list[_Said]:
+def _read(run: Path) -> list[_NodeEntry]:
     """The nodes of a run's folder; none, and a line on standard error, if its file was not written by a run."""
     try:
         return [
-            _Said(
+            _NodeEntry(
                 run,
                 int(node["node_id"]),
                 str(node["name"]),
@@ -138,11 +133,11 @@ def _rounds_of(run: Path, name: str) -> Iterator[str]:
         log.warning("%s is passed over, it is not as a run writes it: %r", run / "rounds.jsonl", error)
 
 
-def _join(node: "NodeInfo", said_in_runs: Sequence[_Said]) -> NodeStatus:
+def _join(node: "NodeInfo", entries: Sequence[_NodeEntry]) -> NodeStatus:
     """A node with what it said and did in runs, newest run first."""
-    of_node = [said for said in said_in_runs if said.node_id == node.node_id]
-    newest = of_node[0] if of_node else _Said(Path(), node.node_id)
-    rounds = (text for said in of_node for text in _rounds_of(said.run, said.name))
+    of_node = [entry for entry in entries if entry.node_id == node.node_id]
+    newest = of_node[0] if of_node else _NodeEntry(Path(), node.node_id)
+    rounds = (text for entry in of_node for text in _rounds_of(entry.run, entry.name))
     online = node.status == "online"
     # Flower counts a node as gone after two intervals without a heartbeat
     heartbeat = _iso(node.online_until - 2 * node.heartbeat_interval) if online else node.last_deactivated_at
