@@ -134,7 +134,7 @@ def test_pipes_and_sockets_are_unreadable_and_nobody_waits_for_them(
             "from pathlib import Path; from task.data.node_images import scan_images\n"
             f"print(*scan_images({str(tmp_path / 'data')!r}, Path({str(tmp_path)!r}), 0.5).unreadable)"
         )
-        root = Path(__file__).parents[2]
+        root = Path(__file__).parents[3]
         scan = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
     assert scan.stdout.split() == ["cat/null.png", "cat/pipe.png", "cat/socket.png"]
     assert "pipe.png' cannot be read as an image (it is a pipe, a socket or a device)" in scan.stderr

@@ -8,9 +8,9 @@ import pytest
 from server_app.errors import RunError
 from task.message import Kind, Packet
 from task.utils import versions
-from tests.server_app.test_faults import run
+from tests.helpers.runs import run
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def digest_of(root: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -27,7 +27,7 @@ from task.keys import ConfigError
 from task.methods import METHODS
 from tests.conftest import TINY
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KEYS = {name: value for name, value in TINY.items() if name != "partition"}
 NCM, HEAD = {"label": "means", "method": "ncm"}, {"label": "head", "method": "head-only"}
 

@@ -9,7 +9,7 @@ from task.config.parsing import ignored_keys, parse, parse_text
 from task.config.schema import defaults, known_keys
 from task.keys import AUTO, ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_pyproject_lists_every_key_with_its_default() -> None:

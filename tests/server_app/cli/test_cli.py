@@ -18,7 +18,7 @@ from server_app.simulation import superlink as launcher
 from task.message import Packet
 from tests.helpers.runs import results_of, settings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def boom(*_: object) -> Packet:

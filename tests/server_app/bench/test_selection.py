@@ -15,9 +15,9 @@ from server_app.run_files.paths import read_results
 from task.keys import ConfigError
 from task.methods import METHODS
 from tests.conftest import TINY
-from tests.server_app.test_bench import HEAD, NCM, fill, run_results, table, write  # noqa: F401
+from tests.server_app.bench.test_bench import HEAD, NCM, fill, run_results, table, write  # noqa: F401
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RATES = [0.001, 0.005, 0.02]
 SELECT = {"keys": {"learning-rate": RATES}, "common": {"validation-share": 0.2, "num-tasks": 3}}
 

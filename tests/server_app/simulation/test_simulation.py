@@ -23,7 +23,7 @@ from task.config.parsing import parse
 from task.config.schema import defaults
 from task.utils.versions import code_sha256
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_workers_fit_cores_clients_and_memory(monkeypatch):
