@@ -25,67 +25,9 @@ from server_app.run_files.writers import origin
 from server_app.simulation.processes import Interrupted
 from task.keys import ConfigError
 from task.methods import METHODS
-from tests.conftest import TINY
+from tests.helpers.suites import HEAD, KEYS, NCM, fill, run_results, table
 
 ROOT = Path(__file__).parents[3]
-KEYS = {name: value for name, value in TINY.items() if name != "partition"}
-NCM, HEAD = {"label": "means", "method": "ncm"}, {"label": "head", "method": "head-only"}
-
-
-@pytest.fixture
-def write(tmp_path):
-    """Writes a suite of two runs, with changes, and returns its path."""
-
-    def suite(**changes):
-        path = tmp_path / "suite.yaml"
-        entries = {
-            "title": "Two <methods>",
-            "output-dir": str(tmp_path / "out"),
-            "seeds": [0],
-            "common": KEYS,
-            "variants": [NCM, HEAD],
-        }
-        path.write_text(yaml.safe_dump({name: v for name, v in (entries | changes).items() if v is not None}))
-        return path
-
-    return suite
-
-
-def run_results(accuracies, seconds=60.0, up=1000, status="finished"):
-    """A results.json of two tasks; ``accuracies`` after task 1 on it, after task 2 on both."""
-    first, again, second = accuracies
-    return {
-        "schema": 1,
-        "status": status,
-        "method": "ncm",
-        "dataset": "synthetic",
-        "num_tasks": 2,
-        "accuracy_matrix": [[first, None], [again, second]] if status == "finished" else [],
-        "per_task_seen_accuracy": [first, (again + 3 * second) / 4] if status == "finished" else [],
-        "metrics": {},
-        "communication": {
-            "bytes_up": 4e6,
-            "bytes_down": 1e6,
-            "bytes_up_per_client_round": up,
-            "bytes_down_per_client_round": 500,
-        },
-        "seconds": {"total": seconds},
-    }
-
-
-def fill(planned, results, made_by=None, **changed):
-    """Lay a run into a planned one's folder, with the planned keys but for those ``changed``."""
-    planned.directory.mkdir(parents=True)
-    (planned.directory / "results.json").write_text(json.dumps(results | {"seed": planned.seed}))
-    keys = {**planned.config.flat(), **{name.replace("_", "-"): value for name, value in changed.items()}}
-    (planned.directory / "config.yaml").write_text(yaml.safe_dump(keys | (made_by or origin())))
-
-
-def table(folder):
-    """Rows of table.md by method and setting."""
-    lines = [line for line in (folder / "table.md").read_text().splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return rows[0], {tuple(row[:2]): row[2:] for row in rows[2:]}
 
 
 # ------------------------------------------------------------------------------------------------- reading a suite

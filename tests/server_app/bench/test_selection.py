@@ -15,14 +15,14 @@ from server_app.run_files.paths import read_results
 from task.keys import ConfigError
 from task.methods import METHODS
 from tests.conftest import TINY
-from tests.server_app.bench.test_bench import HEAD, NCM, fill, run_results, table, write  # noqa: F401
+from tests.helpers.suites import HEAD, NCM, fill, run_results, table
 
 ROOT = Path(__file__).parents[3]
 RATES = [0.001, 0.005, 0.02]
 SELECT = {"keys": {"learning-rate": RATES}, "common": {"validation-share": 0.2, "num-tasks": 3}}
 
 
-def test_selection_runs_are_those_of_variants_that_read_the_key(write):  # noqa: F811
+def test_selection_runs_are_those_of_variants_that_read_the_key(write):
     variants = [NCM, HEAD, HEAD | {"label": "fixed", "learning-rate": 0.1}, {"label": "ft", "method": "fedavg-ft"}]
     keys = {"learning-rate": ["1e-3", 0.02], "backbone-learning-rate": [0.0001, 0.001]}
     suite = read_suite(write(variants=variants, seeds=[3], select=SELECT | {"keys": keys, "seeds": [1, 0]}), {})
@@ -43,7 +43,7 @@ def test_selection_runs_are_those_of_variants_that_read_the_key(write):  # noqa:
     assert runs[0].directory == suite.folder / "_selection" / "head" / "learning-rate=0.001" / "seed1"
 
 
-def test_whose_keys_win_in_a_selection(write):  # noqa: F811
+def test_whose_keys_win_in_a_selection(write):
     common = {"validation-share": 0.2, "rounds-per-task": 2, "num-clients": 4}
     variants = [HEAD, HEAD | {"label": "long", "rounds-per-task": 9}]
     path = write(variants=variants, select=SELECT | {"common": common})
@@ -78,7 +78,7 @@ def test_whose_keys_win_in_a_selection(write):  # noqa: F811
         ({"others": ["nowhere.json"]}, "others: .*nowhere.json cannot be used"),
     ],
 )
-def test_mistakes_are_found_before_anything_runs(write, tmp_path, capsys, changes, message):  # noqa: F811
+def test_mistakes_are_found_before_anything_runs(write, tmp_path, capsys, changes, message):
     path = write(**changes)
     with pytest.raises(ConfigError, match=message):
         read_suite(path, {})
@@ -86,7 +86,7 @@ def test_mistakes_are_found_before_anything_runs(write, tmp_path, capsys, change
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_line_cannot_set_what_is_chosen(write, capsys):  # noqa: F811
+def test_the_command_line_cannot_set_what_is_chosen(write, capsys):
     path = write(select=SELECT)
     with pytest.raises(ConfigError, match="learning-rate is chosen by select and set by the command line"):
         read_suite(path, {"learning-rate": 0.1})
@@ -110,7 +110,7 @@ def choices_of(suite, failed=()):
     return bench.choices()
 
 
-def test_the_best_mean_over_seeds_is_chosen_and_logged(write, tmp_path):  # noqa: F811
+def test_the_best_mean_over_seeds_is_chosen_and_logged(write, tmp_path):
     variants = [NCM, HEAD, {"label": "avg", "method": "fedavg"}]
     suite = read_suite(write(variants=variants, select=SELECT | {"seeds": [0, 1]}), {})
     means = {0.001: (0.1, 0.2), 0.005: (0.3, 0.9), 0.02: (0.5, 0.5)}  # 0.15, 0.6, 0.5
@@ -134,7 +134,7 @@ def test_the_best_mean_over_seeds_is_chosen_and_logged(write, tmp_path):  # noqa
     assert {run.config.num_tasks for run in final.runs} == {2}
 
 
-def test_nothing_is_chosen_before_all_is_run_and_failures_are_told(write, tmp_path):  # noqa: F811
+def test_nothing_is_chosen_before_all_is_run_and_failures_are_told(write, tmp_path):
     suite = read_suite(write(variants=[NCM, HEAD, {"label": "avg", "method": "fedavg"}], select=SELECT), {})
     fill_selection(suite, {("head", 0.001, 0): 0.9, ("head", 0.005, 0): 0.8})
     assert choices_of(suite)["head"].chosen == ""
@@ -147,7 +147,7 @@ def test_nothing_is_chosen_before_all_is_run_and_failures_are_told(write, tmp_pa
     assert "Not run, as every run of the selection failed: avg." in final.notes
 
 
-def test_runs_of_another_choice_are_refused(write):  # noqa: F811
+def test_runs_of_another_choice_are_refused(write):
     suite = read_suite(write(select=SELECT), {})
     fill_selection(suite, {("head", rate, 0): rate for rate in RATES})
     final = apply_choices(suite, suite.selection, choices_of(suite))
@@ -157,7 +157,7 @@ def test_runs_of_another_choice_are_refused(write):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_a_selection_and_what_follows_end_to_end(write, tmp_path, capsys):  # noqa: F811
+def test_a_selection_and_what_follows_end_to_end(write, tmp_path, capsys):
     """Real runs: two of the selection, then the suite's own with what they chose; the second time nothing runs."""
     select = SELECT | {"keys": {"learning-rate": [0.001, 0.02]}}
     path = write(select=select)
@@ -181,7 +181,7 @@ def test_a_selection_and_what_follows_end_to_end(write, tmp_path, capsys):  # no
 # ------------------------------------------------------------------------------------------------- parts of a suite
 
 
-def test_variants_and_partitions_may_narrow_the_suite(write):  # noqa: F811
+def test_variants_and_partitions_may_narrow_the_suite(write):
     partitions = [{"label": "iid", "partition": "iid"}, {"label": "rare", "dirichlet-beta": 1, "variants": ["head"]}]
     partitions[1]["seeds"] = [0, 1]
     variants = [NCM | {"seeds": [2]}, HEAD]
@@ -197,7 +197,7 @@ def test_variants_and_partitions_may_narrow_the_suite(write):  # noqa: F811
 
 
 @pytest.mark.parametrize(("path", "kind"), [("x.npz", "npz"), ("photos", "folder")])
-def test_data_of_the_command_line_say_what_they_are(write, path, kind):  # noqa: F811
+def test_data_of_the_command_line_say_what_they_are(write, path, kind):
     suite = write(common={})
     assert {run.config.dataset for run in read_suite(suite, {"data-dir": path}).runs} == {kind}
     given = read_suite(suite, {"data-dir": path, "dataset": "cifar100"})
@@ -228,7 +228,7 @@ THEIRS: dict[str, Any] = {
 }
 
 
-def test_others_are_in_table_and_pictures(write, tmp_path):  # noqa: F811
+def test_others_are_in_table_and_pictures(write, tmp_path):
     folder = tmp_path / "theirs"
     folder.mkdir()
     for seed, last in enumerate((0.75, 0.85)):
@@ -267,13 +267,13 @@ def test_others_are_in_table_and_pictures(write, tmp_path):  # noqa: F811
         ({"partition": "iid"}, "partition = 'iid' must be left out"),
     ],
 )
-def test_what_is_wrong_with_a_result_is_said(write, tmp_path, changes, message):  # noqa: F811
+def test_what_is_wrong_with_a_result_is_said(write, tmp_path, changes, message):
     (tmp_path / "theirs.json").write_text(json.dumps(THEIRS | changes))
     with pytest.raises(ConfigError, match=rf"theirs.json.*{message}"):
         read_suite(write(others=["theirs.json"]), {})
 
 
-def test_a_result_names_the_partition_it_belongs_to(write, tmp_path):  # noqa: F811
+def test_a_result_names_the_partition_it_belongs_to(write, tmp_path):
     path, partitions = (
         tmp_path / "theirs.json",
         [{"label": "iid", "partition": "iid"}, {"label": "b", "dirichlet-beta": 1}],
