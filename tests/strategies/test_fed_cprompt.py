@@ -39,8 +39,8 @@ def filled(value):
     ],
 )
 def test_contrast_by_hand(older, keys, expected):
-    found = contrast(filled(3.0), filled(5.0), [filled(o) for o in older], options(**keys))
-    assert float(found) == pytest.approx(expected)
+    loss = contrast(filled(3.0), filled(5.0), [filled(o) for o in older], options(**keys))
+    assert float(loss) == pytest.approx(expected)
 
 
 def test_contrast_pulls_to_the_global_prompt_and_off_the_nearest_older_one():

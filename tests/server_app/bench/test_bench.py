@@ -46,9 +46,9 @@ def test_runs_are_variants_by_partitions_by_seeds(write, tmp_path):
     last = suite.runs[-1]
     assert last.directory == tmp_path / "out" / "head" / "beta-1" / "seed7"
     assert last.setting == "synthetic, beta-1"
-    found = last.config.flat()
-    assert found["learning-rate"] == 0.001
-    assert (found["seed"], found["dirichlet-beta"], found["num-tasks"], found["num-clients"]) == (7, 1.0, 3, 5)
+    keys = last.config.flat()
+    assert keys["learning-rate"] == 0.001
+    assert (keys["seed"], keys["dirichlet-beta"], keys["num-tasks"], keys["num-clients"]) == (7, 1.0, 3, 5)
     assert suite.runs[0].config.num_tasks == 2
 
 

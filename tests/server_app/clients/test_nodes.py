@@ -56,8 +56,8 @@ def make_run(folder: Path, age: float, node_id: int, *rounds: dict) -> None:
 
 
 def test_nodes_are_sorted_by_name_and_revoked_ones_left_out(tmp_path: Path) -> None:
-    found = list_nodes("fcil", tmp_path / "no such folder")
-    assert [(n.registered_as, n.node_id, n.status) for n in found] == [
+    listed = list_nodes("fcil", tmp_path / "no such folder")
+    assert [(n.registered_as, n.node_id, n.status) for n in listed] == [
         ("", 8, "registered"),
         ("north hospital", 2**63 + 5, "online"),
         ("south", 7, "offline"),

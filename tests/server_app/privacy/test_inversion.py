@@ -40,8 +40,8 @@ def test_ssim_agrees_with_windows_of_scipy() -> None:
     mx, my = mean(x), mean(y)
     vx, vy, c = mean(x * x) - mx * mx, mean(y * y) - my * my, mean(x * y) - mx * my
     expected = ((2 * mx * my + 1e-4) * (2 * c + 9e-4) / ((mx**2 + my**2 + 1e-4) * (vx + vy + 9e-4))).mean()
-    found = ssim(torch.from_numpy(x)[None, None], torch.from_numpy(y)[None, None])
-    assert found.item() == pytest.approx(expected, abs=1e-6)
+    similarity = ssim(torch.from_numpy(x)[None, None], torch.from_numpy(y)[None, None])
+    assert similarity.item() == pytest.approx(expected, abs=1e-6)
 
 
 def test_privacy_by_hand() -> None:
@@ -84,15 +84,15 @@ def test_the_command_leaves_a_table_and_a_picture(method: str, tiny: dict, capsy
     said = capsys.readouterr().out
     assert "SSIM own" in said
     assert str(Path(folder) / "privacy.png") in said
-    found = json.loads((Path(folder) / "privacy.json").read_text())
-    assert len(found["classes"]) == 2
-    assert found["classes"][0]["images"] <= found["classes"][1]["images"]
+    written = json.loads((Path(folder) / "privacy.json").read_text())
+    assert len(written["classes"]) == 2
+    assert written["classes"][0]["images"] <= written["classes"][1]["images"]
     for scale, name in ((1, "p"), (255**2, "p_255")):
-        by_class = [1 - 1 / (1 + scale * c["mse"]) for c in found["classes"]]
-        assert [c[name] for c in found["classes"]] == pytest.approx(by_class)
-        assert found[name] == pytest.approx(np.mean(by_class))
-    assert 0 < found["p"] < 0.5 < found["p_255"] < 1
-    assert all(-1 <= c["ssim"] <= c["ssim_real"] + 1 for c in found["classes"])
+        by_class = [1 - 1 / (1 + scale * c["mse"]) for c in written["classes"]]
+        assert [c[name] for c in written["classes"]] == pytest.approx(by_class)
+        assert written[name] == pytest.approx(np.mean(by_class))
+    assert 0 < written["p"] < 0.5 < written["p_255"] < 1
+    assert all(-1 <= c["ssim"] <= c["ssim_real"] + 1 for c in written["classes"])
     assert (Path(folder) / "privacy.png").read_bytes().startswith(b"\x89PNG")
 
 

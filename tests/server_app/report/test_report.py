@@ -18,8 +18,7 @@ from matplotlib.colors import to_hex
 
 import server_app.report
 from server_app.errors import PicturesUnavailable, ReportError
-from server_app.report import figures, tradeoffs
-from server_app.report import heatmaps as maps
+from server_app.report import figures, heatmaps, tradeoffs
 from server_app.report.compare import group_runs
 from server_app.report.pages import single_page
 from server_app.report.runs import load_run
@@ -47,7 +46,7 @@ def results(done=3, **changes):
         for task in range(1, done + 1)
         for number in (1, 2)
     ]
-    found = {
+    entries = {
         "schema": 1,
         "status": "finished" if done == 3 else "running",
         "method": "hgp",
@@ -66,7 +65,7 @@ def results(done=3, **changes):
         "rounds": rounds,
         "environment": {"python": "3.11", "packages": {"torch": "2.5"}},
     }
-    return found | changes
+    return entries | changes
 
 
 @pytest.fixture
@@ -117,8 +116,8 @@ class Page(HTMLParser):
 
     def row(self, *start):
         """The one table row that begins with these cells."""
-        (found,) = [row for row in self.rows if row[: len(start)] == list(start)]
-        return found
+        (match,) = [row for row in self.rows if row[: len(start)] == list(start)]
+        return match
 
 
 def page_of(folder, name="report.html"):
@@ -315,8 +314,8 @@ def load_run_of(name, folder):
 
 def lines_of(axes):
     """Points of the drawn lines as (x list, y list, width), without those that exist for the legend only."""
-    found = ((list(line.get_xdata()), list(line.get_ydata()), line.get_linewidth()) for line in axes.lines)
-    return [line for line in found if len(line[0])]
+    curves = ((list(line.get_xdata()), list(line.get_ydata()), line.get_linewidth()) for line in axes.lines)
+    return [line for line in curves if len(line[0])]
 
 
 def test_accuracy_picture_draws_every_task_and_all_seen(make_run):
@@ -412,7 +411,7 @@ def test_confusion_picture_shows_shares_in_order_of_arrival(make_run):
     """Tasks [3, 2], [1], [0], the last not done: true class 3 was taken for 3, 2 and 1 in 6, 3 and 1 of 10 images."""
     confusion = [[0, 0, 0, 0], [0, 2, 0, 2], [0, 0, 5, 0], [0, 1, 3, 6]]
     changes = {"tasks": [[3, 2], [1], [0]], "confusion": confusion, "done": 2}
-    figure = maps.confusion_figure(load_run(make_run(**changes)))
+    figure = heatmaps.confusion_figure(load_run(make_run(**changes)))
     axes = figure.axes[0]
     assert axes.images[0].get_array().tolist() == [[60, 30, 10], [0, 100, 0], [50, 0, 50]]
     written = {(text.get_position()[::-1], text.get_text()) for text in axes.texts}
@@ -424,7 +423,7 @@ def test_confusion_picture_shows_shares_in_order_of_arrival(make_run):
 
 def test_clients_picture_shows_counts_by_task_and_their_sum(make_run):
     clients = [{"name": "alice", "class_counts": [1, 0, 40, 7]}, {"name": "b$b", "class_counts": [0, 5, 0, 0]}]
-    figure = maps.clients_figure(load_run(make_run(clients=clients)))  # tasks [2, 0], [1], [3]
+    figure = heatmaps.clients_figure(load_run(make_run(clients=clients)))  # tasks [2, 0], [1], [3]
     axes, total = figure.axes[:2]
     assert axes.images[0].get_array().tolist() == [[40, 1, 0, 7], [0, 0, 5, 0]]
     assert [bar.get_width() for bar in total.patches] == [48, 5]
@@ -436,22 +435,22 @@ def test_bias_picture_shows_shares_of_the_largest_entropy(make_run):
     """2, 3 and 4 seen classes; task 2 was not measured, and only task 1 has a distance."""
     entropies = [[math.log(2), 0.0], [], [math.log(2), math.log(4)]]
     bias = {"response_entropies": entropies, "prototype_distance": [2.5, None, None]}
-    left, right = maps.bias_figure(load_run(make_run(federated_bias=bias))).axes
+    left, right = heatmaps.bias_figure(load_run(make_run(federated_bias=bias))).axes
     points = [tuple(map(float, p)) for dots in left.collections for p in dots.get_offsets()]
     assert np.array(sorted(points)) == pytest.approx(np.array([(1, 0), (1, 1), (3, 0.5), (3, 1)]))
     mean = max(left.lines, key=lambda line: line.get_linewidth())
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([1, 3], pytest.approx([0.5, 0.75]))
     assert right.lines[0].get_ydata()[0] == 2.5
     only = {"response_entropies": [[], [], []], "prototype_distance": [2.5, None, None]}
-    assert len(maps.bias_figure(load_run(make_run("only", federated_bias=only))).axes) == 1
+    assert len(heatmaps.bias_figure(load_run(make_run("only", federated_bias=only))).axes) == 1
     nothing = {"response_entropies": [[], [], []], "prototype_distance": [None] * 3}
-    assert maps.recorded_figures(load_run(make_run("nothing", federated_bias=nothing))) == {}
+    assert heatmaps.recorded_figures(load_run(make_run("nothing", federated_bias=nothing))) == {}
 
 
 @pytest.mark.parametrize(("classes", "tasks", "clients"), [(1, 1, 1), (10, 5, 10), (30, 3, 30), (200, 20, 100)])
 def test_labels_of_maps_can_be_read(make_run, classes, tasks, clients):
     run = load_run(make_run(**recorded(classes, tasks, clients)))
-    for name, figure in maps.recorded_figures(run).items():
+    for name, figure in heatmaps.recorded_figures(run).items():
         figure.draw_without_rendering()
         for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
             boxes = [label.get_window_extent() for label in axis.get_ticklabels() if label.get_text()]

@@ -72,14 +72,14 @@ def test_nor_do_its_failures_and_entropies(bound: Values, tiny: Values, monkeypa
         return packet
 
     values = tiny | bound | {"num-clients": 7, "partition": "dirichlet", "dirichlet-beta": 0.02, "federated-bias": True}
-    found = results(values, tamper=tamper)
-    assert found == results(values | {"run-name": "backwards"}, Backwards, tamper=tamper)
-    first, refused = found["rounds"][0], ["client-0002", *(["client-0004"] if bound else [])]
+    forwards = results(values, tamper=tamper)
+    assert forwards == results(values | {"run-name": "backwards"}, Backwards, tamper=tamper)
+    first, refused = forwards["rounds"][0], ["client-0002", *(["client-0004"] if bound else [])]
     assert [f["name"] for f in first["failures"]] == refused
     assert first["idle"] == ["client-0001", "client-0003", "client-0005"]
     assert received.isdisjoint(refused)
     assert {"client-0000", "client-0006"} <= received
-    assert len(found["federated_bias"]["response_entropies"][0]) == 4 - len(refused)
+    assert len(forwards["federated_bias"]["response_entropies"][0]) == 4 - len(refused)
 
 
 @pytest.mark.parametrize(
@@ -103,19 +103,19 @@ def test_whoever_measures_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
     config = parse(tiny)
     run = Run(config, InProcessTransport(config.flat(), 3), tmp_path / "run", None, ExitStack())
     clients, context = run.registry.clients, RoundContext(run.scenario.schedule, 1)
-    found, seen = RoundAggregator(config, run.strategy, run.model, context, clients), list[Update]()
+    aggregator, seen = RoundAggregator(config, run.strategy, run.model, context, clients), list[Update]()
 
     def measure(update: Update) -> list[float]:
         seen.append(update)
         return [float(len(seen)), 0.5]
 
-    replies = reversed(list(run.exchange("train", context, clients, found.sent_arrays)))
-    found.collect(replies, RoundReport(1, 1, [m.name for m in clients]), measure)
-    assert found.entropies == {update.client: [i, 0.5] for i, update in enumerate(seen, 1)}
+    replies = reversed(list(run.exchange("train", context, clients, aggregator.sent_arrays)))
+    aggregator.collect(replies, RoundReport(1, 1, [m.name for m in clients]), measure)
+    assert aggregator.entropies == {update.client: [i, 0.5] for i, update in enumerate(seen, 1)}
     seen.reverse()
-    assert [u.client for u in seen] == [u.client for u in found.updates] == [m.name for m in clients]
-    assert not any(u.arrays for u in found.updates)
+    assert [u.client for u in seen] == [u.client for u in aggregator.updates] == [m.name for m in clients]
+    assert not any(u.arrays for u in aggregator.updates)
     weights = np.array([u.num_examples for u in seen], np.float64)
-    for name, mean in found.mean.arrays().items():
+    for name, mean in aggregator.mean.arrays().items():
         stacked = np.stack([u.arrays[name] for u in seen], axis=-1).astype(np.float64)
         np.testing.assert_allclose(mean, stacked @ weights / weights.sum(), rtol=1e-6, atol=1e-12)

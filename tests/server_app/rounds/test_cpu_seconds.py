@@ -62,8 +62,8 @@ def test_parts_of_a_run_add_up_or_nothing_is_recorded(
     busy(0.1)
     results.rounds = []
     results.write()
-    found = json.loads((results.directory / "results.json").read_text())["seconds"].get("cpu_total")
-    assert found is None if expected is None else expected + 0.1 <= found < expected + 0.5
+    recorded = json.loads((results.directory / "results.json").read_text())["seconds"].get("cpu_total")
+    assert recorded is None if expected is None else expected + 0.1 <= recorded < expected + 0.5
 
 
 def test_pictures_are_left_out(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,10 +271,10 @@ def test_a_dropped_round_leaves_no_trace(tiny: dict, monkeypatch: pytest.MonkeyP
 
     def spoil(self: HGP, model: Model, updates: list, context: RoundContext) -> dict[str, float]:
         banks.append(self.prototypes)
-        found = refine(self, model, updates, context)
+        report = refine(self, model, updates, context)
         if context.server_round == 2:
             model.head.weight.data.fill_(np.nan)
-        return found
+        return report
 
     monkeypatch.setattr(HGP, "refine", spoil)
     results = run(tiny | {"num-tasks": 1, "rounds-per-task": 3})
@@ -297,10 +297,10 @@ def test_a_dropped_round_takes_back_what_was_kept_of_its_answers(tiny: dict, mon
         met.append(self.met)
         second.append(hasattr(self, "second"))
         before.append(updates)
-        found = refine(self, model, updates, context)
+        report = refine(self, model, updates, context)
         if context.server_round == 2:
             model.head.weight.data.fill_(np.nan)
-        return found
+        return report
 
     monkeypatch.setattr(HGP, "receive", receive)
     monkeypatch.setattr(HGP, "refine", spoil)

@@ -31,8 +31,8 @@ def test_local_models_answer_and_the_global_one_stays(tiny):
     seen = np.flatnonzero(np.isin(scenario.dataset.test_labels, order))
     p = float((extract_features(model, scenario.dataset.test_images, seen)[:, 5] > 0).float().mean())
     assert 0 < p < 1
-    found = [e for u in (stubborn, split, stubborn) for e in response_entropies(model, u, scenario.dataset, order)]
-    assert found == pytest.approx([0, -p * math.log(p) - (1 - p) * math.log(1 - p), 0])
+    entropies = [e for u in (stubborn, split, stubborn) for e in response_entropies(model, u, scenario.dataset, order)]
+    assert entropies == pytest.approx([0, -p * math.log(p) - (1 - p) * math.log(1 - p), 0])
     assert all((before[n] == a).all() for n, a in model.export().items())
 
 

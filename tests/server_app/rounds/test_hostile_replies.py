@@ -64,7 +64,7 @@ class Given:
         return list(self.replies)
 
 
-class Ground:
+class HonestRound:
     """A run before its first round, what its honest clients answer to that, and what the round makes of the others."""
 
     def __init__(self, run: Run) -> None:
@@ -97,22 +97,22 @@ class Ground:
             self.reset()
 
 
-def ground_of(values: dict[str, Any], folder: Path) -> Ground:
+def honest_round_of(values: dict[str, Any], folder: Path) -> HonestRound:
     quick = QUICKER.get(str(values["method"]), {})
     # of 12 classes the first task has 6, so that there are unknown ones
     config = parse(TINY | quick | values | {"output-dir": str(folder), "run-name": "run", "backbone": "vit_glyphs"})
     run = Run(config, InProcessTransport(config.flat(), config.num_clients), folder / "run", None, ExitStack())
-    return Ground(run)
+    return HonestRound(run)
 
 
 @pytest.fixture(scope="module")
-def grounds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ground]:
-    made: dict[str, Ground] = {}
+def honest_rounds(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], HonestRound]:
+    made: dict[str, HonestRound] = {}
 
-    def find(name: str) -> Ground:
+    def find(name: str) -> HonestRound:
         if name not in made:
             made.clear()  # a trained backbone's are large
-            made[name] = ground_of(EVERY[name], tmp_path_factory.mktemp(name))
+            made[name] = honest_round_of(EVERY[name], tmp_path_factory.mktemp(name))
         return made[name]
 
     return find
@@ -185,9 +185,9 @@ class Bad:
 
 
 @st.composite
-def mutations(draw: st.DrawFn, ground: Ground) -> Bad:
+def mutations(draw: st.DrawFn, honest_round: HonestRound) -> Bad:
     """A reply in which one to three things are otherwise than an honest client sends them."""
-    good = ground.honest[VICTIM].packet
+    good = honest_round.honest[VICTIM].packet
     assert good
     bad = Packet(dict(good.arrays), dict(good.statistics), dict(good.metrics), dict(good.config))
     made = Bad(bad)
@@ -222,31 +222,31 @@ def same(ours: Arrays, theirs: Arrays) -> bool:
     return ours.keys() == theirs.keys() and all(ours[n].tobytes() == theirs[n].tobytes() for n in ours)
 
 
-def check(ground: Ground, bad: Reply, seen: list[Reply]) -> None:
+def check(honest_round: HonestRound, bad: Reply, seen: list[Reply]) -> None:
     """A refused reply is named and touches nothing; one that gets through leaves a finite model."""
-    run, name = ground.run, ground.run.registry.clients[VICTIM].name
+    run, name = honest_round.run, honest_round.run.registry.clients[VICTIM].name
     report = RoundReport(1, 1, [m.name for m in run.registry.clients])
-    found, shown = (
-        RoundAggregator(run.config, run.strategy, run.model, ground.context, run.registry.clients),
+    aggregator, shown = (
+        RoundAggregator(run.config, run.strategy, run.model, honest_round.context, run.registry.clients),
         list[Update](),
     )
-    found.collect(
-        ground.with_one(bad),
+    aggregator.collect(
+        honest_round.with_one(bad),
         report,
         lambda update: shown.append(replace(update, statistics={**update.statistics})) or [],
     )
-    ground.reset()
-    assert [u.client for u in found.updates] == [u.client for u in shown]
+    honest_round.reset()
+    assert [u.client for u in aggregator.updates] == [u.client for u in shown]
     others = [u for u in shown if u.client != name]
     assert [u.client for u in others] == [m.name for m in run.registry.clients if m.name not in [name, *report.idle]]
     for update in others:
-        packet = ground.honest[[m.name for m in run.registry.clients].index(update.client)].packet
+        packet = honest_round.honest[[m.name for m in run.registry.clients].index(update.client)].packet
         assert packet
         assert update.arrays is packet.arrays
         assert update.statistics.keys() == packet.statistics.keys()
         assert all(array is packet.statistics[name] for name, array in update.statistics.items())
     if not report.failures:
-        report, model = ground.play(ground.with_one(bad))
+        report, model = honest_round.play(honest_round.with_one(bad))
         assert all(np.isfinite(a).all() for a in model.values())
         json.dumps(run.results.as_dict(), allow_nan=False)
         assert not report.failures
@@ -258,31 +258,31 @@ def check(ground: Ground, bad: Reply, seen: list[Reply]) -> None:
         seen.append(bad)
 
 
-def attack(ground: Ground, examples: int) -> None:
+def attack(honest_round: HonestRound, examples: int) -> None:
     refused: list[Reply] = []
 
     @settings(max_examples=examples, deadline=None, database=None, derandomize=True, suppress_health_check=HealthCheck)
-    @given(mutations(ground))
+    @given(mutations(honest_round))
     def one(bad: Bad) -> None:
-        check(ground, replace(ground.honest[VICTIM], packet=bad.packet), refused)
+        check(honest_round, replace(honest_round.honest[VICTIM], packet=bad.packet), refused)
 
     one()
     assert len(refused) > examples / 3  # most mutations must be bad ones, or this shows little
     for bad in refused[:: len(refused) // 5]:
-        whole_rounds(ground, bad)
+        whole_rounds(honest_round, bad)
 
 
-def whole_rounds(ground: Ground, bad: Reply) -> None:
+def whole_rounds(honest_round: HonestRound, bad: Reply) -> None:
     """One bad reply of several: as if it had never come. Nothing but bad ones: nothing changes, and the run says so."""
-    if not ground.run.config.method_row.pooled:
-        report, model = ground.play(ground.with_one(bad))
-        assert [f["name"] for f in report.failures] == [ground.run.registry.clients[VICTIM].name]
-        assert same(model, ground.without)
-    ground.run.transport = Given([replace(bad, node=m.node) for m in ground.run.registry.clients])
+    if not honest_round.run.config.method_row.pooled:
+        report, model = honest_round.play(honest_round.with_one(bad))
+        assert [f["name"] for f in report.failures] == [honest_round.run.registry.clients[VICTIM].name]
+        assert same(model, honest_round.without)
+    honest_round.run.transport = Given([replace(bad, node=m.node) for m in honest_round.run.registry.clients])
     with pytest.raises(RunError, match="0 of 3 clients answered, the quorum is 1"):
-        ground.run.train_round(ground.context)
-    assert same(ground.run.model.export(), ground.model)
-    assert all(vars(ground.run.strategy)[n] is value for n, value in ground.memory.items())
+        honest_round.run.train_round(honest_round.context)
+    assert same(honest_round.run.model.export(), honest_round.model)
+    assert all(vars(honest_round.run.strategy)[n] is value for n, value in honest_round.memory.items())
 
 
 def covariance_with(lowest: float) -> np.ndarray:
@@ -305,29 +305,31 @@ def test_a_covariance_that_passes_is_one_for_all_that_follows() -> None:
 def test_a_regression_on_an_indefinite_sum_leaves_its_bad_directions_out() -> None:
     """By hand: (3 + 1)^-1 4 = 1, and (0 + 1)^-1 5 = 5 instead of (-2 + 1)^-1 5."""
     indefinite = Spectrum.of_matrix(torch.diag(torch.tensor([3.0, -2.0]).double()))
-    found = solve_ridge(indefinite, torch.tensor([[4.0, 5.0]]).double(), 1.0)
-    assert found.numpy() == pytest.approx(np.array([[1.0, 5.0]]))
+    weight = solve_ridge(indefinite, torch.tensor([[4.0, 5.0]]).double(), 1.0)
+    assert weight.numpy() == pytest.approx(np.array([[1.0, 5.0]]))
 
 
-def test_slightly_indefinite_sums_of_one_client_do_not_end_the_run(grounds: Callable[[str], Ground]) -> None:
+def test_slightly_indefinite_sums_of_one_client_do_not_end_the_run(honest_rounds: Callable[[str], HonestRound]) -> None:
     """Rounding cannot be told from this much, so it passes the checks; Cholesky would raise on it."""
-    ground = grounds("afcl")
-    good = ground.honest[VICTIM].packet
+    honest_round = honest_rounds("afcl")
+    good = honest_round.honest[VICTIM].packet
     assert good
     scatter = pack_symmetric(np.diag(np.r_[np.full(100, 1e9), np.full(12, -1.0)])[None]).astype(np.float32)
-    bad = replace(ground.honest[VICTIM], packet=replace(good, statistics=good.statistics | {"scatter": scatter}))
-    report, model = ground.play(ground.with_one(bad))
+    bad = replace(honest_round.honest[VICTIM], packet=replace(good, statistics=good.statistics | {"scatter": scatter}))
+    report, model = honest_round.play(honest_round.with_one(bad))
     assert not report.failures
     assert not report.dropped
     assert all(np.isfinite(a).all() for a in model.values())
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_mutated_replies_are_refused_or_harmless(name: str, grounds: Callable[[str], Ground]) -> None:
-    attack(grounds(name), 40)
+def test_mutated_replies_are_refused_or_harmless(name: str, honest_rounds: Callable[[str], HonestRound]) -> None:
+    attack(honest_rounds(name), 40)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EVERY)
-def test_two_thousand_mutated_replies_are_refused_or_harmless(name: str, grounds: Callable[[str], Ground]) -> None:
-    attack(grounds(name), 2000)
+def test_two_thousand_mutated_replies_are_refused_or_harmless(
+    name: str, honest_rounds: Callable[[str], HonestRound]
+) -> None:
+    attack(honest_rounds(name), 2000)

@@ -34,14 +34,14 @@ def test_nothing_is_bounded_by_default() -> None:
 
 
 def test_an_update_beyond_the_bound_is_refused_and_both_numbers_are_named() -> None:
-    found = reasons([1.0, 7.0, 6.9], max_update_norm=6.95)
-    assert found == {"1": "its update has the norm 7, which is above max-update-norm = 6.95"}
+    refused = reasons([1.0, 7.0, 6.9], max_update_norm=6.95)
+    assert refused == {"1": "its update has the norm 7, which is above max-update-norm = 6.95"}
 
 
 def test_an_update_beyond_so_many_medians_is_refused() -> None:
     """Norms 1, 2, 3, 10: the median is 2.5; 10 is above 3 x 2.5 = 7.5 and below 4.1 x 2.5 = 10.25."""
-    found = reasons([1, 2, 3, 10], max_update_ratio=3)
-    assert found == {"3": "its update has the norm 10, which is above max-update-ratio = 3 times the median 2.5"}
+    refused = reasons([1, 2, 3, 10], max_update_ratio=3)
+    assert refused == {"3": "its update has the norm 10, which is above max-update-ratio = 3 times the median 2.5"}
     assert reasons([1, 2, 3, 10], max_update_ratio=4.1) == {}
 
 
@@ -51,10 +51,10 @@ def test_two_updates_have_no_median_that_says_anything() -> None:
 
 def test_the_median_is_that_of_what_the_other_bound_lets_through() -> None:
     """Of 1, 1, 3, 50, 60 the bound takes 50 and 60; 3 is above 2 x the median 1 of the rest (of all it would be 3)."""
-    found = reasons([1, 1, 3, 50, 60], max_update_norm=20, max_update_ratio=2)
-    assert set(found) == {"2", "3", "4"}
-    assert "max-update-ratio = 2 times the median 1" in found["2"]
-    assert "max-update-norm = 20" in found["3"]
+    refused = reasons([1, 1, 3, 50, 60], max_update_norm=20, max_update_ratio=2)
+    assert set(refused) == {"2", "3", "4"}
+    assert "max-update-ratio = 2 times the median 1" in refused["2"]
+    assert "max-update-norm = 20" in refused["3"]
 
 
 @pytest.mark.parametrize("key", ["max-update-norm", "max-update-ratio"])

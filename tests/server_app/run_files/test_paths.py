@@ -44,9 +44,9 @@ def test_a_run_that_was_killed_is_seen_not_to_run(tmp_path):
     with paths.lock_run(tmp_path):
         assert paths.is_locked(tmp_path)
         assert paths.read_results(tmp_path) == {"status": "running"}
-    found = paths.read_results(tmp_path)
-    assert found["status"] == "interrupted"
-    assert found["error"].endswith(f"go on with resume={tmp_path}")
+    results = paths.read_results(tmp_path)
+    assert results["status"] == "interrupted"
+    assert results["error"].endswith(f"go on with resume={tmp_path}")
     assert not paths.is_locked(tmp_path)  # asking has not locked it
     (tmp_path / "results.json").write_text('{"status": "finished"}')
     assert paths.read_results(tmp_path) == {"status": "finished"}

@@ -72,7 +72,7 @@ def test_tensorboard_has_what_the_results_have(tiny: Values) -> None:
     folder, results = run(
         tiny | {"tensorboard": True, "rounds-per-task": 2}, broken=lambda node, kind: node == 1 and kind == "train"
     )
-    found, rounds = scalars(folder), results["rounds"]
+    logged, rounds = scalars(folder), results["rounds"]
     for tag, name in [
         ("train/loss", "train_loss"),
         ("train/accuracy", "train_accuracy"),
@@ -80,13 +80,13 @@ def test_tensorboard_has_what_the_results_have(tiny: Values) -> None:
         ("bytes/down", "bytes_down"),
         ("round/seconds", "seconds"),
     ]:
-        assert found.pop(tag) == pytest.approx({n: r[name] for n, r in enumerate(rounds, 1)})
-    assert found.pop("round/failures") == dict.fromkeys(range(1, 5), 1.0)
+        assert logged.pop(tag) == pytest.approx({n: r[name] for n, r in enumerate(rounds, 1)})
+    assert logged.pop("round/failures") == dict.fromkeys(range(1, 5), 1.0)
     seen, matrix = results["per_task_seen_accuracy"], results["accuracy_matrix"]
-    assert found.pop("accuracy/seen classes") == pytest.approx({2: seen[0], 4: seen[1]})
-    assert found.pop("accuracy/task 1") == pytest.approx({2: matrix[0][0], 4: matrix[1][0]})
-    assert found.pop("accuracy/task 2") == pytest.approx({4: matrix[1][1]})
-    assert not found
+    assert logged.pop("accuracy/seen classes") == pytest.approx({2: seen[0], 4: seen[1]})
+    assert logged.pop("accuracy/task 1") == pytest.approx({2: matrix[0][0], 4: matrix[1][0]})
+    assert logged.pop("accuracy/task 2") == pytest.approx({4: matrix[1][1]})
+    assert not logged
 
 
 def test_tensorboard_of_a_resumed_run_is_that_of_a_whole_one(tiny: Values) -> None:

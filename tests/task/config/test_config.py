@@ -151,8 +151,8 @@ PUBLISHED: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("method", PUBLISHED)
 def test_defaults_of_the_other_methods(method: str) -> None:
-    found = parse({"method": method}).flat()
-    assert {name: found[name] for name in PUBLISHED[method]} == PUBLISHED[method]
+    keys = parse({"method": method}).flat()
+    assert {name: keys[name] for name in PUBLISHED[method]} == PUBLISHED[method]
 
 
 @pytest.mark.parametrize(

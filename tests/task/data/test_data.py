@@ -37,8 +37,8 @@ def test_embedded_digits_are_scikit_learns() -> None:
     images = np.concatenate([ours.train_images[np.arange(1438)], ours.test_images[np.arange(359)]])[..., 0]
     labels = np.concatenate([ours.train_labels, ours.test_labels])
     expected = np.round(theirs.images * 255 / 16).astype(np.uint8)
-    mine = sorted((image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
-    assert mine == sorted((image.tobytes(), int(label)) for image, label in zip(expected, theirs.target, strict=True))
+    loaded = sorted((image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
+    assert loaded == sorted((image.tobytes(), int(label)) for image, label in zip(expected, theirs.target, strict=True))
     counts = np.bincount(theirs.target)
     assert (np.bincount(ours.test_labels) == np.round(0.2 * counts)).all()
 

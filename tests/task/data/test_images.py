@@ -87,8 +87,8 @@ def test_threads_together_decode_no_more_than_the_limit(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(task.data.images, "to_rgb", count)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda n: read_rgb(str(tmp_path / f"{n}.png"), 1000).width, range(len(sides))))
-    assert found == sides
+        widths = list(pool.map(lambda n: read_rgb(str(tmp_path / f"{n}.png"), 1000).width, range(len(sides))))
+    assert widths == sides
     assert 900 <= most[0] <= 1000
 
 

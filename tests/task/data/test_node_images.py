@@ -47,13 +47,13 @@ def test_a_class_folder_is_split_and_each_class_is_trained_on(data: Path, tmp_pa
     # one whose only file would be held out by its digest
     lone = next(f"owl{i}" for i in range(99) if select_by_digest([f"owl{i}/000.png".encode()])[0])
     paint(data / lone, 1)
-    found = open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
-    assert found.class_names == ("cat", "dog", lone)
-    train, test = np.bincount(found.train_labels), np.bincount(found.test_labels, minlength=3)
+    dataset = open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
+    assert dataset.class_names == ("cat", "dog", lone)
+    train, test = np.bincount(dataset.train_labels), np.bincount(dataset.test_labels, minlength=3)
     assert (train + test).tolist() == [40, 20, 1]
     assert train[2] == 1
     assert 2 <= test[0] <= 16  # a fifth of 40 by digest: 8, four standard deviations either way would be 10
-    trained = {Path(p).name for p in paths(found.train_images) if lone in p}
+    trained = {Path(p).name for p in paths(dataset.train_images) if lone in p}
     paint(data / lone, 9, first=1)
     later = open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
     assert trained <= {Path(p).name for p in paths(later.train_images) if lone in p}
@@ -72,18 +72,18 @@ def test_train_and_test_folders_are_taken_as_they_are(tmp_path: Path) -> None:
     for part, count in (("train", 3), ("test", 2)):
         for name in ("cat", "dog"):
             paint(tmp_path / "data" / part / name, count)
-    found = open_inventory(scan_images(str(tmp_path / "data"), tmp_path / "state", 0.0), 8)
-    assert found.class_names == ("cat", "dog")
-    assert np.bincount(found.train_labels).tolist() == [3, 3]
-    assert np.bincount(found.test_labels).tolist() == [2, 2]
+    dataset = open_inventory(scan_images(str(tmp_path / "data"), tmp_path / "state", 0.0), 8)
+    assert dataset.class_names == ("cat", "dog")
+    assert np.bincount(dataset.train_labels).tolist() == [3, 3]
+    assert np.bincount(dataset.test_labels).tolist() == [2, 2]
 
 
 def test_arrays_in_one_file(tmp_path: Path) -> None:
     images, labels = np.random.default_rng(0).integers(0, 256, (20, 9, 7, 3), np.uint8), np.repeat([0, 1], 10)
     np.savez(tmp_path / "data.npz", images=images, labels=labels, class_names=["left", "right"])
-    found = open_inventory(scan_images(str(tmp_path / "data.npz"), tmp_path / "state", 0.0), 8)
-    assert found.class_names == ("left", "right")
-    assert found.image_shape == (9, 7)
+    dataset = open_inventory(scan_images(str(tmp_path / "data.npz"), tmp_path / "state", 0.0), 8)
+    assert dataset.class_names == ("left", "right")
+    assert dataset.image_shape == (9, 7)
 
 
 def test_an_npz_that_grows_never_holds_out_what_was_trained_on(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_an_npz_that_grows_never_holds_out_what_was_trained_on(tmp_path: Path) -
     parts = []
     for number in (50, 60):
         np.savez(tmp_path / f"{number}.npz", images=images[:number], labels=np.arange(number) % 2)
-        found = open_inventory(scan_images(str(tmp_path / f"{number}.npz"), tmp_path / "state", 0.0), 8)
+        dataset = open_inventory(scan_images(str(tmp_path / f"{number}.npz"), tmp_path / "state", 0.0), 8)
         parts.append(
-            [{i.tobytes() for i in part[np.arange(len(part))]} for part in (found.train_images, found.test_images)]
+            [{i.tobytes() for i in part[np.arange(len(part))]} for part in (dataset.train_images, dataset.test_images)]
         )
     assert parts[0][0] <= parts[1][0]
     assert parts[0][1] <= parts[1][1]
@@ -142,8 +142,8 @@ def test_what_was_trained_on_is_what_the_latest_run_says(tmp_path: Path) -> None
 
 def test_nodes_may_share_a_folder_for_what_they_remember(data: Path, tmp_path: Path) -> None:
     paint(tmp_path / "other" / "owl", 3)
-    found = [scan_images(str(place), tmp_path / "state", 0.0, "run") for place in (data, tmp_path / "other")]
-    assert [load_inventory(f.data_dir, tmp_path / "state", "run") for f in found] == found
+    inventories = [scan_images(str(place), tmp_path / "state", 0.0, "run") for place in (data, tmp_path / "other")]
+    assert [load_inventory(f.data_dir, tmp_path / "state", "run") for f in inventories] == inventories
 
 
 def test_a_machine_without_memory_is_not_a_damaged_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,9 +197,9 @@ def test_npz_names_are_texts_and_may_have_no_image(tmp_path: Path) -> None:
     path, images = tmp_path / "data.npz", np.zeros((4, 8, 8, 3), np.uint8)
     names = np.array([b"owl", "Bu\u0308gel".encode(), b"cat"])
     np.savez(path, images=images, labels=np.full(4, 2), class_names=names, split=np.array([0.0, 0.0, 0.0, 1.0]))
-    found = open_inventory(scan_images(str(path), tmp_path / "state", 0.0), 8)
-    assert found.class_names == ("owl", "B\u00fcgel", "cat")
-    assert (len(found.train_labels), len(found.test_labels)) == (3, 1)
+    dataset = open_inventory(scan_images(str(path), tmp_path / "state", 0.0), 8)
+    assert dataset.class_names == ("owl", "B\u00fcgel", "cat")
+    assert (len(dataset.train_labels), len(dataset.test_labels)) == (3, 1)
     many = np.array([f"class {i}" for i in range(10)])
     np.savez(path, images=images, labels=np.full(4, 9), class_names=many)  # more names than images
     assert open_inventory(scan_images(str(path), tmp_path / "many", 0.0), 7).class_names == tuple(many)
@@ -257,9 +257,9 @@ def test_a_folder_without_the_right_to_read_it_is_named(unprivileged: Path, capl
         paint(root / name, 10)
     for name in ("cow", "dog/left"):
         (root / name).chmod(0)
-    found = scan_images(str(root), state, 0.1)
-    assert found.unreadable == ("cow/", "dog/left/")
-    assert len(found.readable) == 20
+    inventory = scan_images(str(root), state, 0.1)
+    assert inventory.unreadable == ("cow/", "dog/left/")
+    assert len(inventory.readable) == 20
     assert [str(root / name) in caplog.text for name in ("cow", "dog/left", "dog/right")] == [True, True, False]
     with pytest.raises(ConfigError, match="2 of 22 image files"):
         scan_images(str(root), state, 0.05)
@@ -269,7 +269,7 @@ def test_a_folder_without_the_right_to_read_it_is_named(unprivileged: Path, capl
     assert (client.classes, client.unreadable_classes, client.unreadable) == (("cat", "dog"), ("cow", "dog"), 2)
     log_clients([client])
     assert "north cannot read a folder of class cow, dog: its log says which" in caplog.text
-    assert scan_images(str(root), state, 0.1, previous=found).unreadable == found.unreadable
+    assert scan_images(str(root), state, 0.1, previous=inventory).unreadable == inventory.unreadable
     with pytest.raises(ConfigError, match=f"data-dir = '{root}' cannot be read: .*cow"):
         load_dataset("folder", str(root), 16, 0.0, 0)
     for folder, words in ((root, "cannot be read by this node: .*Permission"), (root.parent, ".* may not read it")):
@@ -285,14 +285,14 @@ def test_a_folder_without_the_right_to_read_it_is_named(unprivileged: Path, capl
 
 def test_losses_add_up(data: Path, tmp_path: Path) -> None:
     """A tenth may be lost in all, and not of what is left each time."""
-    known = scan_images(str(data), tmp_path / "state", 0.1)
+    inventory = scan_images(str(data), tmp_path / "state", 0.1)
     for i in range(6):
         (data / "cat" / f"{i:03d}.png").unlink()
-        known = scan_images(str(data), tmp_path / "state", 0.1, previous=known)
-    assert len(known.unreadable) == 6
+        inventory = scan_images(str(data), tmp_path / "state", 0.1, previous=inventory)
+    assert len(inventory.unreadable) == 6
     (data / "cat" / "006.png").unlink()
     with pytest.raises(ConfigError, match="7 of 60 image files"):
-        scan_images(str(data), tmp_path / "state", 0.1, previous=known)
+        scan_images(str(data), tmp_path / "state", 0.1, previous=inventory)
 
 
 @pytest.mark.parametrize("between", ["gone", "unreadable", "unmounted"])
@@ -315,10 +315,10 @@ def test_what_was_trained_on_is_never_held_out(between: str, tmp_path: Path) -> 
         scan_images(str(root), state, 0.5, "second")
     (root / marked[0]).write_bytes(content)
     paint(root / "cat", 40, first=40)
-    found = scan_images(str(root), state, 0.5, "third")
-    assert marked[0] in found.readable
-    assert marked[0] not in found.held_out
-    assert any(name.startswith("cat/") for name in found.held_out)
+    inventory = scan_images(str(root), state, 0.5, "third")
+    assert marked[0] in inventory.readable
+    assert marked[0] not in inventory.held_out
+    assert any(name.startswith("cat/") for name in inventory.held_out)
 
 
 def test_what_is_lost_is_left_out_and_nothing_new_enters(
@@ -341,9 +341,9 @@ def test_unreadable_files_are_named_and_skipped_up_to_a_share(
 ) -> None:
     (data / "cat" / "000.png").write_bytes(b"no image")
     (data / "dog" / "gone.png").symlink_to(data / "nowhere.png")
-    found = scan_images(str(data), tmp_path / "state", 0.1)
-    assert found.unreadable == ("cat/000.png", "dog/gone.png")
-    assert len(found.readable) == 59
+    inventory = scan_images(str(data), tmp_path / "state", 0.1)
+    assert inventory.unreadable == ("cat/000.png", "dog/gone.png")
+    assert len(inventory.readable) == 59
     assert "000.png" in caplog.text
     with pytest.raises(ConfigError, match=r"2 of 61 image files .*unreadable-share"):
         scan_images(str(data), tmp_path / "state", 0.01)

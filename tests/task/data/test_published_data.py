@@ -214,8 +214,8 @@ def test_other_numbers_than_the_published_are_refused(tree: tuple[str, Source, P
     name, source, root = tree
     with pytest.raises(ConfigError) as caught:
         read_source(SOURCES[name], root.parent, 16)
-    found = f"found {source.train} training and {source.test} test" if source.test else f"found {source.train} images"
-    assert found in str(caught.value)
+    message = f"found {source.train} training and {source.test} test" if source.test else f"found {source.train} images"
+    assert message in str(caught.value)
     assert f"{SOURCES[name].train:,}" in str(caught.value)
 
 

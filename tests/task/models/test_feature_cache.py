@@ -67,8 +67,8 @@ def test_a_known_query_gives_the_features_that_the_images_give(tiny, prompt):
     assert (query is None) == (prompt in UNASKED)
     prepared = queries.prepare(images[positions], model.backbone)
     with torch.no_grad():
-        found, plain = model.features(prepared, query), model.features(prepared)
-        assert torch.allclose(found, plain, atol=1e-6)
+        features, plain = model.features(prepared, query), model.features(prepared)
+        assert torch.allclose(features, plain, atol=1e-6)
         if query is not None:
             assert torch.allclose(query, model.backbone(prepared), atol=1e-6)
             assert not torch.allclose(model.features(prepared, -query), plain, atol=1e-2)
@@ -160,18 +160,18 @@ def test_no_more_than_the_limit_is_kept_and_the_last_used_stay(tiny, monkeypatch
 def test_queries_belong_to_their_images_backbone_and_precision(tiny):
     """Equal positions elsewhere are other images; a dead source whose id comes back is not taken for it."""
     _, scenario, model = built(tiny, "none")
-    train, test, some = scenario.dataset.train_images, scenario.dataset.test_images, np.arange(6)
-    first = cached_query(model, train, some)
-    assert not torch.equal(cached_query(model, test, some), first)
-    assert not torch.equal(cached_query(built(tiny, "none", precision="bf16")[2], train, some), first)
+    train, test, positions = scenario.dataset.train_images, scenario.dataset.test_images, np.arange(6)
+    first = cached_query(model, train, positions)
+    assert not torch.equal(cached_query(model, test, positions), first)
+    assert not torch.equal(cached_query(built(tiny, "none", precision="bf16")[2], train, positions), first)
     other = {"backbone-weights": "random"}
-    assert not torch.allclose(cached_query(built(tiny, "none", **other)[2], train, some), first, atol=1e-3)
+    assert not torch.allclose(cached_query(built(tiny, "none", **other)[2], train, positions), first, atol=1e-3)
     for shift in range(4):
-        copy = np.roll(train[some], shift, axis=0)
-        assert torch.allclose(cached_query(model, copy, some), first.roll(shift, 0), atol=1e-5)
+        copy = np.roll(train[positions], shift, axis=0)
+        assert torch.allclose(cached_query(model, copy, positions), first.roll(shift, 0), atol=1e-5)
         del copy
         gc.collect()
-    assert torch.equal(cached_query(model, train, some), first)
+    assert torch.equal(cached_query(model, train, positions), first)
 
 
 def test_a_backbone_that_trains_has_no_known_query():

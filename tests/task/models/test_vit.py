@@ -90,12 +90,12 @@ class NumpyViT:
         x = self.tokens(pixels.double().numpy())
         own = x.shape[1]
         for i in range(self.depth):
-            found = (prefixes or {}).get(i)
+            prefix = (prefixes or {}).get(i)
             if i in (prompts or {}):
                 prompt = prompts[i].double().numpy()
                 x = np.concatenate([x, np.broadcast_to(prompt, (len(x), *prompt.shape[1:]))], axis=1)
             b = f"blocks.{i}."
-            attended = self.attention(b + "attn.", self.norm(b + "norm1", x), found)
+            attended = self.attention(b + "attn.", self.norm(b + "norm1", x), prefix)
             x = x + attended * self.w.get(b + "ls1.gamma", 1.0)
             hidden = self.linear(b + "mlp.fc1", self.norm(b + "norm2", x))
             gelu = 0.5 * hidden * (1 + erf(hidden / np.sqrt(2)))
@@ -115,20 +115,20 @@ class NumpyViT:
             return np.concatenate([front, x + position], axis=1)
         return np.concatenate([front, x], axis=1) + position
 
-    def attention(self, name, x, found):
+    def attention(self, name, x, prefix):
         B, N, D = x.shape
         size = D // self.heads
         q, k, v = np.split(self.linear(name + "qkv", x), 3, axis=2)
         q, k, v = (t.reshape(B, N, self.heads, size) for t in (q, k, v))
         q, k = self.norm(name + "q_norm", q), self.norm(name + "k_norm", k)
-        if found is not None:
-            found = np.broadcast_to(found.double().numpy(), (B, *found.shape[1:]))
+        if prefix is not None:
+            prefix = np.broadcast_to(prefix.double().numpy(), (B, *prefix.shape[1:]))
             if self.projects:  # PIP eq. 3-4: [P_k; h] W_k and [P_v; h] W_v, so each through its own third of qkv
-                keys, values = (np.split(self.linear(name + "qkv", found[:, i]), 3, axis=2)[1 + i] for i in (0, 1))
+                keys, values = (np.split(self.linear(name + "qkv", prefix[:, i]), 3, axis=2)[1 + i] for i in (0, 1))
                 keys = self.norm(name + "k_norm", keys.reshape(B, -1, self.heads, size)).reshape(keys.shape)
-                found = np.stack([keys, values], axis=1)
-            k = np.concatenate([found[:, 0].reshape(B, -1, self.heads, size), k], axis=1)
-            v = np.concatenate([found[:, 1].reshape(B, -1, self.heads, size), v], axis=1)
+                prefix = np.stack([keys, values], axis=1)
+            k = np.concatenate([prefix[:, 0].reshape(B, -1, self.heads, size), k], axis=1)
+            v = np.concatenate([prefix[:, 1].reshape(B, -1, self.heads, size), v], axis=1)
         out = np.empty((B, N, D))
         for b in range(B):
             for h in range(self.heads):
@@ -184,31 +184,31 @@ def test_random_weights_are_equal_in_every_process(name):
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_prefix_equals_float64_numpy(changes, batch):
     """One block; NumPy puts P_k, P_v in front of the projected keys and values of every head."""
-    vit, found = tiny_vit(**changes), prefix(batch)
-    expected = NumpyViT(vit).features(images(), {0: found})
+    vit, vectors = tiny_vit(**changes), prefix(batch)
+    expected = NumpyViT(vit).features(images(), {0: vectors})
     unprefixed = NumpyViT(vit).features(images())
     backbone = ViT(vit, *HALVES)
-    assert np.abs(backbone(images(), {0: found}).numpy() - expected).max() < 2e-5
+    assert np.abs(backbone(images(), {0: vectors}).numpy() - expected).max() < 2e-5
     assert np.abs(backbone(images()).numpy() - unprefixed).max() < 2e-5
     assert np.abs(expected - unprefixed).max() > 0.05  # so the prefix is really seen
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_a_projected_prefix_equals_float64_numpy(changes):
-    vit, found = tiny_vit(**changes), prefix(3)
-    expected = NumpyViT(vit, projects=True).features(images(), {0: found})
-    plain_prefix = NumpyViT(vit).features(images(), {0: found})
+    vit, vectors = tiny_vit(**changes), prefix(3)
+    expected = NumpyViT(vit, projects=True).features(images(), {0: vectors})
+    plain_prefix = NumpyViT(vit).features(images(), {0: vectors})
     backbone = ViT(vit, *HALVES)
-    assert np.abs(backbone(images(), {0: found}, projects=True).numpy() - expected).max() < 2e-5
-    assert np.abs(backbone(images(), {0: found}).numpy() - plain_prefix).max() < 2e-5
+    assert np.abs(backbone(images(), {0: vectors}, projects=True).numpy() - expected).max() < 2e-5
+    assert np.abs(backbone(images(), {0: vectors}).numpy() - plain_prefix).max() < 2e-5
     assert np.abs(expected - plain_prefix).max() > 0.05
 
 
 def test_prefixes_of_several_blocks_reach_their_own_block():
-    vit, found = tiny_vit(3), {0: prefix(seed=4), 2: prefix(3, seed=5)}
-    expected = NumpyViT(vit).features(images(), found)
-    swapped = NumpyViT(vit).features(images(), {0: found[2], 2: found[0]})
-    ours = ViT(vit, *HALVES)(images(), found).numpy()
+    vit, prefixes = tiny_vit(3), {0: prefix(seed=4), 2: prefix(3, seed=5)}
+    expected = NumpyViT(vit).features(images(), prefixes)
+    swapped = NumpyViT(vit).features(images(), {0: prefixes[2], 2: prefixes[0]})
+    ours = ViT(vit, *HALVES)(images(), prefixes).numpy()
     assert np.abs(ours - expected).max() < 5e-5
     assert np.abs(ours - swapped).max() > 0.05
 
@@ -217,12 +217,12 @@ def test_prefixes_of_several_blocks_reach_their_own_block():
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_prompt_tokens_equal_float64_numpy(changes, batch):
     """PIP eq. 2 in NumPy: tokens join the input of block 0 and 2 and leave with the output; block 1 has a prefix."""
-    vit, found = tiny_vit(3, **changes), prefix(3)
+    vit, vectors = tiny_vit(3, **changes), prefix(3)
     prompts = {0: prefix(batch, seed=8)[:, 0], 2: prefix(batch, length=2, seed=9)[:, 1]}
-    expected = NumpyViT(vit).features(images(), {1: found}, prompts)
-    without_tokens = NumpyViT(vit).features(images(), {1: found})
+    expected = NumpyViT(vit).features(images(), {1: vectors}, prompts)
+    without_tokens = NumpyViT(vit).features(images(), {1: vectors})
     backbone = ViT(vit, *HALVES)
-    ours = backbone(images(), {1: found, **prompts})
+    ours = backbone(images(), {1: vectors, **prompts})
     assert np.abs(ours.numpy() - expected).max() < 5e-5
     assert np.abs(expected - without_tokens).max() > 0.05
     assert np.abs(backbone(images()).numpy() - NumpyViT(tiny_vit(3, **changes)).features(images())).max() < 5e-5
@@ -231,9 +231,9 @@ def test_prompt_tokens_equal_float64_numpy(changes, batch):
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_the_last_block_may_have_no_prompt(changes):
     """It works out the class token alone, of which the NumPy form knows nothing."""
-    vit, found = tiny_vit(2, **changes), prefix(3)
-    expected = NumpyViT(vit).features(images(), {0: found})
-    assert np.abs(ViT(vit, *HALVES)(images(), {0: found}).numpy() - expected).max() < 5e-5
+    vit, vectors = tiny_vit(2, **changes), prefix(3)
+    expected = NumpyViT(vit).features(images(), {0: vectors})
+    assert np.abs(ViT(vit, *HALVES)(images(), {0: vectors}).numpy() - expected).max() < 5e-5
 
 
 class OtherBlock(Block):
@@ -264,18 +264,18 @@ def test_shared_prompt_goes_to_the_named_blocks():
 
 
 def test_each_image_keeps_its_own_prefix():
-    backbone, found = ViT(tiny_vit(2), *HALVES), prefix(3)
-    together = backbone(images(), {0: found, 1: found})
+    backbone, vectors = ViT(tiny_vit(2), *HALVES), prefix(3)
+    together = backbone(images(), {0: vectors, 1: vectors})
     for i in range(3):
-        one = found[i : i + 1]
+        one = vectors[i : i + 1]
         assert torch.allclose(together[i], backbone(images()[i : i + 1], {0: one, 1: one})[0], atol=1e-5)
 
 
 def test_parameters_are_frozen_and_keep_no_gradient():
     backbone = ViT(tiny_vit(2), *HALVES)
-    found = prefix().requires_grad_()
-    backbone(images(), {0: found}).square().sum().backward()
-    assert float(found.grad.abs().min()) > 0
+    vectors = prefix().requires_grad_()
+    backbone(images(), {0: vectors}).square().sum().backward()
+    assert float(vectors.grad.abs().min()) > 0
     assert not any(p.requires_grad for p in backbone.parameters())
     assert all(p.grad is None for p in backbone.parameters())
 
@@ -295,7 +295,7 @@ def test_train_stays_in_evaluation_mode():
 
 
 @pytest.mark.parametrize(
-    ("batch", "found"),
+    ("batch", "prefixes"),
     [
         (images(side=12), {0: prefix()}),
         (images(), {0: prefix(), 1: prefix(dim=9)}),
@@ -305,11 +305,11 @@ def test_train_stays_in_evaluation_mode():
     ],
     ids=["wrong image size", "wrong width", "wrong batch", "no such block", "tokens of wrong width"],
 )
-def test_an_exception_leaves_no_prefix_behind(batch, found):
+def test_an_exception_leaves_no_prefix_behind(batch, prefixes):
     backbone = ViT(tiny_vit(2), *HALVES)
     before = backbone(images())
     with pytest.raises((RuntimeError, AssertionError, IndexError, ValueError)):
-        backbone(batch, found)
+        backbone(batch, prefixes)
     assert [block.block.attn.prefix for block in backbone.vit.blocks] == [None, None]
     assert [block.tokens for block in backbone.vit.blocks] == [None, None]
     assert not any(block.first_only or block.block.attn.first_only for block in backbone.vit.blocks)
@@ -586,12 +586,12 @@ def test_early_features_are_class_tokens_of_their_block_normalised(variant, earl
             centred = token - token.mean(axis=1, keepdims=True)
             expected.append(centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5))
         backbone = ViT(tiny_vit(depth=3, **VARIANTS[variant]), *HALVES)
-        found, default = backbone(images, early_blocks=early), backbone(images)
+        features, default = backbone(images, early_blocks=early), backbone(images)
         again = backbone(images)
-    assert found.shape == (4, 12 * (1 + len(early)))
-    assert np.allclose(found, np.concatenate(expected, axis=1), atol=1e-5)
+    assert features.shape == (4, 12 * (1 + len(early)))
+    assert np.allclose(features, np.concatenate(expected, axis=1), atol=1e-5)
     assert torch.equal(default, plain)
-    assert torch.equal(found[:, :12], plain)
+    assert torch.equal(features[:, :12], plain)
     assert torch.equal(again, default)  # no hook is left
     assert not any(block._forward_hooks for block in backbone.vit.blocks)
 
@@ -606,12 +606,12 @@ def test_early_features_with_a_prompt_are_of_the_prompted_tokens():
     with torch.no_grad():
         last = backbone(images, prompt(None))
         handle.remove()
-        found, bare = (backbone(images, vectors, early_blocks=[1]) for vectors in (prompt(None), None))
+        features, bare = (backbone(images, vectors, early_blocks=[1]) for vectors in (prompt(None), None))
     token = tokens[0].numpy().astype(np.float64)
     token -= token.mean(axis=1, keepdims=True)
-    assert torch.equal(found[:, :12], last)
-    assert np.allclose(found[:, 12:], token / np.sqrt((token**2).mean(axis=1, keepdims=True) + 1e-5), atol=1e-5)
-    assert not torch.allclose(found, bare, atol=1e-2)
+    assert torch.equal(features[:, :12], last)
+    assert np.allclose(features[:, 12:], token / np.sqrt((token**2).mean(axis=1, keepdims=True) + 1e-5), atol=1e-5)
+    assert not torch.allclose(features, bare, atol=1e-2)
 
 
 @pytest.mark.parametrize(("depth", "blocks"), [(0.0, []), (0.05, []), (0.5, [2]), (0.75, [3]), (0.9, [4]), (1.0, [])])

@@ -19,14 +19,14 @@ def components(prompt, block):
 def test_prompt_is_the_attended_sum_over_all_tasks_per_image():
     prompt = coda(tasks=3).eval()
     with torch.no_grad():
-        found = prompt(QUERY)
-    assert tuple(found) == BLOCKS
+        prefixes = prompt(QUERY)
+    assert tuple(prefixes) == BLOCKS
     for j, block in enumerate(BLOCKS):
         for image, q in enumerate(QUERY.double().numpy()):
             expected = np.zeros((2, L, D))
             for a, k, p in components(prompt, j):
                 expected += (q * a) @ k / (np.linalg.norm(q * a) * np.linalg.norm(k)) * p
-            assert np.allclose(found[block][image], expected, atol=1e-5)
+            assert np.allclose(prefixes[block][image], expected, atol=1e-5)
 
 
 def test_only_the_current_tasks_components_train():

@@ -47,8 +47,8 @@ def test_its_start_changes_nothing() -> None:
     assert prompt.down.std().item() == pytest.approx(0.02, rel=0.1)
     assert not prompt.up.any()
     with torch.no_grad():
-        found = ViT(plain(), *GREY)(images(), prompt(None))
-    assert torch.allclose(found, features(plain()), atol=1e-5)
+        output = ViT(plain(), *GREY)(images(), prompt(None))
+    assert torch.allclose(output, features(plain()), atol=1e-5)
 
 
 def test_features_are_those_of_the_changed_weights() -> None:
@@ -56,9 +56,9 @@ def test_features_are_those_of_the_changed_weights() -> None:
     prompt = drawn(1.0)
     with torch.no_grad():
         changes = {block: prompt.up[i] @ prompt.down[i] for i, block in enumerate(BLOCKS)}
-        found = ViT(plain(), *GREY)(images(), prompt(None))
+        output = ViT(plain(), *GREY)(images(), prompt(None))
     expected = features(plain(changes))
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(output, expected, atol=1e-4)
     assert (expected - features(plain())).abs().max() > 0.1  # the change matters
 
 
@@ -67,9 +67,9 @@ def test_queries_keys_and_values_are_changed(part: int) -> None:
     change = torch.zeros(336, 112)
     change[112 * part : 112 * (part + 1)] = 0.05 * torch.randn(112, 112, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        found = ViT(plain(), *GREY)(images(), {1: change})
+        output = ViT(plain(), *GREY)(images(), {1: change})
     expected = features(plain({1: change}))
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(output, expected, atol=1e-4)
     assert (expected - features(plain())).abs().max() > 0.01
 
 

@@ -34,8 +34,8 @@ def labelled_features(offset=0.0, seed=0):
 
 def statistics(packing, rank=3, **options):
     features, labels = labelled_features(**options)
-    found = gaussian_statistics(torch.from_numpy(features), torch.from_numpy(labels), packing, rank)
-    return features.astype(np.float64), labels, found
+    sent = gaussian_statistics(torch.from_numpy(features), torch.from_numpy(labels), packing, rank)
+    return features.astype(np.float64), labels, sent
 
 
 def symmetric(values, dim):
@@ -50,20 +50,20 @@ def symmetric(values, dim):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_counts_and_means(packing):
     """NumPy's mean of each class; class ids ascending, types as they travel."""
-    features, labels, found = statistics(packing)
-    assert found["class_ids"].tolist() == [2, 4, 7, 11]
-    assert found["counts"].tolist() == [6, 1, 9, 5]
-    assert found["class_ids"].dtype == found["counts"].dtype == np.int64
-    for c, mean in zip(found["class_ids"], found["means"], strict=True):
+    features, labels, sent = statistics(packing)
+    assert sent["class_ids"].tolist() == [2, 4, 7, 11]
+    assert sent["counts"].tolist() == [6, 1, 9, 5]
+    assert sent["class_ids"].dtype == sent["counts"].dtype == np.int64
+    for c, mean in zip(sent["class_ids"], sent["means"], strict=True):
         assert np.allclose(mean, features[labels == c].mean(axis=0), rtol=1e-5)
-    assert all(a.dtype == np.float32 for n, a in found.items() if n not in ("class_ids", "counts"))
+    assert all(a.dtype == np.float32 for n, a in sent.items() if n not in ("class_ids", "counts"))
 
 
 def test_mean_statistics_are_the_same_without_covariance():
     features, labels = labelled_features()
-    found = MeanStatistics().compute(torch.from_numpy(features), torch.from_numpy(labels), Options())
-    assert set(found) == {"class_ids", "counts", "means"}
-    for c, n, mean in zip(*found.values(), strict=True):
+    sent = MeanStatistics().compute(torch.from_numpy(features), torch.from_numpy(labels), Options())
+    assert set(sent) == {"class_ids", "counts", "means"}
+    for c, n, mean in zip(*sent.values(), strict=True):
         assert n == (labels == c).sum()
         assert np.allclose(mean, features[labels == c].mean(axis=0, dtype=np.float64), rtol=1e-5)
 
@@ -77,44 +77,42 @@ def numpy_covariances(features, labels):
 
 
 def test_diagonal_is_the_diagonal_of_numpy_cov():
-    features, labels, found = statistics("diagonal")
+    features, labels, sent = statistics("diagonal")
     expected = [c.diagonal() for c in numpy_covariances(features, labels)]
-    assert set(found) == {"class_ids", "counts", "means", "variances"}
-    assert np.allclose(found["variances"], expected, rtol=1e-4)
-    assert not found["variances"][1].any()
+    assert set(sent) == {"class_ids", "counts", "means", "variances"}
+    assert np.allclose(sent["variances"], expected, rtol=1e-4)
+    assert not sent["variances"][1].any()
 
 
 def test_full_is_numpy_cov():
-    features, labels, found = statistics("full")
-    assert set(found) == {"class_ids", "counts", "means", "covariances"}
-    assert found["covariances"].shape == (4, 15)
-    for packed, expected in zip(found["covariances"], numpy_covariances(features, labels), strict=True):
+    features, labels, sent = statistics("full")
+    assert set(sent) == {"class_ids", "counts", "means", "covariances"}
+    assert sent["covariances"].shape == (4, 15)
+    for packed, expected in zip(sent["covariances"], numpy_covariances(features, labels), strict=True):
         assert np.allclose(symmetric(packed, D), expected, rtol=1e-4, atol=1e-4)
-    assert not found["covariances"][1].any()
+    assert not sent["covariances"][1].any()
 
 
 @pytest.mark.parametrize("rank", [8, 12])
 def test_low_rank_is_exact_when_the_rank_suffices(rank):
     """At most n - 1 = 8 directions exist, fewer where D is smaller; the rest of the factors is padding."""
-    features, labels, found = statistics("low-rank", rank)
-    assert found["factors"].shape == (4, rank, D)
+    features, labels, sent = statistics("low-rank", rank)
+    assert sent["factors"].shape == (4, rank, D)
     for factor, rest, expected in zip(
-        found["factors"], found["variances"], numpy_covariances(features, labels), strict=True
+        sent["factors"], sent["variances"], numpy_covariances(features, labels), strict=True
     ):
         assert np.allclose(factor.T @ factor + np.diag(rest), expected, rtol=1e-4, atol=1e-4)
         assert np.all(rest <= 1e-5 * max(np.trace(expected), 1))
-    assert not found["factors"][1].any()
-    assert not found["variances"][1].any()
+    assert not sent["factors"][1].any()
+    assert not sent["variances"][1].any()
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_low_rank_is_the_best_approximation_with_an_exact_diagonal(rank):
     """The r leading eigenpairs of numpy.cov, by NumPy's symmetric eigensolver; what they miss is on the diagonal."""
-    features, labels, found = statistics("low-rank", rank)
-    assert found["factors"].shape == (4, rank, D)
-    for factor, rest, full in zip(
-        found["factors"], found["variances"], numpy_covariances(features, labels), strict=True
-    ):
+    features, labels, sent = statistics("low-rank", rank)
+    assert sent["factors"].shape == (4, rank, D)
+    for factor, rest, full in zip(sent["factors"], sent["variances"], numpy_covariances(features, labels), strict=True):
         values, vectors = np.linalg.eigh(full)
         best = (vectors[:, -rank:] * values[-rank:]) @ vectors[:, -rank:].T
         assert np.allclose(factor.T @ factor, best, rtol=1e-3, atol=1e-4)
@@ -125,22 +123,22 @@ def test_low_rank_is_the_best_approximation_with_an_exact_diagonal(rank):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_statistics_keep_their_digits_far_from_the_origin(packing):
     """Features near 1000 with a spread of about 2: E[x^2] - E[x]^2 in float32 would be off by more than a tenth."""
-    features, labels, found = statistics(packing, rank=8, offset=1000.0)
-    spread = found.get("variances", 0.0)
+    features, labels, sent = statistics(packing, rank=8, offset=1000.0)
+    spread = sent.get("variances", 0.0)
     if packing == "full":
-        spread = np.stack([symmetric(p, D).diagonal() for p in found["covariances"]])
+        spread = np.stack([symmetric(p, D).diagonal() for p in sent["covariances"]])
     if packing == "low-rank":
-        spread = spread + np.square(found["factors"]).sum(axis=1)
+        spread = spread + np.square(sent["factors"]).sum(axis=1)
     expected = np.stack([c.diagonal() for c in numpy_covariances(features, labels)])
     assert np.allclose(spread, expected, rtol=2e-3)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_one_image_in_all(packing):
-    found = gaussian_statistics(torch.full((1, D), 2.5), torch.tensor([3]), packing, 2)
-    assert (found["class_ids"].tolist(), found["counts"].tolist()) == ([3], [1])
-    assert found["means"].tolist() == [[2.5] * D]
-    assert not any(np.any(a) for n, a in found.items() if n in ("variances", "covariances", "factors"))
+    sent = gaussian_statistics(torch.full((1, D), 2.5), torch.tensor([3]), packing, 2)
+    assert (sent["class_ids"].tolist(), sent["counts"].tolist()) == ([3], [1])
+    assert sent["means"].tolist() == [[2.5] * D]
+    assert not any(np.any(a) for n, a in sent.items() if n in ("variances", "covariances", "factors"))
 
 
 def test_packing_is_the_upper_triangle_row_by_row():
@@ -268,12 +266,12 @@ def test_fill_singletons_leaves_alone_what_it_cannot_or_need_not_fill(counts):
 def replies(packing, rank=2):
     """Two clients: classes 1 (4 images), 2 (one image); classes 2 (6 images), 3 (one image)."""
     rng = np.random.default_rng(8)
-    found, raw = [], []
+    sent, raw = [], []
     for classes in ([1] * 4 + [2], [2] * 6 + [3]):
         features = rng.normal(size=(len(classes), 3)).astype(np.float32) @ rng.normal(size=(3, 3)).astype(np.float32)
-        found.append(gaussian_statistics(torch.from_numpy(features), torch.tensor(classes), packing, rank))
+        sent.append(gaussian_statistics(torch.from_numpy(features), torch.tensor(classes), packing, rank))
         raw.append(features.astype(np.float64))
-    return found, raw
+    return sent, raw
 
 
 def implied_covariances(bank):
@@ -285,8 +283,8 @@ def implied_covariances(bank):
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_prepare_gaussians_joins_and_fills(packing):
     """Covariances from numpy.cov; the single images of class 2 and 3 take class 2's from the other client, else all."""
-    found, raw = replies(packing)
-    bank = prepare_gaussians(found, packing)
+    sent, raw = replies(packing)
+    bank = prepare_gaussians(sent, packing)
     assert bank.class_ids.tolist() == [1, 2, 2, 3]
     assert bank.counts.tolist() == [4, 1, 6, 1]
     means = [raw[0][:4].mean(axis=0), raw[0][4], raw[1][:6].mean(axis=0), raw[1][6]]
@@ -314,9 +312,9 @@ def expected_covariance(full, packing, single):
 
 def test_pick_and_join():
     bank = prepare_gaussians(replies("low-rank")[0], "low-rank")
-    some, rest = bank.pick(bank.class_ids == 2), bank.pick(bank.class_ids != 2)
-    assert (len(bank), len(some), len(rest)) == (4, 2, 2)
-    joined = some.join(rest)
+    picked, rest = bank.pick(bank.class_ids == 2), bank.pick(bank.class_ids != 2)
+    assert (len(bank), len(picked), len(rest)) == (4, 2, 2)
+    joined = picked.join(rest)
     for name, value in vars(joined).items():
         assert torch.equal(value, vars(bank)[name][[1, 2, 0, 3]]), name
 
@@ -348,9 +346,9 @@ def test_cholesky_takes_rank_deficient_covariances_and_flags_indefinite_ones():
 def test_a_covariance_that_a_client_computed_never_fails():
     """Fewer images than dimensions, in float32 and far from the origin: rounding makes eigenvalues below zero."""
     features = torch.randn(12, 64, generator=torch.Generator().manual_seed(4)) + 30
-    found = gaussian_statistics(features, torch.zeros(12, dtype=torch.int64), "full", 1)
-    assert np.linalg.eigvalsh(symmetric(found["covariances"][0], 64)).min() < 0
-    assert not cholesky_fails(found["covariances"], 64)
+    sent = gaussian_statistics(features, torch.zeros(12, dtype=torch.int64), "full", 1)
+    assert np.linalg.eigvalsh(symmetric(sent["covariances"][0], 64)).min() < 0
+    assert not cholesky_fails(sent["covariances"], 64)
 
 
 def bank_of_three():
@@ -377,11 +375,11 @@ def test_samples_have_the_mean_and_scaled_covariance(packing):
     source = np.argmin(np.square(drawn[:, None] - bank.means.numpy()).sum(axis=2), axis=1)  # the means are far apart
     assert np.array_equal(bank.class_ids.numpy()[source], class_ids.numpy())
     for p, covariance in enumerate(implied_covariances(bank)):
-        some, expected = drawn[source == p], scale * covariance
-        n, spread = len(some), expected.diagonal()
-        assert np.all(np.abs(some.mean(axis=0) - bank.means[p].numpy()) <= 5 * np.sqrt(spread / n) + 1e-5)
+        samples, expected = drawn[source == p], scale * covariance
+        n, spread = len(samples), expected.diagonal()
+        assert np.all(np.abs(samples.mean(axis=0) - bank.means[p].numpy()) <= 5 * np.sqrt(spread / n) + 1e-5)
         error = np.sqrt((np.outer(spread, spread) + expected**2) / (n - 1))
-        assert np.all(np.abs(np.cov(some, rowvar=False) - expected) <= 5 * error + 1e-5)
+        assert np.all(np.abs(np.cov(samples, rowvar=False) - expected) <= 5 * error + 1e-5)
 
 
 def test_samples_come_in_the_shares_of_the_weights():

@@ -56,17 +56,17 @@ def test_an_update_is_scaled_down_as_one_vector() -> None:
 
 
 def test_features_are_scaled_down_row_by_row() -> None:
-    found = mechanism(feature_clip=2.5).features(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]))
-    assert torch.allclose(found, torch.tensor([[1.5, 2.0], [0.3, 0.4], [0.0, 0.0]]))
+    clipped = mechanism(feature_clip=2.5).features(torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]]))
+    assert torch.allclose(clipped, torch.tensor([[1.5, 2.0], [0.3, 0.4], [0.0, 0.0]]))
 
 
 def test_noise_in_arrays_has_the_deviation_z_times_c() -> None:
     sent = {"a": np.zeros((300, 200), np.float32), "b": np.zeros(60_000, np.float32)}
-    found = mechanism(clip=2, noise=1.5).arrays(sent, sent)
-    for array in found.values():
+    noised = mechanism(clip=2, noise=1.5).arrays(sent, sent)
+    for array in noised.values():
         assert array.std() == pytest.approx(3, rel=0.01)
         assert abs(array.mean()) < 0.06
-    assert abs(np.corrcoef(found["a"].ravel(), found["b"])[0, 1]) < 0.02
+    assert abs(np.corrcoef(noised["a"].ravel(), noised["b"])[0, 1]) < 0.02
 
 
 def test_noise_in_statistics_has_the_deviations_of_the_docstring() -> None:
@@ -74,9 +74,9 @@ def test_noise_in_statistics_has_the_deviations_of_the_docstring() -> None:
     counts = torch.tensor([100, 400]).repeat_interleave(500)
     means = mechanism(feature_clip=10, noise=0.5).means(torch.zeros(1000, 40), counts)
     squares = mechanism(feature_clip=10, noise=0.5).squares(torch.zeros(1000, 40), counts)
-    for some, n in ((slice(0, 500), 100), (slice(500, None), 400)):
-        assert means[some].std() == pytest.approx(5 / n, rel=0.02)
-        assert squares[some].std() == pytest.approx(35.355 / n, rel=0.02)
+    for rows, n in ((slice(0, 500), 100), (slice(500, None), 400)):
+        assert means[rows].std() == pytest.approx(5 / n, rel=0.02)
+        assert squares[rows].std() == pytest.approx(35.355 / n, rel=0.02)
     assert (mechanism(feature_clip=10, noise=9).means(torch.zeros(5, 40), torch.ones(5)).norm(dim=1) <= 10.001).all()
 
 
@@ -105,12 +105,12 @@ def test_without_noise_the_way_through_moments_changes_nothing(packing: str) -> 
     """Noise so small that only the algebra shows: mean squares and back, divided by n - 1 as before."""
     rng = np.random.default_rng(1)
     features, labels = torch.from_numpy(rng.standard_normal((23, 5))).float(), torch.tensor([0] * 10 + [1] * 12 + [2])
-    found = gaussian_statistics(features, labels, packing, 1)
+    exact = gaussian_statistics(features, labels, packing, 1)
     tiny = mechanism(feature_clip=1e4, noise=1e-16)
     noised = GaussianStatistics().compute(features, labels, HGPOptions(covariance=packing), tiny)
     name = "variances" if packing == "diagonal" else "covariances"
-    assert np.allclose(noised[name], found[name], atol=1e-5)
-    assert np.allclose(noised["means"], found["means"], atol=1e-6)
+    assert np.allclose(noised[name], exact[name], atol=1e-5)
+    assert np.allclose(noised["means"], exact["means"], atol=1e-6)
     assert not noised[name][2].any()  # a single image has no covariance
 
 
@@ -119,9 +119,9 @@ def test_statistics_stay_valid_under_any_noise() -> None:
     features, labels = torch.from_numpy(rng.standard_normal((30, 6))).float(), torch.arange(30) % 4
     heavy = mechanism(feature_clip=5, noise=50)
     for packing in ("full", "diagonal"):
-        found = gaussian_statistics(features, labels, packing, 1)
+        exact = gaussian_statistics(features, labels, packing, 1)
         noised = GaussianStatistics().compute(features, labels, HGPOptions(covariance=packing), heavy)
-        assert {n: (a.dtype, a.shape) for n, a in noised.items()} == {n: (a.dtype, a.shape) for n, a in found.items()}
+        assert {n: (a.dtype, a.shape) for n, a in noised.items()} == {n: (a.dtype, a.shape) for n, a in exact.items()}
         assert (noised.get("variances", np.zeros(1)) >= 0).all()
         assert "covariances" not in noised or not cholesky_fails(noised["covariances"], 6)
     assert (VarianceStatistics().compute(features, labels, Config().options, heavy)["variances"] >= 0).all()
@@ -132,15 +132,15 @@ def test_statistics_stay_valid_under_any_noise() -> None:
 
 def test_the_nearest_semi_definite_matrix_by_hand() -> None:
     """[[0, 2], [2, 0]] has the eigenvalues 2 and -2; without the latter it is [[1, 1], [1, 1]]."""
-    found = nearest_semi_definite(torch.tensor([[0.0, 2.0, 0.0]]), 2)
-    assert unpack_symmetric(found, 2)[0] == pytest.approx(np.ones((2, 2)))
+    nearest = nearest_semi_definite(torch.tensor([[0.0, 2.0, 0.0]]), 2)
+    assert unpack_symmetric(nearest, 2)[0] == pytest.approx(np.ones((2, 2)))
 
 
 def test_the_systems_noise_is_normal_and_never_the_same() -> None:
-    found = system_normal((200, 500))
-    assert found.shape == (200, 500)
-    assert stats.kstest(found.ravel(), "norm").pvalue > 1e-6
-    assert found.std() == pytest.approx(1, abs=0.015)
+    noise = system_normal((200, 500))
+    assert noise.shape == (200, 500)
+    assert stats.kstest(noise.ravel(), "norm").pvalue > 1e-6
+    assert noise.std() == pytest.approx(1, abs=0.015)
     assert (system_normal((5,)) != system_normal((5,))).all()
     assert system_normal(()).shape == ()
 
@@ -251,9 +251,9 @@ def test_an_idle_round_takes_back_no_release(tmp_path: Path) -> None:
 
 
 def test_releases_are_counted_by_method() -> None:
-    known = {"fedavg": 1, "hepco": 1, "ncm": 1, "fppl": 2, "fedprok": 2, "hgp": 3, "pip": 3, "ccvr": 3, "afcl": 2}
-    known["fedrda"] = 1  # of its first round, which trains a prompt
-    assert {name: releases_per_message(parse({"method": name}), 1, False) for name in known} == known
+    expected = {"fedavg": 1, "hepco": 1, "ncm": 1, "fppl": 2, "fedprok": 2, "hgp": 3, "pip": 3, "ccvr": 3, "afcl": 2}
+    expected["fedrda"] = 1  # of its first round, which trains a prompt
+    assert {name: releases_per_message(parse({"method": name}), 1, False) for name in expected} == expected
 
 
 def test_rounds_without_statistics_release_the_arrays_alone(tmp_path: Path) -> None:
@@ -274,12 +274,12 @@ def test_every_number_of_the_statistics_is_noised(kind: type, tiny: dict) -> Non
     config = parse(tiny | {"method": "hgp", **PRIVATE})
     features, labels = torch.randn(40, 6, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 4
     options = AFCLOptions() if kind is ScatterStatistics else config.options
-    found = kind().compute(features, labels, options)
+    exact = kind().compute(features, labels, options)
     noised = kind().compute(features, labels, options, GaussianMechanism.of(config, 0, 1))
-    numbers = found.keys() - {"class_ids", "counts"}
+    numbers = exact.keys() - {"class_ids", "counts"}
     assert numbers
     for name in numbers:
-        assert (noised[name] != found[name]).all(), name
+        assert (noised[name] != exact[name]).all(), name
 
 
 def test_what_is_not_finite_is_never_sent_unclipped() -> None:
@@ -303,11 +303,11 @@ def test_runs_with_noise_refuse_nothing_and_name_their_epsilon(method: str, tiny
     assert not any(r["failures"] or r["dropped"] for r in results["rounds"])
     assert not any(r["train_loss"] for r in results["rounds"])  # it would tell of the images
     each = releases_per_message(parse({"method": method}), 1, True)
-    found = results["privacy"]
-    assert found["releases"] == ([each, 2 * each, 2 * each, 2 * each] if method == "hgp" else [each] * 2)
-    assert found["epsilon"][-1] == pytest.approx(epsilon(0.5, found["releases"][-1], 1e-5))
-    assert found["delta"] == 1e-5
-    assert found["seeded"] is True
+    privacy = results["privacy"]
+    assert privacy["releases"] == ([each, 2 * each, 2 * each, 2 * each] if method == "hgp" else [each] * 2)
+    assert privacy["epsilon"][-1] == pytest.approx(epsilon(0.5, privacy["releases"][-1], 1e-5))
+    assert privacy["delta"] == 1e-5
+    assert privacy["seeded"] is True
 
 
 def test_seeded_noise_is_the_same_again_and_the_systems_is_not(tiny: dict) -> None:

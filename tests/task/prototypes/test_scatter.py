@@ -125,8 +125,8 @@ def test_a_sketch_that_saves_nothing_loses_nothing(sketch: int, counts: list[int
     scatter, came = restore_scatter(sent(features, labels, options), DIM, options)
     assert came == form
     if came == "sketch":
-        found = Spectrum.of_sketch(scatter, sketch_matrix(DIM, sketch))
-        scatter = (found.vectors * found.values) @ found.vectors.T
+        spectrum = Spectrum.of_sketch(scatter, sketch_matrix(DIM, sketch))
+        scatter = (spectrum.vectors * spectrum.values) @ spectrum.vectors.T
     assert np.allclose(scatter, within(features, labels), atol=1e-9)
 
 

@@ -94,10 +94,13 @@ def test_split_ratio_draws_anew_in_every_round(tiny: dict) -> None:
         for task in range(2)
     ]
     sizes = [
-        sorted(filter(None, counts(config, mine)), reverse=True) for task in rounds for round in task for mine in round
+        sorted(filter(None, counts(config, positions)), reverse=True)
+        for task in rounds
+        for round in task
+        for positions in round
     ]
     assert sizes == [[3, 3, 2, 2]] * 24
-    assert len({mine.tobytes() for task in rounds for round in task for mine in round}) == 24
+    assert len({positions.tobytes() for task in rounds for round in task for positions in round}) == 24
 
 
 def test_a_round_draws_for_its_own_task_only(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +132,8 @@ def test_clients_train_on_the_draw_of_the_messages_round(tiny: dict) -> None:
         answer = ask(config, 3, task, round)
         expected = counts(config, client_task_data(config, 3, task, round).positions)
         assert answer.metrics["num-examples"] == sum(expected) == 10
-        found = dict(zip(answer.statistics["class_ids"].tolist(), answer.statistics["counts"].tolist(), strict=True))
-        assert found == {c: n for c, n in enumerate(expected) if n}
+        counted = dict(zip(answer.statistics["class_ids"].tolist(), answer.statistics["counts"].tolist(), strict=True))
+        assert counted == {c: n for c, n in enumerate(expected) if n}
 
 
 @pytest.mark.parametrize("method", ["hepco", "fedavg", "ncm", "pip"])
@@ -290,11 +293,11 @@ def test_a_stage_without_a_new_class_is_legal(method: str, tiny: dict) -> None:
 
 def test_a_class_that_a_client_never_has_is_refused_from_it(tiny: dict) -> None:
     config = parse(tiny | OWN | {"method": "ncm"})
-    mine = {c for task in build_scenario(config).streams[1] for c in task}
+    held = {c for task in build_scenario(config).streams[1] for c in task}
 
     def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
         if node == 1 and kind == "train":
-            others = set(build_scenario(config).schedule.seen_classes(2)) - mine
+            others = set(build_scenario(config).schedule.seen_classes(2)) - held
             packet.statistics["class_ids"][0] = min(others)
         return packet
 
