@@ -124,8 +124,8 @@ def numpy_adam(w, b, x, y, orders, batch, rate, clip):
     theta, m, v = [w, b], [0.0, 0.0], [0.0, 0.0]
     batches = [order[i : i + batch] for order in orders for i in range(0, len(order), batch)]
     per_epoch, losses, rights, norms = len(batches) // len(orders), [], [], []
-    for t, some in enumerate(batches):
-        grads, loss, right = numpy_gradients(*theta, x[some], y[some])
+    for t, indices in enumerate(batches):
+        grads, loss, right = numpy_gradients(*theta, x[indices], y[indices])
         norm = math.sqrt(sum(np.square(g).sum() for g in grads))
         grads = [g * min(1, clip / (norm + 1e-6)) if clip else g for g in grads]
         eta = rate * (1 + math.cos(math.pi * t / len(batches))) / 2
@@ -210,9 +210,9 @@ def test_batches_of_one_image(number, batch):
     order = [torch.randperm(number, generator=torch.Generator().manual_seed(1)).numpy()]
     w, b = model.head.weight.detach().double().numpy(), model.head.bias.detach().double().numpy()
     (w, b), loss, accuracy, _ = numpy_adam(w, b, features_of(data), data.rows, order, batch, 0.05, 1.0)
-    found = train(model, data, local_epochs=1, batch_size=batch, learning_rate=0.05)
+    reported = train(model, data, local_epochs=1, batch_size=batch, learning_rate=0.05)
     assert np.allclose(model.head.weight.detach(), w, atol=2e-5)
-    assert found == pytest.approx((loss, accuracy), rel=1e-4)
+    assert reported == pytest.approx((loss, accuracy), rel=1e-4)
 
 
 def test_training_repeats_with_its_generator():
@@ -306,12 +306,12 @@ def windows(image, pad):
 
 def shifts(originals, outputs, pad):
     """The one shift that makes each output of its original; fails where there is none or more than one."""
-    found = []
+    fitting = []
     for image, output in zip(originals.numpy(), outputs.numpy(), strict=True):
         fits = [shift for shift, window in windows(image, pad).items() if np.array_equal(window, output)]
         assert len(fits) == 1
-        found += fits
-    return found
+        fitting += fits
+    return fitting
 
 
 def coloured(batch, height, width, seed=0):
@@ -325,9 +325,9 @@ def test_random_crop_shifts_each_image_for_itself(height, width, pad):
     outputs = random_crop(x, torch.Generator().manual_seed(1))
     assert outputs.shape == x.shape
     assert outputs.dtype == torch.uint8
-    found = shifts(x, outputs, pad)
+    drawn_shifts = shifts(x, outputs, pad)
     p = 1 / (2 * pad + 1) ** 2
-    times = [found.count(shift) for shift in windows(x[0].numpy(), pad)]
+    times = [drawn_shifts.count(shift) for shift in windows(x[0].numpy(), pad)]
     assert sum(times) == 400
     assert all(abs(n - 400 * p) <= 5 * math.sqrt(400 * p * (1 - p)) for n in times)
 
@@ -357,8 +357,8 @@ def test_prepare_augments_before_it_normalises():
     cropped = prepare(images, Pixels(8), "crop", torch.Generator().manual_seed(1))
     both = prepare(images, Pixels(8), "crop-flip", torch.Generator().manual_seed(1))
     assert float(plain.min()) > -2
-    found = shifts(plain + 2, cropped + 2, 1)  # + 2: the zeros of the frame are then black
-    assert len(set(found)) == 9
+    crop_shifts = shifts(plain + 2, cropped + 2, 1)  # + 2: the zeros of the frame are then black
+    assert len(set(crop_shifts)) == 9
     mirrored = 0
     for image, output in zip((plain + 2).numpy(), (both + 2).numpy(), strict=True):
         as_is, turned = (

@@ -1,18 +1,13 @@
 """docker/ without a Docker engine: the compose files, what their commands mean to Flower, what the proxy lets by."""
 
-import argparse
 import http.client
-import http.server
 import json
 import re
 import socket
 import ssl
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
-from importlib import import_module
+from contextlib import closing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,38 +26,16 @@ from flwr.supercore.retry.http_retry import _RETRYABLE_STATUS_CODES
 from client_app.flower_records import to_records
 from task.config.schema import OF_THE_NODE, keys_affecting
 from task.message import Packet
+from tests.helpers.compose import COMPOSE, PROGRAMS, SERVICES, filled, parsed
 from tests.helpers.documents import commands, section
 from tests.helpers.flower import LoopbackGrid, N, echo
-from tests.helpers.proxy import make_keys, proxy
+from tests.helpers.proxy import DOCKER, Upstream, make_keys, proxy, upstream
 
-FOLDER = Path(__file__).parents[2] / "docker"
-COMPOSE = yaml.safe_load((FOLDER / "compose.yml").read_text())
-SERVICES = COMPOSE["services"]
-GPU = yaml.safe_load((FOLDER / "compose.gpu.yml").read_text())["services"]
-PROGRAMS = Path(sys.executable).parent  # where pip puts them
-PROXY = json.loads((FOLDER / "proxy.json").read_text())
-PARSERS = {
-    "flower-superlink": ("flwr.superlink.cli.flower_superlink", "_parse_args_run_superlink"),
-    "flower-supernode": ("flwr.supernode.cli.flower_supernode", "_parse_args_run_supernode"),
-    "flower-superexec": ("flwr.supercore.cli.flower_superexec", "_parse_args"),
-}
+GPU = yaml.safe_load((DOCKER / "compose.gpu.yml").read_text())["services"]
+PROXY = json.loads((DOCKER / "proxy.json").read_text())
 # Flower's own table of paths; registration over the fleet is off where nodes are authenticated
 PATHS = [path for _, path in PROTOBUF_REQUEST_TYPES]
 FLEET = {p for p in PATHS if p.startswith("/v1/fleet/") and not p.endswith("register-node")}
-
-
-def filled(text: str, **environment: str) -> str:
-    """A text of the compose file with its ${NAME:-default} filled in."""
-    while found := re.search(r"\$\{(\w+):-([^${}]*)\}", text):
-        text = text.replace(found[0], environment.get(found[1], found[2]))
-    return text
-
-
-def parsed(service: str) -> argparse.Namespace:
-    """A service's command as Flower's own parser of 1.41 reads it; an unknown flag is an error."""
-    program, *words = map(filled, SERVICES[service]["command"])
-    module, parser = PARSERS[program]
-    return getattr(import_module(module), parser)().parse_args(words)
 
 
 def running(program: str) -> list[str]:
@@ -77,7 +50,7 @@ NODES = running("flower-supernode")
 
 @pytest.mark.parametrize("name", ["compose.yml", "compose.gpu.yml"])
 def test_compose_files_keep_to_the_specification(name):
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(FOLDER / name)]
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(DOCKER / name)]
     checked = subprocess.run(command, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout
 
@@ -106,7 +79,7 @@ def test_no_container_fills_the_disk_with_its_log():
 
 def test_images_have_versions():
     images = {service["image"] for service in SERVICES.values()}
-    (base,) = re.findall(r"^FROM (\S+)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    (base,) = re.findall(r"^FROM (\S+)", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
     for image in {*images, base}:
         assert re.fullmatch(r"[\w./-]+:(?!latest)[\w.${}:-]+", image), image
 
@@ -154,7 +127,7 @@ def test_every_node_has_a_key_and_a_partition():
 
 def test_a_node_may_have_images_and_a_memory_of_its_own():
     """As the README's exports fill the compose file, and no node sees what another one has."""
-    exports = dict(re.findall(r"(\w+_\d)=('[^']+'|\S+)", (FOLDER / "README.md").read_text()))
+    exports = dict(re.findall(r"(\w+_\d)=('[^']+'|\S+)", (DOCKER / "README.md").read_text()))
     environment = {name: value.strip("'") for name, value in exports.items()}
     seen = []
     for i, node in enumerate(NODES):
@@ -166,11 +139,11 @@ def test_a_node_may_have_images_and_a_memory_of_its_own():
         assert f"node-{i}" in COMPOSE["volumes"]
         seen += [filled(v) for v in SERVICES[f"superexec-{i}"]["volumes"][:1]]
     assert seen == ["./data:/data:ro"] * len(NODES)
-    assert "install -d -m 1777 /app/state" in (FOLDER / "Dockerfile").read_text()
+    assert "install -d -m 1777 /app/state" in (DOCKER / "Dockerfile").read_text()
 
 
 def test_the_keys_of_a_node_are_those_that_the_readme_explains():
-    text = (FOLDER / "README.md").read_text()
+    text = (DOCKER / "README.md").read_text()
     section = text[text.index("## Without Docker") : text.index("## When something fails")]
     [own] = re.findall(r"--node-config '(name=[^']+)'", section)
     rows = re.findall(r"^\| (`.+`) \|", section, re.MULTILINE)
@@ -181,7 +154,7 @@ def test_the_keys_of_a_node_are_those_that_the_readme_explains():
 def test_a_service_has_the_secrets_that_its_command_reads_and_no_others():
     for name, service in SERVICES.items():
         text = (
-            (FOLDER / "proxy.json").read_text()
+            (DOCKER / "proxy.json").read_text()
             if name == "proxy"
             else json.dumps([service["command"], service.get("environment")])
         )
@@ -203,7 +176,7 @@ def test_each_training_process_has_a_gpu_of_its_own():
 
 
 def test_the_dockerfile_passes_its_linter():
-    linted = subprocess.run([PROGRAMS / "hadolint", FOLDER / "Dockerfile"], capture_output=True, text=True, check=False)
+    linted = subprocess.run([PROGRAMS / "hadolint", DOCKER / "Dockerfile"], capture_output=True, text=True, check=False)
     assert linted.returncode == 0, linted.stdout
 
 
@@ -236,51 +209,6 @@ def test_the_proxy_forwards_fleet_paths_only_as_configured():
     assert fleet["handle"][0]["uri"] == "/v1/fleet/{http.regexp.fleet.1}?"
     assert match["path_regexp"]["name"] == "fleet"
     assert fleet["handle"][1]["transport"]["tls"]["root_ca_pem_files"] == ["/run/secrets/ca.crt"]
-
-
-class Upstream(http.server.BaseHTTPRequestHandler):
-    """Stands for the SuperLink and notes what reaches it."""
-
-    reached: list[str]
-    answer = 200
-
-    def do_POST(self) -> None:
-        self.reached.append(self.path)
-        if not self._read_body():
-            return
-        self.send_response(self.answer)
-        self.send_header("content-length", "0")
-        self.end_headers()
-
-    def _read_body(self) -> bool:
-        """Whether all of it came."""
-        if self.headers.get("transfer-encoding") != "chunked":
-            size = int(self.headers.get("content-length") or 0)
-            return len(self.rfile.read(size)) == size
-        while size := int(self.rfile.readline() or b"0", 16):
-            if len(self.rfile.read(size + 2)) < size + 2:
-                return False
-        return self.rfile.readline() == b"\r\n"
-
-    do_GET = do_PUT = do_POST
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def upstream(keys: Path) -> Iterator[tuple[int, list[str]]]:
-    handler = type("Noted", (Upstream,), {"reached": []})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(keys / "server.crt", keys / "server.key")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield server.server_port, handler.reached
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_the_proxy_takes_what_nodes_send():

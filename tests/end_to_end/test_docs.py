@@ -76,9 +76,9 @@ def test_functions_are_where_the_tables_say(page: str) -> None:
     rows = 0
     for cells in (line.split("|") for line in prose(page).splitlines() if line.startswith("|")):
         for names, file in pairwise(cells):
-            if found := re.fullmatch(r" `([\w/]+\.py)` ", file):
+            if match := re.fullmatch(r" `([\w/]+\.py)` ", file):
                 wanted = set(re.findall(r"`(\w+)`", names))
-                assert wanted <= defined(found[1]), (wanted, found[1])
+                assert wanted <= defined(match[1]), (wanted, match[1])
                 rows += 1
     assert rows >= 3
 

@@ -18,9 +18,8 @@ from tests.conftest import TINY
 from tests.helpers.deployment import Network, until
 from tests.helpers.flower import packet
 from tests.helpers.lying_node import LyingNode, server_app
-from tests.helpers.objects import Objects, mutated
+from tests.helpers.objects import Objects, answered, mutated
 from tests.helpers.runs import results_of
-from tests.server_app.transport.test_answers import answered
 
 pytestmark = [pytest.mark.flower, pytest.mark.slow]
 

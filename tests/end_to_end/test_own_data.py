@@ -137,7 +137,7 @@ def test_a_node_that_has_lost_its_disk_is_a_failure_and_not_idle(keys: Values, n
 
     results = run(keys | {"rounds-per-task": 2}, Changing(parse(keys).flat(), {2: unmount}))
     reasons = [[f["reason"] for f in r["failures"] if f["name"] == "south"] for r in results["rounds"]]
-    assert [len(found) > 0 for found in reasons] == [False, True, True, True]
+    assert [len(round_reasons) > 0 for round_reasons in reasons] == [False, True, True, True]
     assert "of 120 image files" in reasons[1][0]
     assert not any("south" in r["idle"] for r in results["rounds"])
 

@@ -207,7 +207,7 @@ def test_a_preset_runs_with_what_follows_it(tmp_path: Path) -> None:
     place = [f"output-dir={tmp_path}", "run-name=run"]
     preset = str(PRESETS["fppl-cifar100"])
     assert cli.main(["run", preset, "--in-process", *data, *small, *place]) == OK
-    found = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     preset = {"method": "fppl", "prompt": "fused", "learning-rate": 1e-4, "batch-size": 128, "partition": "dirichlet"}
     followed = {"dataset": "npz", "num-tasks": 2, "rounds-per-task": 1, "num-clients": 2, "backbone": "vit_glyphs"}
-    assert (preset | followed).items() <= found.items()
+    assert (preset | followed).items() <= written.items()

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from flwr.common.config import parse_config_args
 
-from tests.end_to_end.test_docker import PARSERS, PROGRAMS, parsed, upstream
+from tests.helpers.compose import PARSERS, PROGRAMS, parsed
 from tests.helpers.documents import PAGES, ROOT, blocks, section
-from tests.helpers.proxy import free_port, make_keys
+from tests.helpers.proxy import free_port, make_keys, upstream
 
 FOLDER = ROOT / "docker" / "systemd"
 SERVER = ("fcil-superlink", "fcil-superexec", "fcil-proxy")

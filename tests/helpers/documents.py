@@ -15,7 +15,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def blocks(page: str, kind: str) -> list[str]:
     """The contents of the page's code blocks of one kind."""
-    return [text for found, text in FENCED.findall(PAGES[page]) if found == kind]
+    return [text for language, text in FENCED.findall(PAGES[page]) if language == kind]
 
 
 def prose(page: str) -> str:
@@ -27,8 +27,8 @@ def commands(page: str) -> list[list[str]]:
     """The words of every command of the page, without the variables that are set before it."""
     lines = "".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
     split = (shlex.split(line, comments=True) for line in lines)
-    found = [words[next((i for i, w in enumerate(words) if not re.match(r"[A-Z_]+=", w)), 0) :] for words in split]
-    return [words for words in found if words]
+    stripped = [words[next((i for i, w in enumerate(words) if not re.match(r"[A-Z_]+=", w)), 0) :] for words in split]
+    return [words for words in stripped if words]
 
 
 def section(page: str, heading: str) -> str:

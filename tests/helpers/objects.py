@@ -4,7 +4,8 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from flwr.app import Context, Message, RecordDict
+import numpy as np
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import ObjectTree, PullObjectResponse
@@ -46,6 +47,24 @@ class Objects:
 
     tree: ObjectTree
     contents: dict[str, bytes]
+
+
+def answered(kind: str) -> Callable[[Message, Context], Message]:
+    """A client app whose answer has all that a node sends to such a message, in little."""
+
+    def answer(message: Message, context: Context) -> Message:
+        arrays = ArrayRecord({"class_counts": _array(), "w": _array()})
+        config = ConfigRecord({"name": "north", "classes": ["a", "b"], "image-shape": [28, 28], "ends": True})
+        records = {"arrays": arrays, "config": config}
+        if kind != "hello":
+            records |= {"prototypes": ArrayRecord({"means": _array()}), "metrics": MetricRecord({"loss": 0.5, "n": 3})}
+        return Message(RecordDict(records), reply_to=message)
+
+    return answer
+
+
+def _array() -> Array:
+    return Array(np.arange(6, dtype=np.float32).reshape(2, 3))
 
 
 def objects_of(answer: Message) -> Objects:

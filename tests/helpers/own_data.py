@@ -56,6 +56,6 @@ class Changing(FaultyTransport):
             if node in self.hidden:
                 replies.append(Reply(node, None, "gone", 0, 0))
             else:
-                [found] = super().exchange(kind, {self.aliases.get(node, node): packet}, timeout)
-                replies.append(Reply(node, found.packet, found.error, found.bytes_down, found.bytes_up))
+                [reply] = super().exchange(kind, {self.aliases.get(node, node): packet}, timeout)
+                replies.append(Reply(node, reply.packet, reply.error, reply.bytes_down, reply.bytes_up))
         return replies

@@ -1,9 +1,12 @@
-"""docker/make_keys.py as a module, and the proxy of docker/ as a plain process."""
+"""docker/make_keys.py as a module, the proxy of docker/ as a plain process, and what stands behind it."""
 
+import http.server
 import importlib.util
 import socket
+import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -66,3 +69,49 @@ def _wait_for(port: int, process: "subprocess.Popen[bytes]") -> None:
                 return
         time.sleep(0.1)
     raise AssertionError("the proxy does not start")
+
+
+class Upstream(http.server.BaseHTTPRequestHandler):
+    """Stands for the SuperLink and notes what reaches it."""
+
+    reached: list[str]
+    answer = 200
+
+    def do_POST(self) -> None:
+        self.reached.append(self.path)
+        if not self._read_body():
+            return
+        self.send_response(self.answer)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def _read_body(self) -> bool:
+        """Whether all of it came."""
+        if self.headers.get("transfer-encoding") != "chunked":
+            size = int(self.headers.get("content-length") or 0)
+            return len(self.rfile.read(size)) == size
+        while size := int(self.rfile.readline() or b"0", 16):
+            if len(self.rfile.read(size + 2)) < size + 2:
+                return False
+        return self.rfile.readline() == b"\r\n"
+
+    do_GET = do_PUT = do_POST
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def upstream(keys: Path) -> Iterator[tuple[int, list[str]]]:
+    """Port of a server in the SuperLink's place, and the paths that have reached it."""
+    handler = type("Noted", (Upstream,), {"reached": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(keys / "server.crt", keys / "server.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server.server_port, handler.reached
+    finally:
+        server.shutdown()
+        server.server_close()

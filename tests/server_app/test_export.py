@@ -117,8 +117,8 @@ def test_onnxruntime_agrees_with_torch(prompt: str, tmp_path: Path) -> None:
         expected = predictor.predict(IMAGES[:size]).probabilities
         pixels = predictor.pixels(IMAGES[:size]).numpy()
         assert 0 <= pixels.min() < pixels.max() <= 1
-        (found,) = session.run(["probabilities"], {"images": pixels})
-        assert np.abs(found - expected).max() < 1e-4
+        (probabilities,) = session.run(["probabilities"], {"images": pixels})
+        assert np.abs(probabilities - expected).max() < 1e-4
     assert np.ptp(expected, axis=0).max() > 1e-3  # the images differ, and the model sees it
     assert ModelMetadata.read(session.get_modelmeta().custom_metadata_map) == predictor.metadata
 
@@ -133,17 +133,17 @@ def test_onnxruntime_agrees_with_torch_on_a_regularised_discriminant(keys: dict,
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
     for size in (1, 5):
         expected = predictor.predict(IMAGES[:size]).probabilities
-        (found,) = session.run(["probabilities"], {"images": predictor.pixels(IMAGES[:size]).numpy()})
-        assert np.abs(found - expected).max() < 1e-3
+        (probabilities,) = session.run(["probabilities"], {"images": predictor.pixels(IMAGES[:size]).numpy()})
+        assert np.abs(probabilities - expected).max() < 1e-3
     assert np.ptp(expected, axis=0).max() > 1e-3
 
 
 def test_exported_models_compute_in_float32(tiny: dict) -> None:
     pixels = torch.rand(2, 3, 16, 16)
-    found = [
+    outputs = [
         Classifier(build_model(parse(tiny | {"precision": precision}), [6]))(pixels) for precision in ("fp32", "bf16")
     ]
-    assert torch.equal(*found)
+    assert torch.equal(*outputs)
 
 
 def test_a_missing_package_is_named_before_anything_is_written(

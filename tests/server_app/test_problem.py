@@ -72,10 +72,10 @@ def test_the_partition_is_that_of_the_run(tiny, tmp_path, keys):
 def test_the_counts_are_those_that_a_run_reports(tiny, tmp_path):
     values = tiny | {"partition": "dirichlet", "dirichlet-beta": 0.3}
     _, problem, data, indices = written(values, tmp_path / "problem")
-    for known in run(values)["clients"]:
-        held = [indices[f"task{task}-round1-{known['name']}"] for task in (1, 2)]
+    for client in run(values)["clients"]:
+        held = [indices[f"task{task}-round1-{client['name']}"] for task in (1, 2)]
         counts = np.bincount(data["labels"][np.concatenate(held)], minlength=len(problem["class_names"]))
-        assert counts.tolist() == known["class_counts"]
+        assert counts.tolist() == client["class_counts"]
 
 
 def test_this_project_reads_it_back_as_the_same_problem(tiny, tmp_path):

@@ -1,64 +1,26 @@
-"""AFCL and FedRDA: the head equals the centralised one, whatever the partition and the order of everything."""
+"""AFCL: the head equals the centralised one, whatever the partition and the order of everything."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
 
 from server_app.rounds.run import run_experiment
-from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from strategies.afcl import AFCL
 from strategies.base import RoundContext, Update
 from strategies.closed_form import GRID, Spectrum, choose_shrinkage
 from task.config.parsing import parse
-from task.message import Arrays, Kind, Packet
 from task.method_options import AFCLOptions
-from task.models.evaluation import extract_features
-from task.models.model import Head, Model, build_model
+from task.models.model import Head, build_model
 from task.prompt_kinds import PROMPTS
 from task.prototypes.scatter import ScatterStatistics, sketch_matrix
 from task.scenario.class_stream import Schedule
-from task.scenario.scenario import build_scenario
-from tests.helpers.runs import FaultyTransport, Values, model_of, results_of
+from tests.helpers.pooled import PARTITIONS, Pooled, check_regularised, moments
+from tests.helpers.runs import Values, results_of
 
-PARTITIONS: dict[str, Values] = {
-    "one client, one task": {"partition": "iid", "num-clients": 1, "num-tasks": 1},
-    "dirichlet": {"partition": "dirichlet", "dirichlet-beta": 0.05, "num-clients": 7},
-    "quantity": {"partition": "quantity", "classes-per-client": 2, "num-clients": 4, "class-order": "given"},
-    "two rounds": {"partition": "iid", "num-clients": 3, "num-tasks": 6, "rounds-per-task": 2},
-    "class-share": {"partition": "class-share", "class-share": 0.5, "num-clients": 4},
-    "consensus 0.2": {"partition": "consensus", "consensus-rate": 0.2, "num-clients": 3},
-    "consensus 0.5": {"partition": "consensus", "consensus-rate": 0.5, "num-clients": 3, "num-tasks": 3},
-}
 EXACT: Values = {"method": "afcl", "afcl-dtype": "fp64"}
-
-
-class Pooled:
-    """A finished run, and all its training images in one place: features float64 [N, M], head rows [N]."""
-
-    def __init__(self, values: Values) -> None:
-        self.config = parse(values)
-        self.folder = run_experiment(self.config, InProcessTransport(self.config.flat(), self.config.num_clients))
-        self.results = results_of(self.folder)
-        self.arrays = safetensors.numpy.load_file(self.folder / "model.safetensors")
-        self.model = build_model(self.config, [len(task) for task in self.results["tasks"]])
-        self.model.load(self.arrays)
-        data = build_scenario(self.config).dataset
-        self.features = features_of(self.model, data.train_images)
-        self.test_features = features_of(self.model, data.test_images)
-        order = self.results["class_order"]
-        self.rows = np.array([order.index(c) for c in data.train_labels])
-        self.classes = len(order)
-
-
-def features_of(model: Model, images: Any) -> np.ndarray:
-    """Float64 [N, M], what the head takes."""
-    return model.head.project(extract_features(model, images, np.arange(len(images)))).numpy().astype(np.float64)
 
 
 def numpy_ridge(features: np.ndarray, rows: np.ndarray, classes: int, ridge: float) -> np.ndarray:
@@ -66,14 +28,6 @@ def numpy_ridge(features: np.ndarray, rows: np.ndarray, classes: int, ridge: flo
     targets, dim = (rows[:, None] == np.arange(classes)).astype(np.float64), features.shape[1]
     stacked = np.concatenate([features, np.sqrt(ridge) * np.eye(dim)])
     return np.linalg.lstsq(stacked, np.concatenate([targets, np.zeros((dim, classes))]), rcond=None)[0].T
-
-
-def moments(run: Pooled) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Class means [K, M], covariances [K, M, M] and the pooled one [M, M], from the raw features."""
-    groups = [run.features[run.rows == c] for c in range(run.classes)]
-    covariances = np.stack([np.cov(group.T) for group in groups])
-    pooled = sum((len(g) - 1) * s for g, s in zip(groups, covariances, strict=True)) / (len(run.rows) - run.classes)
-    return np.stack([group.mean(axis=0) for group in groups]), covariances, pooled
 
 
 def numpy_discriminant(run: Pooled, shrinkage: float) -> tuple[np.ndarray, np.ndarray]:
@@ -84,35 +38,10 @@ def numpy_discriminant(run: Pooled, shrinkage: float) -> tuple[np.ndarray, np.nd
     return means @ inverse, -0.5 * np.einsum("km,mn,kn->k", means, inverse, means)
 
 
-def numpy_regularised(run: Pooled, share: float, shrinkage: float) -> np.ndarray:
-    """Log density of each test image by class, [N, K], each covariance inverted by itself."""
-    means, covariances, pooled = moments(run)
-    dim, logits = len(pooled), np.empty((len(run.test_features), run.classes))
-    for c, covariance in enumerate(covariances):
-        own = share * covariance + (1 - share) * pooled + shrinkage * np.trace(pooled) / dim * np.eye(dim)
-        gaps = run.test_features - means[c]
-        distance = np.einsum("nm,mk,nk->n", gaps, np.linalg.inv(own), gaps)
-        logits[:, c] = -0.5 * distance - 0.5 * np.linalg.slogdet(own)[1]
-    return logits
-
-
 def check_ridge(run: Pooled, ridge: float, bound: float = 1e-5) -> None:
     expected = numpy_ridge(run.features, run.rows, run.classes, ridge)
     assert np.abs(run.arrays["head.weight"] - expected).max() < bound * np.abs(expected).max()
     assert (run.arrays["head.bias"] == 0).all()
-
-
-def check_regularised(run: Pooled, bound: float = 1e-5) -> None:
-    """Up to what all classes of an image have in common; in float64, so that the solution alone is compared."""
-    expected = numpy_regularised(run, share=0.1, shrinkage=run.results["rounds"][-1]["server"]["shrinkage"])
-    with torch.no_grad():
-        raw = torch.from_numpy(run.test_features)  # projected already
-        head = run.model.head.double()
-        head.projection = None
-        logits = head(raw).numpy()
-    logits, expected = logits - logits.mean(axis=1, keepdims=True), expected - expected.mean(axis=1, keepdims=True)
-    assert np.abs(logits - expected).max() < bound * np.abs(expected).max()
-    assert (logits.argmax(1) == expected.argmax(1)).mean() > 0.99
 
 
 @pytest.mark.parametrize("random_features", [0, 60])
@@ -163,12 +92,6 @@ def test_features_are_those_of_the_adapted_prompt(prompt: str, tiny: Values) -> 
     start = build_model(run.config, [4])
     moved = [n for n, a in start.export().items() if n.startswith("prompt.") and (run.arrays[n] != a).any()]
     assert bool(moved) == (prompt != "none")
-
-
-@pytest.mark.parametrize("prompt", ["shared", "lora"])
-def test_regularised_features_are_those_of_the_adapted_prompt(prompt: str, tiny: Values) -> None:
-    keys = {"fedrda-dtype": "fp64", "fedrda-rank": 40, "fedrda-adaptation-rounds": 2, "local-epochs": 2}
-    check_regularised(Pooled(tiny | PARTITIONS["dirichlet"] | keys | {"method": "fedrda", "prompt": prompt}), 1e-3)
 
 
 @pytest.mark.parametrize("sketch", [20, 150])
@@ -253,87 +176,6 @@ def test_a_round_without_reports_changes_nothing() -> None:
     before = model.head.weight.clone()
     assert AFCL(parse(EXACT)).refine(model, [Update("a", 3, {}, {})], context) == {}
     assert torch.equal(model.head.weight, before)
-
-
-# Who sends what in which round
-
-
-class Recording(FaultyTransport):
-    """Notes, by server round, the arrays that go down and what comes up."""
-
-    def __init__(self, *arguments: Any, **faults: Any) -> None:
-        super().__init__(*arguments, **faults)
-        self.down: dict[int, list[Arrays]] = defaultdict(list)
-        self.up: dict[int, list[Packet]] = defaultdict(list)
-
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
-        for reply in super().exchange(kind, packets, timeout):
-            if kind == "train":
-                server_round = int(str(packets[reply.node].config["server-round"]))
-                self.down[server_round].append({n: a.copy() for n, a in packets[reply.node].arrays.items()})
-                assert reply.packet
-                self.up[server_round].append(reply.packet)
-            yield reply
-
-
-MOVING = {"prompt.down", "prompt.up", "local_head.weight", "local_head.bias"}
-
-
-def test_clients_train_first_and_send_statistics_then(tiny: Values) -> None:
-    """Two rounds of adaptation, then two rounds for each of two tasks."""
-    values = tiny | {"method": "fedrda", "fedrda-adaptation-rounds": 2, "rounds-per-task": 2, "local-epochs": 2}
-    config = parse(values)
-    transport = Recording(config.flat(), 3)
-    results = results_of(run_experiment(config, transport))
-    assert [(r["task"], r["round"]) for r in results["rounds"]] == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)]
-    assert not any(r["failures"] or r["dropped"] for r in results["rounds"])
-    assert [r["train_loss"] is not None for r in results["rounds"]] == [True] * 2 + [False] * 4
-    for server_round in range(1, 7):
-        adapts = server_round <= 2
-        assert len(transport.up[server_round]) == 3
-        for packet in transport.up[server_round]:
-            assert set(packet.arrays) == (MOVING if adapts else set())
-            sent = {"class_ids", "counts", "means", "factors", "scatter"}
-            assert set(packet.statistics) == (set() if adapts else sent)
-        for arrays in transport.down[server_round]:
-            assert set(arrays) == MOVING  # the head never travels down
-            last = transport.down[3][0]
-            assert all((arrays[n] == last[n]).all() for n in MOVING) == (not adapts)
-    saved = model_of(values)
-    assert all((saved[n] == transport.down[3][0][n]).all() for n in MOVING)
-
-
-def test_arrays_in_a_round_of_statistics_are_refused(tiny: Values) -> None:
-    """And statistics in a round of training; the other clients' count."""
-
-    def tamper(node: int, kind: Kind, answer: Packet) -> Packet:
-        if kind == "train" and node == 1:
-            if answer.statistics:
-                answer.arrays = {"prompt.down": np.zeros((5, 4, 112), np.float32)}
-            else:
-                answer.statistics = {"means": np.zeros((1, 112), np.float32)}
-        return answer
-
-    config = parse(tiny | {"method": "fedrda", "fedrda-adaptation-rounds": 1})
-    results = results_of(run_experiment(config, FaultyTransport(config.flat(), 3, tamper=tamper)))
-    reasons = [[(f["name"], f["reason"]) for f in r["failures"]] for r in results["rounds"]]
-    assert reasons == [
-        [("client-0001", "statistics ['means'] came; none were expected")],
-        [("client-0001", "arrays ['prompt.down'] came; [] were expected")],
-        [("client-0001", "arrays ['prompt.down'] came; [] were expected")],
-    ]
-    assert results["status"] == "finished"
-
-
-def test_without_a_prompt_there_is_no_round_of_adaptation(tiny: Values) -> None:
-    config = parse(tiny | {"method": "fedrda", "prompt": "none"})
-    assert (config.adaptation_rounds, config.trains_locally, config.trains_in(1)) == (0, False, False)
-    config = parse(tiny | {"method": "fedrda", "fedrda-adaptation-rounds": 3})
-    assert config.adaptation_rounds == 3
-    assert [config.trains_in(server_round) for server_round in (1, 3, 4, 9)] == [True, True, False, False]
-    assert parse(tiny | {"method": "fedavg"}).adaptation_rounds == 0
-    assert parse(tiny | {"method": "fedavg"}).trains_in(99)
-    assert not parse(tiny | {"method": "ncm"}).trains_in(1)
 
 
 def test_random_features_are_a_relu_of_fixed_gaussians() -> None:

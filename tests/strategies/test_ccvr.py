@@ -27,14 +27,14 @@ def report(by_class, packing="full"):
     """What a client would send, computed by NumPy."""
     row, column = np.triu_indices(D)
     spread = {c: np.cov(x, rowvar=False) if len(x) > 1 else np.zeros((D, D)) for c, x in by_class.items()}
-    found = {
+    statistics = {
         "class_ids": np.array(list(by_class)),
         "counts": np.array([len(x) for x in by_class.values()]),
         "means": np.array([x.mean(axis=0) for x in by_class.values()], np.float32),
     }
     if packing == "full":
-        return found | {"covariances": np.array([s[row, column] for s in spread.values()], np.float32)}
-    return found | {"variances": np.array([s.diagonal() for s in spread.values()], np.float32)}
+        return statistics | {"covariances": np.array([s[row, column] for s in spread.values()], np.float32)}
+    return statistics | {"variances": np.array([s.diagonal() for s in spread.values()], np.float32)}
 
 
 @pytest.mark.parametrize("packing", ["full", "diagonal"])

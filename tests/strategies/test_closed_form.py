@@ -157,9 +157,9 @@ def test_regularised_by_explicit_inverse_and_determinant(rank: int, share: float
     factors = RNG.normal(size=(3, rank, 5))
     factors[1, rank // 2 :] = 0
     factors[2] = 0
-    found = solve_regularised(Spectrum.of_matrix(dense(covariance)), dense(means), dense(factors), share, shrinkage)
+    solution = solve_regularised(Spectrum.of_matrix(dense(covariance)), dense(means), dense(factors), share, shrinkage)
     points = RNG.normal(size=(7, 5))
-    weight, bias, directions, offsets = (value.numpy() for value in found.values())
+    weight, bias, directions, offsets = (value.numpy() for value in solution.values())
     along = np.einsum("kqm,nm->nkq", directions, points) - offsets
     logits = points @ weight.T + bias + 0.5 * np.square(along).sum(axis=2)
     ridge = shrinkage * np.trace(covariance) / 5 * np.eye(5)
@@ -284,8 +284,8 @@ def test_the_shrinkage_is_good_for_images_that_nobody_has_seen(images: int) -> N
 def test_regularised_without_any_scatter_is_the_nearest_mean() -> None:
     means = dense(RNG.normal(size=(3, 4)))
     nothing = Spectrum.of_matrix(torch.zeros(4, 4).double())
-    found = solve_regularised(nothing, means, torch.zeros(3, 2, 4).double(), 0.1, 0.01)
+    solution = solve_regularised(nothing, means, torch.zeros(3, 2, 4).double(), 0.1, 0.01)
     points = dense(RNG.normal(size=(20, 4)))
-    logits = points @ found["weight"].T + found["bias"]
+    logits = points @ solution["weight"].T + solution["bias"]
     assert torch.isfinite(logits).all()
     assert (logits.argmax(1) == torch.cdist(points, means).argmin(1)).all()

@@ -58,8 +58,8 @@ def test_the_weighted_mean_knows_no_order():
     weights = rng.integers(1, 900, 20).repeat(2)
     exact = [sum(map(Fraction, map(float, column * weights.astype(float)))) / int(weights.sum()) for column in arrays.T]
     for order in (np.arange(40), np.arange(40)[::-1], rng.permutation(40)):
-        found = mean_of([{"a": arrays[i]} for i in order], weights[order])["a"]
-        assert found.tolist() == [np.float32(float(e)) for e in exact]
+        mean = mean_of([{"a": arrays[i]} for i in order], weights[order])["a"]
+        assert mean.tolist() == [np.float32(float(e)) for e in exact]
 
 
 def test_an_update_weighs_its_images():

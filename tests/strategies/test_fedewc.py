@@ -28,7 +28,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_images():
     """Against one backward pass per image in float64."""
     model, images = small_model(), some_images(5)
     rows = torch.tensor([2, 4, 3, 3, 2])
-    found = empirical_fisher(model, Sample(images, np.arange(5), rows + 10, rows))
+    fisher = empirical_fisher(model, Sample(images, np.arange(5), rows + 10, rows))
     twin = copy.deepcopy(model).double()
     prepared = (torch.from_numpy(images).permute(0, 3, 1, 2).double() / 255 - 0.5) / 0.25
     expected = 0.0
@@ -37,9 +37,9 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_images():
         features = twin.trained_backbone(image[None])
         F.cross_entropy(F.linear(features, twin.head.weight, twin.head.bias)[:, 2:], row[None] - 2).backward()
         expected = expected + torch.cat([p.grad.flatten() for p in twin.trained_backbone.parameters()]) ** 2 / 5
-    assert found.shape == model.packed_backbone().shape
-    assert np.allclose(found.numpy(), expected.numpy(), rtol=1e-3, atol=1e-9)
-    assert found.max() > 1e-5
+    assert fisher.shape == model.packed_backbone().shape
+    assert np.allclose(fisher.numpy(), expected.numpy(), rtol=1e-3, atol=1e-9)
+    assert fisher.max() > 1e-5
 
 
 def test_fisher_of_a_resnet_leaves_running_statistics_alone():
@@ -47,15 +47,15 @@ def test_fisher_of_a_resnet_leaves_running_statistics_alone():
     model.begin_task(2)
     model.eval()
     before = model.packed_backbone().detach().clone()
-    found = FisherStatistics().collect(
+    statistics = FisherStatistics().collect(
         model,
         Sample(some_images(3), np.arange(3), torch.tensor([0, 1, 1]), torch.tensor([0, 1, 1])),
         None,
         GaussianMechanism(0, 0, 0, system_normal),
     )
     assert torch.equal(model.packed_backbone(), before)
-    assert found["fisher"].shape == tuple(before.shape)
-    assert found["counts"].tolist() == [1, 2]
+    assert statistics["fisher"].shape == tuple(before.shape)
+    assert statistics["counts"].tolist() == [1, 2]
 
 
 def test_ewc_penalty_by_hand():
@@ -95,14 +95,14 @@ def test_ewc_server_averages_by_images_and_adds_up_over_tasks():
     take(1, 1.0, 3.0)
     assert server.broadcast(RoundContext(schedule, 2)) == {}
     take(2, 1.0, 3.0)
-    known = server.broadcast(RoundContext(schedule, 3))
-    assert np.allclose(known["fisher"], 2.5)  # (10 * 1 + 30 * 3) / 40
-    assert (known["anchor"] == model.export()["backbone"]).all()
+    broadcast = server.broadcast(RoundContext(schedule, 3))
+    assert np.allclose(broadcast["fisher"], 2.5)  # (10 * 1 + 30 * 3) / 40
+    assert (broadcast["anchor"] == model.export()["backbone"]).all()
     with torch.no_grad():
         model.trained_backbone.vit.cls_token += 1.0
     take(3, 9.0)
-    assert server.broadcast(RoundContext(schedule, 4)) is known  # within a task both stay
+    assert server.broadcast(RoundContext(schedule, 4)) is broadcast  # within a task both stay
     take(4, 4.0)
     renewed = server.broadcast(RoundContext(schedule, 4))
     assert np.allclose(renewed["fisher"], 6.5)
-    assert np.allclose((renewed["anchor"] - known["anchor"])[:12], 1.0)  # the class token is packed first
+    assert np.allclose((renewed["anchor"] - broadcast["anchor"])[:12], 1.0)  # the class token is packed first

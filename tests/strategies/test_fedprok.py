@@ -25,8 +25,8 @@ SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2,
 
 
 def update(client, class_ids, counts, means, arrays=None):
-    found = {"class_ids": np.array(class_ids), "counts": np.array(counts), "means": np.array(means, np.float32)}
-    return Update(client, sum(counts), arrays or {}, found)
+    statistics = {"class_ids": np.array(class_ids), "counts": np.array(counts), "means": np.array(means, np.float32)}
+    return Update(client, sum(counts), arrays or {}, statistics)
 
 
 def test_nearest_is_by_angle_and_not_by_distance():
@@ -45,10 +45,10 @@ def local(tiny):
         model.head.weight.mul_(20)  # so that the losses differ clearly
     per_row = {6: 5, 7: 2, 9: 3}
     labels = [scenario.schedule.tasks[1][row - 6] for row in per_row]
-    found = [
+    positions = [
         np.flatnonzero(scenario.dataset.train_labels == c)[:n] for c, n in zip(labels, per_row.values(), strict=True)
     ]
-    data = LocalData(scenario.dataset.train_images, np.concatenate(found), np.repeat([6, 7, 9], [5, 2, 3]), "none")
+    data = LocalData(scenario.dataset.train_images, np.concatenate(positions), np.repeat([6, 7, 9], [5, 2, 3]), "none")
     features = extract_features(model, data.images, data.positions).double().numpy()
     means = np.array([features[data.rows == row].mean(axis=0) for row in per_row])
     noise = np.random.default_rng(0).normal(scale=0.01, size=means.shape)
@@ -96,8 +96,8 @@ def test_what_is_current_here_is_not_translated_and_what_others_begin_is_unknown
         model.head.weight.mul_(20)
     sizes = {4: 4, 6: 5, 9: 3}
     order = scenario.schedule.seen_classes(1)
-    found = [np.flatnonzero(scenario.dataset.train_labels == order[row])[:n] for row, n in sizes.items()]
-    data = LocalData(scenario.dataset.train_images, np.concatenate(found), np.repeat([4, 6, 9], [4, 5, 3]), "none")
+    positions = [np.flatnonzero(scenario.dataset.train_labels == order[row])[:n] for row, n in sizes.items()]
+    data = LocalData(scenario.dataset.train_images, np.concatenate(positions), np.repeat([4, 6, 9], [4, 5, 3]), "none")
     features = extract_features(model, data.images, data.positions).double().numpy()
     means = {row: features[data.rows == row].mean(axis=0) for row in sizes}
     sent = {"rows": np.array([4, 1, 5]), "means": np.array([means[6], 2 * means[9], 3 * means[4]], np.float32)}
@@ -108,9 +108,9 @@ def test_what_is_current_here_is_not_translated_and_what_others_begin_is_unknown
         mu = sent["means"][list(sent["rows"]).index(old)].astype(np.float64)
         x += [f + mu - means[near] for f in features[data.rows == near]]
         y += [old] * sizes[near]
-    known = [0, 1, 2, 3, 4, 5, 6, 9]
-    w, b = (p.detach().double().numpy()[known] for p in (model.head.weight, model.head.bias))
-    picked = log_softmax(np.array(x) @ w.T + b)[np.arange(len(y)), [known.index(row) for row in y]]
+    known_rows = [0, 1, 2, 3, 4, 5, 6, 9]
+    w, b = (p.detach().double().numpy()[known_rows] for p in (model.head.weight, model.head.bias))
+    picked = log_softmax(np.array(x) @ w.T + b)[np.arange(len(y)), [known_rows.index(row) for row in y]]
     images = prepare(data.images[data.positions], model.backbone)
     loss, logits = objective.loss(model, Inputs(images), torch.from_numpy(data.rows))
     assert len(y) == 12 + 3 + 4
@@ -134,9 +134,9 @@ def test_each_old_class_gets_as_many_pseudo_features_per_epoch_as_its_nearest_ha
     targets = []
     real = torch.nn.functional.cross_entropy
     monkeypatch.setattr("torch.nn.functional.cross_entropy", lambda z, t: targets.append(t) or real(z, t))
-    for some in torch.randperm(10, generator=torch.Generator().manual_seed(1)).split(4):
-        images = prepare(data.images[data.positions[some.numpy()]], model.backbone)
-        objective.loss(model, Inputs(images), torch.from_numpy(data.rows)[some])
+    for batch in torch.randperm(10, generator=torch.Generator().manual_seed(1)).split(4):
+        images = prepare(data.images[data.positions[batch.numpy()]], model.backbone)
+        objective.loss(model, Inputs(images), torch.from_numpy(data.rows)[batch])
     counts = torch.cat(targets).bincount(minlength=12).tolist()
     assert counts == [0, 3, 0, 0, 5, 5, 5, 2, 0, 3, 0, 0]
 
@@ -146,11 +146,11 @@ def test_pseudo_features_train_the_head_and_not_the_prompt(local):
     _, model, data, *_, objective = local
     images, rows = prepare(data.images[data.positions], model.backbone), torch.from_numpy(data.rows)
     loss, _ = objective.loss(model, Inputs(images), rows)
-    found = torch.autograd.grad(loss, [model.prompt.prefix, model.head.weight])
+    gradients = torch.autograd.grad(loss, [model.prompt.prefix, model.head.weight])
     real = torch.nn.functional.cross_entropy(model(images), rows, reduction="sum") / 23
     expected = torch.autograd.grad(real, [model.prompt.prefix, model.head.weight])
-    assert torch.allclose(found[0], expected[0], atol=1e-6)
-    assert not torch.allclose(found[1], expected[1], atol=1e-6)
+    assert torch.allclose(gradients[0], expected[0], atol=1e-6)
+    assert not torch.allclose(gradients[1], expected[1], atol=1e-6)
 
 
 def test_without_prototypes_it_is_the_objective_of_the_base(local):
@@ -169,10 +169,10 @@ def prototypes(class_ids, means):
 
 def test_fusion_by_hand():
     """Class 2 is known: 0.25 * 8 + 0.75 * 4 = 5; class 9 is new; class 5 is not reported (eq. 9)."""
-    known = prototypes([5, 2], [6, 4])
-    fused = fuse(known, prototypes([2, 9], [8, 1]), 0.25)
+    old = prototypes([5, 2], [6, 4])
+    fused = fuse(old, prototypes([2, 9], [8, 1]), 0.25)
     assert (fused["class_ids"].tolist(), fused["means"].tolist()) == ([2, 9], [[5], [1]])
-    assert known["means"].tolist() == [[6], [4]]
+    assert old["means"].tolist() == [[6], [4]]
     assert fuse({}, fused, 0.25)["means"].tolist() == [[5], [1]]
 
 

@@ -32,8 +32,8 @@ def test_proximal_term_and_gradient_by_hand(tiny):
     numbers = sum(p.numel() for p in trained)
     assert numbers == 12 * (model.backbone.dim + 1) + 5 * 2 * 8 * model.backbone.dim
     assert float((loss - plain).detach()) == pytest.approx(0.2 * numbers * 0.25, rel=1e-4)
-    for found, expected in zip(torch.autograd.grad(loss, trained), torch.autograd.grad(plain, trained), strict=True):
-        assert torch.allclose(found, expected + 0.4 * 0.5, atol=1e-5)
+    for gradient, expected in zip(torch.autograd.grad(loss, trained), torch.autograd.grad(plain, trained), strict=True):
+        assert torch.allclose(gradient, expected + 0.4 * 0.5, atol=1e-5)
 
 
 def test_what_is_frozen_is_left_out(tiny):

@@ -43,8 +43,8 @@ def softmax(x):
 
 def update(client, class_ids, means, counts=None, arrays=None):
     counts = counts or [1] * len(class_ids)
-    found = {"class_ids": np.array(class_ids), "counts": np.array(counts), "means": np.array(means, np.float32)}
-    return Update(client, sum(counts), arrays or {}, found)
+    statistics = {"class_ids": np.array(class_ids), "counts": np.array(counts), "means": np.array(means, np.float32)}
+    return Update(client, sum(counts), arrays or {}, statistics)
 
 
 def rows(places):
@@ -59,12 +59,12 @@ def test_fused_prompt_equals_float64_numpy():
     for p, value in zip(prompt.prompts, pool, strict=True):
         p.data = torch.tensor(value, dtype=torch.float32)
     prompt.psi.data, prompt.scale.data = torch.tensor(psi, dtype=torch.float32), torch.tensor([3.0])
-    found = prompt(torch.tensor(query, dtype=torch.float32))
+    prefixes = prompt(torch.tensor(query, dtype=torch.float32))
     g = softmax(3 * unit(query) @ unit(psi).T)
-    assert list(found) == [0, 2]
+    assert list(prefixes) == [0, 2]
     for j, block in enumerate((0, 2)):
         expected = np.array([sum(g[b, i] * pool[i, j] for i in range(3)) for b in range(5)])
-        assert np.allclose(found[block].detach(), expected, atol=1e-5)
+        assert np.allclose(prefixes[block].detach(), expected, atol=1e-5)
 
 
 def test_prompts_start_uniform_then_as_copies_and_freeze_when_their_task_ends():
@@ -106,8 +106,8 @@ def test_unified_loss_equals_float64_numpy():
     f, G, places = rng.normal(size=(4, D)), rng.normal(size=(3, D)), np.array([2, 0, -100, 2])
     p = softmax(unit(f) @ unit(G).T / 0.2)
     expected = -(np.log(p[0, 2]) + np.log(p[1, 0]) + np.log(p[3, 2])) / 4
-    found = unified_loss(torch.tensor(f), torch.tensor(G), torch.tensor(places), 0.2)
-    assert float(found) == pytest.approx(expected, rel=1e-10)
+    loss = unified_loss(torch.tensor(f), torch.tensor(G), torch.tensor(places), 0.2)
+    assert float(loss) == pytest.approx(expected, rel=1e-10)
 
 
 def test_the_local_loss_adds_both_terms(tiny):
@@ -191,20 +191,20 @@ def test_debiasing_equals_float64_numpy():
     x, y, head = rng.normal(size=(10, D)).astype(np.float32), rng.integers(0, 3, 10), Head(D, 1)
     head.grow(4)
     w = np.hstack([head.weight.detach().double().numpy(), np.zeros((4, 1))])
-    found = debias(head, torch.tensor(x), torch.tensor(y), options, torch.Generator().manual_seed(7))
+    loss = debias(head, torch.tensor(x), torch.tensor(y), options, torch.Generator().manual_seed(7))
 
     order, losses = torch.Generator().manual_seed(7), []
     m, v, wide = np.zeros_like(w), np.zeros_like(w), np.hstack([x.astype(np.float64), np.ones((10, 1))])
     for epoch in range(2):
         shuffled = torch.randperm(10, generator=order).numpy()
-        for i, some in enumerate((shuffled[:4], shuffled[4:8], shuffled[8:])):
-            p = softmax(wide[some] @ w.T)
-            losses.append(-np.log(p[np.arange(len(some)), y[some]]).sum())
-            p[np.arange(len(some)), y[some]] -= 1
-            g, step = p.T @ wide[some] / len(some), 3 * epoch + i + 1
+        for i, batch in enumerate((shuffled[:4], shuffled[4:8], shuffled[8:])):
+            p = softmax(wide[batch] @ w.T)
+            losses.append(-np.log(p[np.arange(len(batch)), y[batch]]).sum())
+            p[np.arange(len(batch)), y[batch]] -= 1
+            g, step = p.T @ wide[batch] / len(batch), 3 * epoch + i + 1
             m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g**2
             w = w - 0.05 * (m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
-    assert found == pytest.approx(sum(losses[3:]) / 10, rel=1e-4)
+    assert loss == pytest.approx(sum(losses[3:]) / 10, rel=1e-4)
     assert np.allclose(head.weight.detach(), w[:, :-1], atol=1e-4)
     assert np.allclose(head.bias.detach(), w[:, -1], atol=1e-4)
 

@@ -99,9 +99,9 @@ def test_prompt_is_the_sum_over_the_pool_per_image():
     prompt = DecomposedPrompt(prompt_config([1, 4], L, N, seed=3), D)
     model = {f"prompt.{n}": p.detach().double().numpy() for n, p in prompt.named_parameters()}
     with torch.no_grad():
-        found = prompt(torch.from_numpy(Z).float())
-    assert list(found) == [1, 4]
-    for j, prefixes in enumerate(found.values()):
+        by_block = prompt(torch.from_numpy(Z).float())
+    assert list(by_block) == [1, 4]
+    for j, prefixes in enumerate(by_block.values()):
         assert prefixes.shape == (B, 2, L, D)
         assert np.allclose(prefixes, [numpy_rho(model, z, j) for z in Z], atol=1e-5)
 
@@ -134,9 +134,9 @@ def test_defaults_are_the_papers():
 
 
 def test_statistics_are_counts_alone():
-    found = CountStatistics().compute(torch.empty(5, 0), torch.tensor([4, 2, 4, 9, 4]), options())
-    assert {n: a.tolist() for n, a in found.items()} == {"class_ids": [2, 4, 9], "counts": [1, 3, 1]}
-    assert all(a.dtype == np.int64 for a in found.values())
+    statistics = CountStatistics().compute(torch.empty(5, 0), torch.tensor([4, 2, 4, 9, 4]), options())
+    assert {n: a.tolist() for n, a in statistics.items()} == {"class_ids": [2, 4, 9], "counts": [1, 3, 1]}
+    assert all(a.dtype == np.int64 for a in statistics.values())
     assert CountStatistics.carries
     assert not CountStatistics.needs_features
     assert CountStatistics().expected(np.ones(3), {}, D, parse({"method": "hepco"})) == {}
@@ -144,10 +144,10 @@ def test_statistics_are_counts_alone():
 
 def test_quadratic_form_equals_the_direct_difference_of_prompts():
     z = torch.from_numpy(Z).requires_grad_()
-    found = PromptGap(latent(SERVER), latent(*CLIENTS))(z)
+    gaps = PromptGap(latent(SERVER), latent(*CLIENTS))(z)
     expected = np.array([[numpy_gap(SERVER, client, one) for one in Z] for client in CLIENTS])
-    assert np.allclose(found.detach(), expected, rtol=1e-12)
-    found.sum().backward()
+    assert np.allclose(gaps.detach(), expected, rtol=1e-12)
+    gaps.sum().backward()
     step = 1e-6 * np.eye(D)
     slope = [sum(numpy_gap(SERVER, c, Z[2] + e) - numpy_gap(SERVER, c, Z[2] - e) for c in CLIENTS) / 2e-6 for e in step]
     assert np.allclose(z.grad[2], slope, rtol=1e-6)
@@ -158,9 +158,9 @@ def test_quadratic_form_is_exact_in_float32_where_models_are_close():
     rng = np.random.default_rng(4)
     near = {n: (a + 1e-4 * rng.normal(size=a.shape)) for n, a in SERVER.items()}
     single = [{n: a.astype(np.float32) for n, a in m.items()} for m in (SERVER, near)]
-    found = PromptGap(latent(single[0]), latent(single[1]))(torch.from_numpy(Z).float())[0]
+    gaps = PromptGap(latent(single[0]), latent(single[1]))(torch.from_numpy(Z).float())[0]
     wide = [{n: a.astype(np.float64) for n, a in m.items()} for m in single]
-    assert np.allclose(found, [numpy_gap(*wide, z) for z in Z], rtol=1e-2)
+    assert np.allclose(gaps, [numpy_gap(*wide, z) for z in Z], rtol=1e-2)
 
 
 def numpy_generator_loss(teachers, shares, labels, rows, kl, mse, turned=False):
@@ -177,8 +177,8 @@ def numpy_generator_loss(teachers, shares, labels, rows, kl, mse, turned=False):
 def test_generator_loss_of_clients(kl, mse):
     server, clients = latent(SERVER), teachers(CLIENTS, COUNTS)
     own, labels = options(lambda_kl=kl, lambda_mse=mse), torch.from_numpy(LABELS)
-    found = generator_loss(torch.from_numpy(Z), labels, server, clients, PromptGap(server, clients.models), own)
-    assert float(found) == pytest.approx(numpy_generator_loss(CLIENTS, SHARES, LABELS, S, kl, mse), rel=1e-10)
+    loss = generator_loss(torch.from_numpy(Z), labels, server, clients, PromptGap(server, clients.models), own)
+    assert float(loss) == pytest.approx(numpy_generator_loss(CLIENTS, SHARES, LABELS, S, kl, mse), rel=1e-10)
 
 
 def test_generator_loss_with_the_public_codes_divergence_and_weights():
@@ -186,10 +186,10 @@ def test_generator_loss_with_the_public_codes_divergence_and_weights():
     server, labels = latent(SERVER), torch.from_numpy(LABELS)
     clients = Teachers(latent(*CLIENTS), torch.from_numpy(COUNTS), of_round=True)
     own = options(divergence="client-server")
-    found = generator_loss(torch.from_numpy(Z), labels, server, clients, PromptGap(server, clients.models), own)
+    loss = generator_loss(torch.from_numpy(Z), labels, server, clients, PromptGap(server, clients.models), own)
     assert COUNTS.sum() == 23
     expected = numpy_generator_loss(CLIENTS, COUNTS / 23, LABELS, S, 1.0, 0.1, turned=True)
-    assert float(found) == pytest.approx(expected, rel=1e-10)
+    assert float(loss) == pytest.approx(expected, rel=1e-10)
 
 
 def test_the_gap_trains_the_generator_only_where_asked():
@@ -213,20 +213,20 @@ def test_generator_loss_of_the_previous_server_knows_its_rows_only():
     previous, labels = arrays(7, rows=3), np.array([0, 2, 1, 1, 0, 2, 2])
     server, teacher = latent(SERVER), teachers([previous], [[2, 1, 5]])
     gap = PromptGap(server, teacher.models)
-    found = generator_loss(torch.from_numpy(Z), torch.from_numpy(labels), server, teacher, gap, options())
-    assert float(found) == pytest.approx(numpy_generator_loss([previous], np.ones((1, 3)), labels, 3, 1.0, 0.1))
+    loss = generator_loss(torch.from_numpy(Z), torch.from_numpy(labels), server, teacher, gap, options())
+    assert float(loss) == pytest.approx(numpy_generator_loss([previous], np.ones((1, 3)), labels, 3, 1.0, 0.1))
 
 
 def test_target_is_the_weighted_sum_of_the_teachers_prompts():
     z, labels, clients = torch.from_numpy(Z), torch.from_numpy(LABELS), teachers(CLIENTS, COUNTS)
     for j in range(J):
         for part in (slice(4), slice(4, B)):
-            found = clients.target(j, z[part], labels[part]).unflatten(-1, (2, L, D))
+            target = clients.target(j, z[part], labels[part]).unflatten(-1, (2, L, D))
             expected = [
                 sum(s[y] * numpy_rho(c, one, j) for s, c in zip(SHARES, CLIENTS, strict=True))
                 for one, y in zip(Z[part], LABELS[part], strict=True)
             ]
-            assert np.allclose(found, expected, rtol=1e-12, atol=1e-12)
+            assert np.allclose(target, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_one_target_gives_the_gradient_of_the_sum_over_teachers():
@@ -263,7 +263,7 @@ def test_the_loss_told_is_the_last_batchs_of_the_block():
 
 @pytest.mark.parametrize("name", ["keys", "pool"])
 def test_how_arrays_lie_in_memory_does_not_matter(name):
-    found = []
+    distilled = []
     for lie_otherwise in (False, True):
         prompt = DecomposedPrompt(prompt_config(range(J), L, N), D)
         own = getattr(prompt, name)
@@ -273,8 +273,8 @@ def test_how_arrays_lie_in_memory_does_not_matter(name):
         steps = [(*(torch.randn(shape, generator=rng) for shape in shapes), torch.ones(B)) for _ in range(3)]
         for j in range(J):
             distil_block(prompt, j, steps, options(distillation_learning_rate=0.01), Event())
-        found.append([p.detach().clone() for p in prompt.parameters()])
-    assert all(torch.allclose(a, b) for a, b in zip(*found, strict=True))
+        distilled.append([p.detach().clone() for p in prompt.parameters()])
+    assert all(torch.allclose(a, b) for a, b in zip(*distilled, strict=True))
 
 
 def source(models, counts, size=8):
@@ -291,12 +291,14 @@ def test_the_previous_server_over_all_seen_rows_has_new_rows_as_they_started():
     for name, rows in (("head.weight", head.weight), ("head.bias", head.bias)):
         grown[name] = np.concatenate([grown[name], rows.detach().double().numpy()[3:]])
     trained = head.weight.data.add_(1).clone()
-    found = with_new_rows(teachers([previous], [[2, 1, 5]]), head)
+    teacher = with_new_rows(teachers([previous], [[2, 1, 5]]), head)
     assert torch.equal(head.weight, trained)
-    assert found.counts.tolist() == [[2, 1, 5]]
+    assert teacher.counts.tolist() == [[2, 1, 5]]
     server = {n: a.astype(np.float32) for n, a in SERVER.items()}
-    gap = PromptGap(latent(server), found.models)
-    loss = generator_loss(torch.from_numpy(Z).float(), torch.from_numpy(labels), latent(server), found, gap, options())
+    gap = PromptGap(latent(server), teacher.models)
+    loss = generator_loss(
+        torch.from_numpy(Z).float(), torch.from_numpy(labels), latent(server), teacher, gap, options()
+    )
     assert float(loss) == pytest.approx(numpy_generator_loss([grown], np.ones((1, 3)), labels, S, 1.0, 0.1), rel=1e-4)
     assert float(loss) != pytest.approx(numpy_generator_loss([grown], np.ones((1, 3)), labels, 3, 1.0, 0.1), rel=1e-2)
 
@@ -421,9 +423,9 @@ def test_one_target_with_the_weights_of_the_round_gives_the_gradient_of_the_sum_
         return (weights[:, labels] * gaps).sum()
 
     given = [torch.tensor(a, requires_grad=True) for a in (keys, pool)]
-    found = torch.autograd.grad(prompt_loss(*given, *step), given)
-    assert np.allclose(found[0], numpy_slope(lambda k: loss(k, pool), keys), rtol=1e-5, atol=1e-5)
-    assert np.allclose(found[1], numpy_slope(lambda q: loss(keys, q), pool), rtol=1e-5, atol=1e-5)
+    gradients = torch.autograd.grad(prompt_loss(*given, *step), given)
+    assert np.allclose(gradients[0], numpy_slope(lambda k: loss(k, pool), keys), rtol=1e-5, atol=1e-5)
+    assert np.allclose(gradients[1], numpy_slope(lambda q: loss(keys, q), pool), rtol=1e-5, atol=1e-5)
 
 
 def test_first_prompt_step_by_hand():
@@ -675,17 +677,17 @@ def memory(monkeypatch, available):
 def test_more_teachers_than_fit_in_memory_are_an_error_that_says_how_many_fit(monkeypatch):
     """A model has 40 key, 240 prompt and 36 head numbers, all of them twice, its Gram matrices 2 * 8 * 8."""
     each = int(1.2 * 4 * (2 * (40 + 240 + 36) + 128))
-    travelling = {n: torch.from_numpy(a) for n, a in single(0).items()}
+    shared_state = {n: torch.from_numpy(a) for n, a in single(0).items()}
     memory(monkeypatch, 7 * each)
-    require_memory(travelling, 7, torch.device("cpu"))
+    require_memory(shared_state, 7, torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"8 clients need .* are free, enough for 7: lower clients-per-round, "):
-        require_memory(travelling, 8, torch.device("cpu"))
+        require_memory(shared_state, 8, torch.device("cpu"))
     memory(monkeypatch, each - 1)
     with pytest.raises(ConfigError, match=r"enough for 0: lower .*, prompt-pool or prompt-length\.$"):
-        require_memory(travelling, 2, torch.device("cpu"))
+        require_memory(shared_state, 2, torch.device("cpu"))
     memory(monkeypatch, 5 * 2**30)
     with pytest.raises(ConfigError, match=r"10000000 clients need 34 GiB, 5 GiB are free, enough for 1471685"):
-        require_memory(travelling, 10**7, torch.device("cpu"))
+        require_memory(shared_state, 10**7, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("keys", "fits"), [({"num-clients": 3}, True), ({"num-clients": 4}, False)])

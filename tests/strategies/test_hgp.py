@@ -39,13 +39,13 @@ def gaussians(class_ids, counts, seed=0, dim=D):
 def update(client, class_ids, counts, seed, arrays=None):
     """A client's answer with the statistics of the classes named; the numbers depend on ``seed``."""
     rng = np.random.default_rng(seed)
-    found = {
+    statistics = {
         "class_ids": np.array(class_ids),
         "counts": np.array(counts),
         "means": rng.normal(size=(len(class_ids), D)).astype(np.float32),
         "variances": rng.random((len(class_ids), D)).astype(np.float32),
     }
-    return Update(client, int(sum(counts)), arrays or {}, found)
+    return Update(client, int(sum(counts)), arrays or {}, statistics)
 
 
 def model_after(tasks):
@@ -117,14 +117,14 @@ def numpy_rebalance(w, b, sets, orders, options):
     batches = [order[i : i + options.batch_size] for order in orders for i in range(0, len(order), options.batch_size)]
     per_epoch = len(batches) // len(orders)
     losses = []
-    for step, some in enumerate(batches):
+    for step, batch in enumerate(batches):
         x, y = sets[step // per_epoch]
-        loss, g = numpy_loss(w, b, x[some], y[some], options.logit_temperature)
+        loss, g = numpy_loss(w, b, x[batch], y[batch], options.logit_temperature)
         rate = options.learning_rate * (1 + math.cos(math.pi * step / len(batches))) / 2
-        vw, vb = options.momentum * vw + g.T @ x[some], options.momentum * vb + g.sum(axis=0)
+        vw, vb = options.momentum * vw + g.T @ x[batch], options.momentum * vb + g.sum(axis=0)
         w -= rate * vw
         b -= rate * vb
-        losses.append(loss * len(some))
+        losses.append(loss * len(batch))
     return sum(losses[-per_epoch:]) / len(orders[0])
 
 

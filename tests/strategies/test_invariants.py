@@ -59,17 +59,17 @@ class Finished(NamedTuple):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Scalar], str, str], Finished]:
     """A run of a method and prompt, which all tests that only look at one share."""
-    folder, known = tmp_path_factory.mktemp("finished"), dict[tuple[str, str], Finished]()
+    folder, runs = tmp_path_factory.mktemp("finished"), dict[tuple[str, str], Finished]()
 
     def find(tiny: dict[str, Scalar], method: str, prompt: str) -> Finished:
-        if (method, prompt) not in known:
+        if (method, prompt) not in runs:
             values = tiny | {"method": method, "prompt": prompt, "output-dir": str(folder)}
             config = parse(values)
             backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, "cpu")
             before = digest(backbone.vit)
             run(values | {"run-name": f"{method}-{prompt}"})
-            known[method, prompt] = Finished(folder / f"{method}-{prompt}", before, digest(backbone.vit))
-        return known[method, prompt]
+            runs[method, prompt] = Finished(folder / f"{method}-{prompt}", before, digest(backbone.vit))
+        return runs[method, prompt]
 
     return find
 

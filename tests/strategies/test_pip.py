@@ -36,13 +36,13 @@ def rng(seed=0):
 
 
 def update(client, n, class_ids, counts, means, variances, arrays=None):
-    found = {
+    statistics = {
         "class_ids": np.array(class_ids, np.int64),
         "counts": np.array(counts, np.int64),
         "means": np.array(means, np.float32),
         "variances": np.array(variances, np.float32),
     }
-    return Update(client, n, arrays if arrays is not None else {"a": np.zeros(1, np.float32)}, found)
+    return Update(client, n, arrays if arrays is not None else {"a": np.zeros(1, np.float32)}, statistics)
 
 
 def small_model(tasks):
@@ -67,8 +67,8 @@ def numpy_loss(model, features, targets, rows):
 def test_variances_are_divided_by_n():
     """Eq. 8 of [1, 5], [3, 5] is mean [2, 5] and variance [1, 0]; a single image has none."""
     features = torch.tensor([[1.0, 5.0], [9.0, 9.0], [3.0, 5.0]])
-    found = VarianceStatistics().compute(features, torch.tensor([4, 6, 4]), Options())
-    assert {n: a.tolist() for n, a in found.items()} == {
+    statistics = VarianceStatistics().compute(features, torch.tensor([4, 6, 4]), Options())
+    assert {n: a.tolist() for n, a in statistics.items()} == {
         "class_ids": [4, 6],
         "counts": [2, 1],
         "means": [[2, 5], [9, 9]],
@@ -78,14 +78,14 @@ def test_variances_are_divided_by_n():
 
 def test_variances_against_numpy():
     features, labels = torch.randn(50, D, generator=rng()), torch.arange(50) % 3
-    found = VarianceStatistics().compute(features, labels, Options())
+    statistics = VarianceStatistics().compute(features, labels, Options())
     for row, c in enumerate((0, 1, 2)):
         own = features.double().numpy()[labels.numpy() == c]
-        assert np.allclose(found["means"][row], own.mean(axis=0), atol=1e-6)
-        assert np.allclose(found["variances"][row], own.var(axis=0), rtol=1e-5)
+        assert np.allclose(statistics["means"][row], own.mean(axis=0), atol=1e-6)
+        assert np.allclose(statistics["variances"][row], own.var(axis=0), rtol=1e-5)
     shapes = VarianceStatistics().expected(np.ones(3), {}, D, parse({"method": "pip"}))
-    assert {n: a.shape for n, a in found.items() if n in shapes} == shapes
-    assert {found[n].dtype for n in shapes} == {np.dtype(np.float32)}
+    assert {n: a.shape for n, a in statistics.items() if n in shapes} == shapes
+    assert {statistics[n].dtype for n in shapes} == {np.dtype(np.float32)}
 
 
 # server half
@@ -113,15 +113,15 @@ def test_merging_by_class_is_merging_each_class():
 def test_merging_with_sample_counts_pools_the_samples():
     """With omega = n the result is mean and variance (divided by N) of all samples together."""
     samples = [np.random.default_rng(i).normal(i, 1 + i, (n, 3)) for i, n in enumerate((4, 9, 2))]
-    found = merge_by_weight(
+    merged = merge_by_weight(
         np.zeros(3, np.int64),
         np.array([4.0, 9, 2]),
         np.stack([s.mean(axis=0) for s in samples]),
         np.stack([s.var(axis=0) for s in samples]),
     )
     everything = np.concatenate(samples)
-    assert np.allclose(found[1][0], everything.mean(axis=0))
-    assert np.allclose(found[2][0], everything.var(axis=0))
+    assert np.allclose(merged[1][0], everything.mean(axis=0))
+    assert np.allclose(merged[2][0], everything.var(axis=0))
 
 
 def test_rounding_never_makes_a_variance_negative():

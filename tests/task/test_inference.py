@@ -57,11 +57,11 @@ def test_predictions_are_those_of_the_evaluation(kind: str, tiny: dict) -> None:
     directory = run(tiny | KINDS[kind])
     results = json.loads((directory / "results.json").read_text())
     data = build_scenario(parse(tiny | KINDS[kind])).dataset
-    found = load_predictor(directory).predict(data.test_images[np.arange(len(data.test_labels))])
-    right = [name == data.class_names[label] for name, label in zip(found.names, data.test_labels, strict=True)]
+    predictions = load_predictor(directory).predict(data.test_images[np.arange(len(data.test_labels))])
+    right = [name == data.class_names[label] for name, label in zip(predictions.names, data.test_labels, strict=True)]
     assert np.mean(right) == pytest.approx(results["metrics"]["last_accuracy"])
-    assert found.class_names == [data.class_names[c] for c in results["class_order"]]
-    assert found.probabilities.sum(axis=1) == pytest.approx(np.ones(len(right)), abs=1e-5)
+    assert predictions.class_names == [data.class_names[c] for c in results["class_order"]]
+    assert predictions.probabilities.sum(axis=1) == pytest.approx(np.ones(len(right)), abs=1e-5)
 
 
 def test_probabilities_are_the_softmax_of_the_models_logits(tiny: dict, tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_paths_pictures_and_arrays_give_the_same_bits(predictor: Predictor, tmp_
         Image.fromarray(array).save(path)
     forms = [arrays, arrays[..., None], np.stack([arrays] * 3, -1), paths, [str(p) for p in paths]]
     forms.append([Image.open(path) for path in paths])  # type: ignore[arg-type]
-    found = [predictor.predict(form).probabilities for form in forms]
-    assert all((other == found[0]).all() for other in found)
+    probabilities = [predictor.predict(form).probabilities for form in forms]
+    assert all((other == probabilities[0]).all() for other in probabilities)
     assert predictor.predict([]).probabilities.shape == (0, 12)
 
 
@@ -94,9 +94,9 @@ def test_a_photograph_is_decoded_as_a_data_set_of_files_would_be(predictor: Pred
 def test_a_deep_grey_picture_is_stretched_like_its_file(predictor: Predictor, tmp_path: Path) -> None:
     Image.fromarray(np.arange(256, dtype=np.uint16).reshape(16, 16) * 10).save(tmp_path / "scan.png")
     with Image.open(tmp_path / "scan.png") as picture:
-        found = predictor.read(picture)
-    assert (found == predictor.read(tmp_path / "scan.png")).all()
-    assert (found.min(), found.max()) == (0, 255)
+        pixels = predictor.read(picture)
+    assert (pixels == predictor.read(tmp_path / "scan.png")).all()
+    assert (pixels.min(), pixels.max()) == (0, 255)
 
 
 def test_images_of_the_stored_shape_stay_as_they_are_also_if_not_square(tiny: dict, tmp_path: Path) -> None:
@@ -114,10 +114,11 @@ def test_arrays_of_another_form_are_refused(array: np.ndarray, predictor: Predic
 
 def test_a_model_between_tasks_knows_the_classes_so_far(tiny: dict, tmp_path: Path) -> None:
     values = tiny | {"method": "fedavg", "prompt": "coda", "num-tasks": 3}
-    found = load_predictor(untrained(tmp_path / "model", values, [4, 4])).predict(np.zeros((1, 16, 16, 3), np.uint8))
-    assert found.probabilities.shape == (1, 8)
-    assert len(found.top(3)[0]) == 3
-    assert found.top(99)[0][0][0] == found.names[0]
+    folder = untrained(tmp_path / "model", values, [4, 4])
+    predictions = load_predictor(folder).predict(np.zeros((1, 16, 16, 3), np.uint8))
+    assert predictions.probabilities.shape == (1, 8)
+    assert len(predictions.top(3)[0]) == 3
+    assert predictions.top(99)[0][0][0] == predictions.names[0]
 
 
 def test_another_backbone_is_refused(tiny: dict, tmp_path: Path) -> None:

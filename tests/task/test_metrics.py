@@ -111,10 +111,10 @@ def test_stages_that_bring_nothing_change_no_summary_but_by_their_rows(matrix, d
     for i, more in enumerate(extra):
         samples[starts[i]] = 10 + i
         for stage in range(more + 1):
-            known = matrix[i] if stage == more else [None if x is None else 1 - x for x in matrix[i]]
+            measured = matrix[i] if stage == more else [None if x is None else 1 - x for x in matrix[i]]
             row = [None] * len(samples)
             for j in range(i + 1):
-                row[starts[j]] = known[j]
+                row[starts[j]] = measured[j]
             stages.append(row)
     counts = [10 + i for i in range(len(matrix))]
     assert summarize(stages, samples) == pytest.approx(summarize(matrix, counts), nan_ok=True)
@@ -288,9 +288,9 @@ def test_forgetting_by_task():
 
 
 def test_examples_in_docstrings():
-    found = doctest.testmod(metrics)
-    assert found.attempted >= 3
-    assert found.failed == 0
+    outcome = doctest.testmod(metrics)
+    assert outcome.attempted >= 3
+    assert outcome.failed == 0
 
 
 @pytest.mark.parametrize("classes", [1, 2, 7])

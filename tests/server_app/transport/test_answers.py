@@ -5,7 +5,7 @@ import time
 
 import httpx
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Message
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import get_object_id
 from flwr.superlink.grid import HttpGrid
@@ -15,7 +15,7 @@ from server_app.transport import answers, flower_grid
 from server_app.transport.base import Reply, sort_replies
 from server_app.transport.flower_grid import GridTransport
 from tests.helpers.flower import N, echo, packet
-from tests.helpers.objects import DIVIDER, ObjectGrid, Objects, mutated, replaced
+from tests.helpers.objects import DIVIDER, ObjectGrid, Objects, answered, mutated, replaced
 
 
 def asked(transport: GridTransport, timeout: float = 5, nodes: int = 3, mark: int = 1) -> list[Reply]:
@@ -95,27 +95,6 @@ def test_an_answer_that_names_anothers_message_is_its_nodes_own(monkeypatch):
     transport = GridTransport(grid)
     replies = sort_replies(transport.exchange("train", {n: packet(n) for n in N[:3]}, 5), N[:3])
     assert [r.packet.metrics["mark"] for r in replies] == N[:3]
-
-
-def answered(kind: str) -> Message:
-    """An answer with all that a node sends to such a message, in little."""
-
-    def answer(message: Message, context: object) -> Message:
-        arrays = ArrayRecord({"class_counts": _array(), "w": _array()})
-        config = ConfigRecord({"name": "north", "classes": ["a", "b"], "image-shape": [28, 28], "ends": True})
-        records = {"arrays": arrays, "config": config}
-        if kind != "hello":
-            records |= {"prototypes": ArrayRecord({"means": _array()}), "metrics": MetricRecord({"loss": 0.5, "n": 3})}
-        return Message(RecordDict(records), reply_to=message)
-
-    return answer
-
-
-def _array():
-    import numpy as np
-    from flwr.app import Array
-
-    return Array(np.arange(6, dtype=np.float32).reshape(2, 3))
 
 
 @pytest.mark.parametrize("kind", ["hello", "train", "evaluate"])

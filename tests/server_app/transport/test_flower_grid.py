@@ -44,11 +44,11 @@ def test_an_answer_is_not_lost_when_its_node_is_restarted_while_the_caller_is_bu
     late = {N[1]: lambda: time.monotonic() > began + 0.4}
     monkeypatch.setattr(grid, "started", lambda node: "now" if late.get(node, bool)() else "yesterday")
     monkeypatch.setattr(flower_grid, "_CHECK_INTERVAL", 0.1)
-    found = []
+    replies = []
     for reply in GridTransport(grid).exchange("train", {n: packet(n) for n in N[:2]}, 5):
-        found.append((reply.node, reply.error))
+        replies.append((reply.node, reply.error))
         time.sleep(0.6)
-    assert found == [(N[0], ""), (N[1], "")]
+    assert replies == [(N[0], ""), (N[1], "")]
 
 
 def test_a_busy_caller_does_not_shorten_the_waiting_for_a_node_that_is_busy_too():
@@ -58,11 +58,11 @@ def test_a_busy_caller_does_not_shorten_the_waiting_for_a_node_that_is_busy_too(
     grid.delay[N[0]] = 0.5
     asked(transport, {N[0]: packet(1)}, 0.1)
     grid.delay = {N[0]: 0.1, N[2]: 0.3}
-    found = {}
+    replies = {}
     for reply in transport.exchange("train", {n: packet(2) for n in N[:3]}, 0.5):
-        found[reply.node] = reply.error, reply.packet.metrics["mark"]
+        replies[reply.node] = reply.error, reply.packet.metrics["mark"]
         time.sleep(0.6)
-    assert found == dict.fromkeys(N[:3], ("", 2))
+    assert replies == dict.fromkeys(N[:3], ("", 2))
 
 
 def test_a_few_answers_are_in_memory_at_once(monkeypatch):
@@ -72,9 +72,9 @@ def test_a_few_answers_are_in_memory_at_once(monkeypatch):
     original = grid.pull_messages
 
     def pull(message_ids):
-        found = original(message_ids)
-        alive.extend(weakref.ref(message) for message in found)
-        return found
+        pulled = original(message_ids)
+        alive.extend(weakref.ref(message) for message in pulled)
+        return pulled
 
     monkeypatch.setattr(grid, "pull_messages", pull)
     for _ in GridTransport(grid).exchange("train", {n: packet(n) for n in N}, 5):

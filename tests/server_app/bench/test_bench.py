@@ -1,0 +1,522 @@
+"""Suites: what is refused before anything runs, what is skipped and begun anew, how they end, and their table."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from filelock import FileLock, Timeout
+
+from benchmarks.keep_results import keep_all
+from server_app.bench import runner as bench
+from server_app.bench.runner import Bench, finished_run
+from server_app.bench.suite import PlannedRun, read_suite
+from server_app.cli import main as cli
+from server_app.cli.bench import _run_options
+from server_app.cli.main import _parser
+from server_app.run_files.paths import read_results
+from server_app.run_files.writers import origin
+from server_app.simulation.processes import Interrupted
+from task.keys import ConfigError
+from task.methods import METHODS
+from tests.helpers.suites import HEAD, KEYS, NCM, fill, run_results, table
+
+ROOT = Path(__file__).parents[3]
+
+
+# ------------------------------------------------------------------------------------------------- reading a suite
+
+
+def test_runs_are_variants_by_partitions_by_seeds(write, tmp_path):
+    partitions = [{"label": "iid", "partition": "iid"}, {"label": "beta-1", "dirichlet-beta": 1}]
+    variants = [NCM, HEAD | {"learning-rate": "1e-3", "num-tasks": 3}]
+    suite = read_suite(write(seeds=[0, 7], partitions=partitions, variants=variants), {"num-clients": 5})
+    assert [run.name for run in suite.runs] == [
+        f"{variant}/{partition}/seed{seed}"
+        for seed in (0, 7)
+        for partition in ("iid", "beta-1")
+        for variant in ("means", "head")
+    ]
+    last = suite.runs[-1]
+    assert last.directory == tmp_path / "out" / "head" / "beta-1" / "seed7"
+    assert last.setting == "synthetic, beta-1"
+    keys = last.config.flat()
+    assert keys["learning-rate"] == 0.001
+    assert (keys["seed"], keys["dirichlet-beta"], keys["num-tasks"], keys["num-clients"]) == (7, 1.0, 3, 5)
+    assert suite.runs[0].config.num_tasks == 2
+
+
+def test_relative_folders_are_those_of_runs(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("FCIL_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data.npz").touch()
+    path = write(**{"output-dir": "runs/x", "common": KEYS | {"dataset": "npz"}})
+    suite = read_suite(path, {"data-dir": "data.npz"})
+    assert suite.folder == tmp_path / "home" / "runs" / "x"
+    assert suite.runs[0].values["data-dir"] == str(tmp_path / "data.npz")  # runs have another working directory
+    assert read_suite(path, {"data-dir": "data.npz", "output-dir": "/elsewhere"}).folder == Path("/elsewhere")
+
+
+def test_clients_are_as_many_as_a_run_has(write):
+    assert read_suite(write(common={}), {}).runs[0].config.num_clients == 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variants": [NCM, HEAD | {"lerning-rate": 1}]}, r"head/seed0: run key 'lerning-rate' does.*'learning-rate'"),
+        ({"variants": [NCM, HEAD | {"learning-rate": 0}]}, r"head/seed0: learning-rate = 0.0 is not possible"),
+        ({"variants": [NCM, HEAD | {"learning-rate": "x"}]}, r"head/seed0: learning-rate = 'x' is not possible"),
+        ({"variants": [NCM, HEAD | {"learning-rate": [1]}]}, r"head/seed0: learning-rate = \[1\] is not possible"),
+        ({"variants": [NCM, HEAD | {"hgp-scale": 2.0}]}, r"head/seed0: hgp-scale = 2.0 would be ignored"),
+        ({"variants": [NCM, HEAD | {True: 1}]}, r"run key True of variant 'head' is no text"),
+        ({"variants": [NCM, HEAD | {"seed": 1}]}, r"seed is no run key of variant 'head'"),
+        ({"common": {"run-name": "x"}}, r"run-name is no run key of common"),
+        ({"varients": []}, r"entry 'varients' does not exist. Did you mean 'variants'"),
+        ({"variants": []}, r"variants = \[\] is not possible: it must be a list that is not empty"),
+        ({"seeds": None}, r"seeds = None is not possible: it must be a list"),
+        ({"title": 5}, r"title = 5 is not possible: it must be a text"),
+        ({"common": ["x"]}, r"common = \['x'\] is not possible: it must be run keys"),
+        ({"seeds": [0, 0]}, r"seeds = \[0, 0\] has one of them twice"),
+        ({"seeds": [-1]}, r"seed = -1 is not possible"),
+        ({"seeds": [True]}, r"seed = True is not possible"),
+        ({"seeds": [0, "1"]}, r"seed = '1' is not possible: it must be a whole number"),
+        ({"variants": [NCM, NCM]}, r"variants: label 'means' is there twice"),
+        ({"variants": [NCM, {"method": "ncm"}]}, r"variants: .* must be a label"),
+        ({"variants": ["ncm"]}, r"variants: 'ncm' must be a label"),
+        ({"variants": [NCM | {"label": "../x"}]}, r"label '../x' names a folder"),
+        ({"variants": [NCM, NCM | {"label": "again"}]}, r"means/seed0 and again/seed0 are the same run"),
+        (
+            {"partitions": [{"label": "iid", "partition": "iid"}], "variants": [HEAD | {"partition": "dirichlet"}]},
+            r"partition is set by partition 'iid' and by variant 'head'",
+        ),
+    ],
+)
+def test_mistakes_are_found_before_anything_runs(write, tmp_path, capsys, changes, message):
+    path = write(**changes)
+    with pytest.raises(ConfigError, match=message):
+        read_suite(path, {})
+    assert cli.main(["bench", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"fcil: {path}: ")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("variants: [{label: a, method: ncm, method: hgp}]", "line 1: 'method' is there twice"),
+        ("- 1", "this is a list"),
+        ("a: [", "cannot be read"),
+        ("!!python/object/apply:os.getcwd []", "cannot be read"),
+    ],
+)
+def test_files_that_are_no_suite(tmp_path, text, message):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_suite(tmp_path / "bad.yaml", {})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_suite(tmp_path / "absent.yaml", {})
+
+
+def test_the_command_line_cannot_undo_what_a_label_says(write):
+    with pytest.raises(ConfigError, match="method is set by variant 'means' and by the command line"):
+        read_suite(write(), {"method": "hgp"})
+
+
+def test_the_suites_have_every_method():
+    for name in ("digits.yaml", "cifar100-cpu.yaml"):
+        variants = yaml.safe_load((ROOT / "suites" / name).read_text())["variants"]
+        assert {variant["method"] for variant in variants} == set(METHODS)
+    assert read_suite(ROOT / "suites" / "digits.yaml", {}).runs
+    assert read_suite(ROOT / "suites" / "readings.yaml", {}).runs
+
+
+# ------------------------------------------------------------------------------------------------ what is run
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Runs are small programs that note their beginning and end, and fail where a folder's name says so."""
+    program = """
+import json, sys, time
+from pathlib import Path
+folder, results = Path(sys.argv[1]), json.loads(sys.argv[2])
+log = folder.parents[1] / "log.txt"
+log.open("a").write(f"begins {folder.parent.name}\\n")
+time.sleep(float(sys.argv[3]))
+if "bad" in str(folder):
+    sys.exit("fcil: the run failed: no quorum")
+(folder / "results.json").write_text(json.dumps(results))
+(folder / "config.yaml").write_text(sys.argv[4])
+log.open("a").write(f"ends {folder.parent.name}\\n")
+"""
+
+    def with_pause(pause=0.0):
+        results = json.dumps(run_results((0.9, 0.8, 0.7)) | {"metrics": {"final_average_accuracy": 0.75}})
+
+        def command(self: Bench, run: PlannedRun) -> list[str]:
+            words = [str(run.directory), results, str(pause), yaml.safe_dump(run.config.flat())]
+            return [sys.executable, "-c", program, *words]
+
+        monkeypatch.setattr(Bench, "_command", command)
+
+    with_pause()
+    return with_pause
+
+
+def events(folder):
+    return (folder / "log.txt").read_text().splitlines()
+
+
+def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
+    path = write(seeds=[0, 1])
+    first, half, failed, _ = read_suite(path, {}).runs
+    fill(first, run_results((0.5, 0.5, 0.5), seconds=600.0), device="cuda", threads=4)
+    fill(half, run_results((0.5, 0.5, 0.5), status="running"))
+    (half.directory / "rounds.jsonl").write_text("{}\n")
+    fill(failed, run_results((0.5, 0.5, 0.5), status="failed"))
+    kept = (first.directory / "results.json").read_text()
+    assert cli.main(["bench", str(path)]) == 0
+    out = capsys.readouterr().out.splitlines()
+    folder = first.directory.parents[1]
+    expected = [
+        f"4 runs, 1 of them finished already; results go to {folder}",
+        "started   head/seed0",
+        "finished  head/seed0: final average accuracy 75.0%, 0 s; 2 left, about 10.0 min",
+        "started   means/seed1",
+        "finished  means/seed1: final average accuracy 75.0%, 0 s; 1 left, about 0 s",
+        "started   head/seed1",
+        "finished  head/seed1: final average accuracy 75.0%, 0 s; 0 left",
+        f"{folder / 'table.md'}",
+        f"{folder / 'report.html'}",
+        "",
+        "Recommendation: synthetic",
+    ]
+    assert [re.sub(r"\d+ s\b", "0 s", line) for line in out[: len(expected)]] == expected
+    assert out[len(expected)].startswith("Most accurate: head, 75.0 ")  # means have 62.5: half of 50.0 + 75.0
+    assert (first.directory / "results.json").read_text() == kept
+    assert sorted(file.name for file in half.directory.iterdir()) == ["config.yaml", "results.json", "run.log"]
+
+
+def test_finished_runs_of_other_code_are_kept_and_told_of_in_one_line(write, quick, capsys):
+    path = write(seeds=[0, 1])
+    runs, now = read_suite(path, {}).runs, origin()
+    other = [now | {"code-sha256": "0"}, now | {"versions": now["versions"] | {"torch": "1.0"}}, now]
+    for run, made_by in zip(runs, other, strict=False):
+        fill(run, run_results((0.5, 0.5, 0.5)), made_by)
+    assert cli.main(["bench", str(path)]) == 0
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+    assert warnings == [
+        "WARNING   2 of the finished runs were made by other code or versions, first means/seed0 (code-sha256); "
+        "they are kept: remove their folders to run them anew"
+    ]
+    assert events(runs[0].directory.parents[1]) == ["begins head", "ends head"]
+    assert cli.main(["bench", str(path)]) == 0
+    assert "first means/seed0" in capsys.readouterr().out
+
+
+def test_a_failed_run_stops_no_other(write, quick, capsys, tmp_path):
+    path = write(variants=[NCM | {"label": "bad"}, HEAD])
+    assert cli.main(["bench", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert f"FAILED    bad/seed0: the run failed: no quorum (see {tmp_path / 'out/bad/seed0/run.log'}); 1 left" in out
+    assert "finished  head/seed0" in out
+    assert err == "fcil: failed: bad/seed0\n"
+    assert events(tmp_path / "out") == ["begins bad", "begins head", "ends head"]
+    assert cli.main(["bench", str(path)]) == 1  # once more, and only the one that failed
+    assert events(tmp_path / "out")[3:] == ["begins bad"]
+
+
+def test_a_run_that_is_killed_is_a_failed_one(write, quick, monkeypatch, tmp_path):
+    program = "import os; os.kill(os.getpid(), 9)"
+    monkeypatch.setattr(Bench, "_command", lambda self, run: [sys.executable, "-c", program])
+    said = []
+    failed = Bench(read_suite(write(), {}), 1, ["--in-process"], said.append).run()
+    assert [run.name for run in failed] == ["means/seed0", "head/seed0"]
+    assert "FAILED    means/seed0: ended by SIGKILL" in said[2]
+
+
+def test_jobs_are_runs_at_a_time(write, quick, tmp_path):
+    variants = [HEAD | {"label": f"v{n}", "learning-rate": 0.1 + n} for n in range(4)]
+    quick(pause=2.0)
+    assert cli.main(["bench", str(write(variants=variants)), "--jobs", "2"]) == 0
+    at_work, most = set(), 0
+    for line in events(tmp_path / "out"):
+        what, name = line.split()
+        (at_work.add if what == "begins" else at_work.discard)(name)
+        most = max(most, len(at_work))
+    assert most == 2
+
+
+def test_what_remains_is_shared_by_jobs(write, quick):
+    suite = read_suite(write(seeds=[0, 1, 2]), {})
+    for run, seconds in zip(suite.runs, (30.0, 90.0), strict=False):
+        fill(run, run_results((0.5, 0.5, 0.5), seconds))
+    bench_run = Bench(suite, 2, ["--in-process"], lambda line: None)
+    bench_run._plan()
+    assert bench_run._remaining() == "4 left, about 2.0 min"  # 2 * 30 s + 2 * 90 s, two at a time
+
+
+@pytest.mark.parametrize(
+    ("words", "way"),
+    [([], ["--in-process"]), (["--flower"], []), (["--flower", "--gpus-per-client=0.25"], ["--gpus-per-client=0.25"])],
+)
+def test_runs_are_fcil_runs(write, monkeypatch, words, way):
+    monkeypatch.setattr("server_app.cli.bench.cluster_address", lambda: "10.0.0.7:6379")
+    path = write(common=KEYS | {"augmentation": "none"})
+    options = _run_options(_parser().parse_args(["bench", str(path), *words]))
+    suite = read_suite(path, {})
+    words = Bench(suite, 1, options, print)._command(suite.runs[0])
+    assert words[:4] == [sys.executable, "-m", "server_app.cli", "run"]
+    assert words[4 : 4 + len(way)] == way
+    assert {"method=ncm", "augmentation=none", "seed=0", "run-name=seed0"} < set(words[4 + len(way) :])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"learning_rate": 0.5}, "learning-rate = 0.5; the suite says 0.01"),
+        ({"backbone_weights": "random"}, "backbone-weights = 'random'; the suite says 'auto'"),
+        ({"seed": 1}, "seed = 1; the suite says 0"),
+    ],
+)
+def test_a_finished_run_of_other_keys_is_an_error_that_names_them(write, quick, tmp_path, capsys, changed, message):
+    path = write()
+    head = read_suite(path, {}).runs[1]
+    fill(head, run_results((0.5, 0.5, 0.5)), **changed)
+    assert cli.main(["bench", str(path)]) == 2
+    ((name, value),) = changed.items()
+    name = name.replace("_", "-")
+    expected = (
+        f"{head.directory} holds a finished run with {name} = {value!r}; the suite says {head.config.flat()[name]!r}"
+    )
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out" / "log.txt").exists()
+
+
+def test_a_finished_run_may_have_waited_otherwise(write):
+    (run, _) = read_suite(write(), {}).runs
+    fill(run, run_results((0.5, 0.5, 0.5)), start_timeout=99.0, round_timeout=99.0)
+    assert bench.finished_run(run) is not None
+
+
+def test_a_key_that_a_run_is_too_old_to_have_had_its_default(write):
+    (run, _) = read_suite(write(), {}).runs
+    fill(run, run_results((0.5, 0.5, 0.5)))
+    keys = yaml.safe_load((run.directory / "config.yaml").read_text())
+    del keys["gradient-clip"]
+    (run.directory / "config.yaml").write_text(yaml.safe_dump(keys))
+    assert bench.finished_run(run) is not None
+    (changed, _) = read_suite(write(), {"gradient-clip": 2.0}).runs
+    with pytest.raises(ConfigError, match=r"gradient-clip = 1.0; the suite says 2.0"):
+        bench.finished_run(changed)
+    (run.directory / "config.yaml").unlink()
+    assert bench.finished_run(run) is None
+
+
+def test_a_folder_serves_one_suite_at_a_time(write, quick, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".lock"):
+        assert cli.main(["bench", str(write())]) == 1
+    assert f"{tmp_path / 'out'} is in use" in capsys.readouterr().err
+    assert cli.main(["bench", str(write())]) == 0
+
+
+# ---------------------------------------------------------------------------------------------- how a suite ends
+
+
+def wait_for(condition, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def lock_is_free(folder):
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            return True
+    except Timeout:
+        return False
+
+
+def start(path):
+    return subprocess.Popen(
+        [sys.executable, "-m", "server_app.cli", "bench", str(path)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_a_suite_that_was_ended_is_continued(write, tmp_path):
+    """Real runs: one finishes, the next is ended in its midst; then only the latter is run, and from its beginning."""
+    path = write(variants=[NCM, HEAD | {"rounds-per-task": 15}])
+    means, head = (tmp_path / "out" / name / "seed0" for name in ("means", "head"))
+    process = start(path)
+    wait_for(lambda: (head / "rounds.jsonl").exists() and len((head / "rounds.jsonl").read_text().splitlines()) > 2)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err == "fcil: stopped; the same command continues the suite\n"
+    assert "finished  means/seed0" in out
+    assert lock_is_free(tmp_path / "out")
+    assert lock_is_free(head)  # the run is gone
+    assert read_results(head)["status"] == "failed"
+    _, rows = table(tmp_path / "out")
+    assert rows["means", "synthetic"][0] == "0"
+    (head / "rounds.jsonl").open("a").write("a line of the run that was ended\n")
+
+    kept = (means / "results.json").stat()
+    assert cli.main(["bench", str(path)]) == 0
+    assert (means / "results.json").stat().st_mtime_ns == kept.st_mtime_ns
+    lines = [json.loads(line) for line in (head / "rounds.jsonl").read_text().splitlines()]
+    assert [(line["task"], line["round"]) for line in lines] == [(t, r) for t in (1, 2) for r in range(1, 16)]
+    _, rows = table(tmp_path / "out")
+    assert [key[0] for key in rows] == ["means", "head"]
+    assert float(rows["means", "synthetic"][1]) > 90
+    for name in ("accuracy.png", "matrices.png", "communication.png", "report.html"):
+        assert (tmp_path / "out" / name).stat().st_size > 0
+
+
+def test_a_run_that_outlives_its_suite_keeps_the_folder(write, quick, tmp_path, capsys):
+    """SIGKILL leaves a run behind, perhaps one that has not locked its folder yet: no second suite may start there."""
+    run = "import time; print('up', flush=True); time.sleep(6)"
+    program = "import sys; from server_app.bench import runner, suite; from pathlib import Path\n"
+    program += f"runner.Bench._command = lambda self, run: [sys.executable, '-c', {run!r}, str(run.directory)]\n"
+    program += "runner.Bench(suite.read_suite(Path(sys.argv[1]), {}), 1, [], print).run()"
+    process = subprocess.Popen([sys.executable, "-c", program, str(write())], cwd=ROOT, stdout=subprocess.DEVNULL)
+    folder = tmp_path / "out" / "means" / "seed0"
+    wait_for(lambda: (folder / "run.log").exists() and (folder / "run.log").read_text() == "up\n")
+    process.kill()
+    process.wait()
+    assert cli.main(["bench", str(write())]) == 1
+    assert f"{tmp_path / 'out'} is in use" in capsys.readouterr().err
+    assert (folder / "run.log").read_text() == "up\n"
+
+
+def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path, request):
+    program = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    program += "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    pid = tmp_path / "pid"
+    monkeypatch.setattr(Bench, "_command", lambda self, run: [sys.executable, "-c", program, str(pid)])
+    monkeypatch.setattr(bench, "PATIENCE", 0.5)
+    waited = []
+    # whoever runs the tests in the background has them ignore Ctrl-C
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if pid.exists() and pid.read_text():
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(bench.time, "sleep", lambda s, real=time.sleep: (real(s), sleep(s)))
+    with pytest.raises(Interrupted):
+        Bench(read_suite(write(), {}), 1, ["--in-process"], lambda line: None).run()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+# ------------------------------------------------------------------------------------------------------- the table
+
+
+def test_table_against_numbers_worked_out_by_hand(write, tmp_path):
+    path = write(seeds=[0, 1, 2], partitions=[{"label": "iid", "partition": "iid"}])
+    suite = read_suite(path, {})
+    accuracies = {0: (0.9, 0.7, 0.5), 1: (0.9, 0.8, 0.8), 2: (0.6, 0.6, 0.8)}
+    for run in suite.runs:
+        if run.variant == "means":
+            fill(run, run_results(accuracies[run.seed], seconds=10.0 * (run.seed + 1), up=1000 * (run.seed + 1)))
+        elif run.seed < 2:  # the one of seed 1 failed
+            fill(run, run_results((0.5, 0.25, 0.75), status="finished" if run.seed == 0 else "failed"))
+    Bench(suite, 1, ["--in-process"], lambda line: None)._report()
+    header, rows = table(tmp_path / "out")
+    assert list(rows) == [("means", "synthetic, iid"), ("head", "synthetic, iid")]
+    shown = dict(zip(header[2:], rows["means", "synthetic, iid"], strict=True))
+    assert shown == {
+        "Seeds": "0, 1, 2",
+        # (0.7 + 0.5) / 2, 0.8, 0.7: 60, 80, 70
+        "Final average accuracy, %": "70.00 ± 10.00",
+        # (0.9 + 0.6) / 2, (0.9 + 0.8) / 2, (0.6 + 0.7) / 2: 75, 85, 65
+        "Average incremental accuracy, %": "75.00 ± 10.00",
+        # (0.7 + 3 * 0.5) / 4, 0.8, (0.6 + 3 * 0.8) / 4: 55, 80, 75; deviations -15, 10, 5; sqrt(350 / 2)
+        "Last accuracy, %": "70.00 ± 13.23",
+        # 0.9 - 0.7, 0.9 - 0.8, 0.6 - 0.6: 20, 10, 0
+        "Forgetting, points": "10.00 ± 10.00",
+        "Traffic, MB": "5.00 ± 0.00",
+        "kB up per client and round": "2.0 ± 1.0",
+        "kB down per client and round": "0.5 ± 0.0",
+        "Seconds": "20.0 ± 10.0",
+        "Core-minutes": "0.333 ± 0.167 (wall)",
+    }
+    assert rows["head", "synthetic, iid"] == [
+        "0 (and 1 unfinished)",
+        *("50.00", "50.00", "62.50", "25.00", "5.00", "1.0", "0.5", "60.0", "1.000 (wall)"),
+    ]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "<h1>Two &lt;methods&gt;</h1>" in page
+    assert "70.00 ± 13.23" in page
+
+
+def test_half_a_run_of_an_earlier_go_is_not_in_the_table(write, tmp_path):
+    suite = read_suite(write(seeds=[0, 1]), {})
+    fill(suite.runs[0], run_results((0.5, 0.5, 0.5)))
+    fill(suite.runs[2], run_results((0.5, 0.5, 0.5), status="failed"))
+    go = Bench(suite, 1, ["--in-process"], lambda line: None)
+    go._plan()
+    go._report()
+    assert table(tmp_path / "out")[1]["means", "synthetic"][0] == "0"
+
+
+@pytest.mark.parametrize("text", ["{", '{"schema": 1, "status": "finished", "metrics": 3}'])
+def test_results_that_are_none_are_named_once_and_stop_no_other_run(write, quick, monkeypatch, tmp_path, capsys, text):
+    path, write_results = write(), Bench._command
+    first, second = (run.name for run in read_suite(path, {}).runs)
+
+    def command(self: Bench, run: PlannedRun) -> list[str]:
+        program = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
+        words = [sys.executable, "-c", program, str(run.directory / "results.json"), text]
+        return words if run.name == first else write_results(self, run)
+
+    monkeypatch.setattr(Bench, "_command", command)
+    assert cli.main(["bench", str(path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    [warning] = [line for line in lines if "results.json" in line]
+    assert warning.startswith("WARNING")
+    assert f"{first}/results.json is no" in warning
+    assert [line.split(":")[0] for line in lines if line.startswith(("FAILED", "finished"))] == [
+        f"FAILED    {first}",
+        f"finished  {second}",
+    ]
+    _, rows = table(tmp_path / "out")
+    assert [row[1] for row in rows.values()] == ["-", "75.00"]  # the final average accuracy
+
+
+def test_a_suite_without_any_run_has_its_table_too(write, tmp_path):
+    Bench(read_suite(write(), {}), 1, ["--in-process"], lambda line: None)._report()
+    _, rows = table(tmp_path / "out")
+    assert rows["means", "synthetic"] == ["-"] * 10
+
+
+def test_a_suite_goes_on_with_runs_in_their_small_form(write, tmp_path):
+    suite = read_suite(write(), {})
+    for planned, status in zip(suite.runs, ("finished", "failed"), strict=True):
+        fill(planned, run_results((0.9, 0.8, 0.7), status=status) | {"class_names": ["a"], "confusion": [[1]]})
+    assert keep_all(tmp_path / "out", tmp_path / "kept") == [Path("means/seed0")]
+    first, second = read_suite(write(), {"output-dir": str(tmp_path / "kept")}).runs
+    kept = finished_run(first)
+    assert kept is not None
+    assert kept.results["confusion"] == []
+    assert kept.matrix.tolist()[1] == [0.8, 0.7]
+    assert finished_run(second) is None

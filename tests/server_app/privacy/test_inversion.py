@@ -1,0 +1,123 @@
+"""``fcil privacy``: SSIM against an independent computation, an inversion that must succeed, and the command itself."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import ndimage
+
+from server_app.cli import main as cli
+from server_app.privacy.inversion import (
+    differentiable_features,
+    invert,
+    privacy_score,
+    smallest_mse,
+    ssim,
+    total_variation,
+)
+from task.config.parsing import parse
+from task.models.model import build_model
+from task.utils.seeding import torch_rng
+from tests.helpers.runs import run
+
+
+def test_ssim_of_flat_images_by_hand() -> None:
+    """Without variance the second factor is 1: (2 x 0.2 x 0.6 + 1e-4) / (0.04 + 0.36 + 1e-4)."""
+    flat = torch.ones(2, 3, 16, 16) * torch.tensor([0.2, 0.6])[:, None, None, None]
+    assert ssim(flat, flat).tolist() == pytest.approx([1, 1], abs=1e-4)
+    assert ssim(flat[:1], flat[1:]).item() == pytest.approx(0.2401 / 0.4001, abs=1e-3)
+
+
+def test_ssim_agrees_with_windows_of_scipy() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.random((2, 20, 17))
+
+    def mean(values: np.ndarray) -> np.ndarray:
+        return ndimage.gaussian_filter(values, 1.5, radius=5)[5:-5, 5:-5]
+
+    mx, my = mean(x), mean(y)
+    vx, vy, c = mean(x * x) - mx * mx, mean(y * y) - my * my, mean(x * y) - mx * my
+    expected = ((2 * mx * my + 1e-4) * (2 * c + 9e-4) / ((mx**2 + my**2 + 1e-4) * (vx + vy + 9e-4))).mean()
+    similarity = ssim(torch.from_numpy(x)[None, None], torch.from_numpy(y)[None, None])
+    assert similarity.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_privacy_by_hand() -> None:
+    """Images of two pixels, 0.2 and 0.6 off, then 0.4 and 0: MSE (0.04 + 0.36) / 2 = 0.2 and 0.08 -> P 0.08 / 1.08."""
+    real = np.array([[[[51], [255]]], [[[0], [102]]]], np.uint8)
+    mse = smallest_mse(np.array([[[0.4], [0.4]]]), real)
+    assert mse == pytest.approx(0.08)
+    assert privacy_score(mse) == pytest.approx(0.08 / 1.08)
+    assert privacy_score(0.0) == 0
+
+
+def test_total_variation_by_hand() -> None:
+    """Steps down 1 and 0, across 0 and 1: means 0.5 and 0.5."""
+    assert total_variation(torch.tensor([[[[0.0, 0.0], [1.0, 0.0]]]])).tolist() == [1.0]
+
+
+def test_the_inversion_finds_an_image_with_the_features_of_another(tiny: dict) -> None:
+    """What one image's mean is: its own features; the noise that the attack starts from is three times as far."""
+    model = build_model(parse(tiny), [6])
+    secret = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        targets = differentiable_features(model, secret)
+    images, distances = invert(model, targets, (8, 8, 1), 60, torch_rng(0, "test"))
+    _, start = invert(model, targets, (8, 8, 1), 1, torch_rng(0, "test"))
+    assert images.shape == (2, 1, 8, 8)
+    assert 0 <= images.min() < images.max() <= 1
+    assert all(after < before / 3 for before, after in zip(start, distances, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def privacy(folder: str, *more: str) -> int:
+    return cli.main(["privacy", folder, "--steps", "3", "--device", "cpu", *more])
+
+
+@pytest.mark.parametrize("method", ["hgp", "afcl", "pip"])
+def test_the_command_leaves_a_table_and_a_picture(method: str, tiny: dict, capsys: pytest.CaptureFixture) -> None:
+    run(tiny | {"method": method})
+    folder = f"{tiny['output-dir']}/run"
+    assert privacy(folder, "--classes", "2") == 0
+    said = capsys.readouterr().out
+    assert "SSIM own" in said
+    assert str(Path(folder) / "privacy.png") in said
+    written = json.loads((Path(folder) / "privacy.json").read_text())
+    assert len(written["classes"]) == 2
+    assert written["classes"][0]["images"] <= written["classes"][1]["images"]
+    for scale, name in ((1, "p"), (255**2, "p_255")):
+        by_class = [1 - 1 / (1 + scale * c["mse"]) for c in written["classes"]]
+        assert [c[name] for c in written["classes"]] == pytest.approx(by_class)
+        assert written[name] == pytest.approx(np.mean(by_class))
+    assert 0 < written["p"] < 0.5 < written["p_255"] < 1
+    assert all(-1 <= c["ssim"] <= c["ssim_real"] + 1 for c in written["classes"])
+    assert (Path(folder) / "privacy.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_attacked_is_named(tiny: dict, capsys: pytest.CaptureFixture) -> None:
+    run(tiny | {"method": "fppl", "run-name": "means"})
+    run(tiny | {"method": "fedavg", "run-name": "nothing"})
+    run(tiny | {"method": "ncm", "run-name": "sums", "secure-aggregation": "pairwise"})
+    means, nothing, sums = (f"{tiny['output-dir']}/{name}" for name in ("means", "nothing", "sums"))
+    for words, reason in (
+        ((nothing,), "'fedavg' sends no statistics"),
+        ((sums,), "had sums over clients alone"),
+        ((means, "--client", "7"), "clients 0 to 2"),
+        ((means, "--target", "sample"), "sends means alone"),
+    ):
+        assert privacy(*words) == 2
+        assert reason in capsys.readouterr().err
+    assert privacy(f"{tiny['output-dir']}/nowhere") == 1
+
+
+def test_a_sample_of_what_was_sent_may_be_the_target(tiny: dict) -> None:
+    run(tiny | {"hgp-covariance": "low-rank"})
+    assert privacy(f"{tiny['output-dir']}/run", "--target", "sample", "--classes", "1") == 0
+
+
+def test_thresholds_hold_for_the_attack_too(tiny: dict, capsys: pytest.CaptureFixture) -> None:
+    run(tiny | {"min-class-count": 10**6})
+    assert privacy(f"{tiny['output-dir']}/run") == 2
+    assert "min-class-count" in capsys.readouterr().err

@@ -1,0 +1,121 @@
+"""Answers of a round as they come: any order gives the same run, and what has been averaged is let go."""
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server_app.rounds.aggregation import RoundAggregator
+from server_app.rounds.run import Run, run_experiment
+from server_app.run_files.results import RoundReport
+from server_app.transport.base import Reply
+from server_app.transport.in_process import InProcessTransport
+from strategies.base import RoundContext, Update
+from task.config.parsing import parse
+from task.message import Kind, Packet
+from tests.conftest import QUICK
+from tests.helpers.runs import FaultyTransport, without_times
+
+Values = dict[str, Any]
+
+
+class Backwards(FaultyTransport):
+    """The last node that is asked answers first."""
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+        yield from reversed(list(super().exchange(kind, packets, timeout)))
+
+
+class Counting(InProcessTransport):
+    """Counts the train answers that are alive when the next one comes."""
+
+    alive: list[weakref.ref[np.ndarray]]
+    most = 0
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+        self.alive = []
+        for reply in super().exchange(kind, packets, timeout):
+            if kind == "train" and reply.packet:
+                self.alive.append(weakref.ref(max(reply.packet.arrays.values(), key=np.size)))
+                self.most = max(self.most, sum(ref() is not None for ref in self.alive))
+            yield reply
+
+
+def results(values: Values, transport: type[FaultyTransport] = FaultyTransport, **faults: Any) -> Values:
+    config = parse(values)
+    folder = run_experiment(config, transport(config.flat(), config.num_clients, **faults))
+    return without_times(json.loads((folder / "results.json").read_text()))
+
+
+@pytest.mark.parametrize("method", ["hgp", "pip", "fppl", "hepco", "fedprok", "ccvr", "afcl", "fedrda"])
+def test_a_run_does_not_depend_on_the_order_of_the_answers(method: str, tiny: Values) -> None:
+    values = tiny | {"method": method, "num-clients": 4}
+    assert results(values) == results(values | {"run-name": "backwards"}, Backwards)
+
+
+@pytest.mark.parametrize("bound", [{}, {"max-update-norm": 50.0}, {"max-update-ratio": 5.0}])
+def test_nor_do_its_failures_and_entropies(bound: Values, tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the method receives what has been accepted, nothing else."""
+    received = set[str]()
+    monkeypatch.setattr("strategies.base.Strategy.receive", lambda self, model, update, at: received.add(update.client))
+
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        if kind == "train" and node == 2:
+            packet.metrics["num-examples"] = -1
+        if "head.weight" in packet.arrays and node == 4:
+            packet.arrays["head.weight"] += np.float32(100)
+        return packet
+
+    values = tiny | bound | {"num-clients": 7, "partition": "dirichlet", "dirichlet-beta": 0.02, "federated-bias": True}
+    forwards = results(values, tamper=tamper)
+    assert forwards == results(values | {"run-name": "backwards"}, Backwards, tamper=tamper)
+    first, refused = forwards["rounds"][0], ["client-0002", *(["client-0004"] if bound else [])]
+    assert [f["name"] for f in first["failures"]] == refused
+    assert first["idle"] == ["client-0001", "client-0003", "client-0005"]
+    assert received.isdisjoint(refused)
+    assert {"client-0000", "client-0006"} <= received
+    assert len(forwards["federated_bias"]["response_entropies"][0]) == 4 - len(refused)
+
+
+@pytest.mark.parametrize(
+    ("keys", "most"),
+    [
+        ({}, 2),
+        ({"method": "hepco", **QUICK["hepco"]}, 6),
+        ({"max-update-ratio": 9.0}, 6),
+        ({"max-update-norm": 9.0}, 2),
+    ],
+)
+def test_an_answer_is_let_go_once_it_is_averaged(keys: Values, most: int, tiny: Values) -> None:
+    """The one that comes and the one before it; a median over all needs all six, and HePCo's teachers are all six."""
+    config = parse(tiny | {"num-clients": 6, "partition": "iid"} | keys)
+    transport = Counting(config.flat(), 6)
+    run_experiment(config, transport)
+    assert transport.most == most
+
+
+def test_whoever_measures_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
+    config = parse(tiny)
+    run = Run(config, InProcessTransport(config.flat(), 3), tmp_path / "run", None, ExitStack())
+    clients, context = run.registry.clients, RoundContext(run.scenario.schedule, 1)
+    aggregator, seen = RoundAggregator(config, run.strategy, run.model, context, clients), list[Update]()
+
+    def measure(update: Update) -> list[float]:
+        seen.append(update)
+        return [float(len(seen)), 0.5]
+
+    replies = reversed(list(run.exchange("train", context, clients, aggregator.sent_arrays)))
+    aggregator.collect(replies, RoundReport(1, 1, [m.name for m in clients]), measure)
+    assert aggregator.entropies == {update.client: [i, 0.5] for i, update in enumerate(seen, 1)}
+    seen.reverse()
+    assert [u.client for u in seen] == [u.client for u in aggregator.updates] == [m.name for m in clients]
+    assert not any(u.arrays for u in aggregator.updates)
+    weights = np.array([u.num_examples for u in seen], np.float64)
+    for name, mean in aggregator.mean.arrays().items():
+        stacked = np.stack([u.arrays[name] for u in seen], axis=-1).astype(np.float64)
+        np.testing.assert_allclose(mean, stacked @ weights / weights.sum(), rtol=1e-6, atol=1e-12)

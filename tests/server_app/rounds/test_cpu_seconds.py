@@ -1,0 +1,88 @@
+"""Processor seconds in results.json: of all threads, without pictures, and summed over the parts of a resumed run."""
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from server_app.rounds import report_drawer
+from server_app.run_files.results import Results
+from server_app.transport.flower_grid import GridTransport
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
+from task.scenario.scenario import build_scenario
+from tests.helpers.runs import Values, interrupt, run
+
+
+def busy(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.fixture
+def results(tiny: Values, tmp_path: Path) -> Results:
+    config = parse(tiny)
+    return Results(tmp_path, config, build_scenario(config))
+
+
+def test_threads_count_and_waiting_does_not(results: Results) -> None:
+    results.start_cpu_clock()
+    thread = threading.Thread(target=busy, args=(0.2,))
+    thread.start()
+    busy(0.2)
+    thread.join()
+    time.sleep(0.5)
+    results.write()
+    assert 0.4 <= results.seconds["cpu_total"] < 0.6
+    results.leave_out_cpu(0.3)
+    results.write()
+    assert 0.1 <= results.seconds["cpu_total"] < 0.3
+
+
+@pytest.mark.parametrize(
+    ("before", "rounds", "clock", "expected"),
+    [
+        ({"total": 50.0, "cpu_total": 40.0}, 1, True, 40.0),
+        ({"total": 50.0}, 1, True, None),  # by code that did not measure it
+        ({"total": 50.0, "cpu_total": 40.0}, 1, False, None),  # goes on through Flower
+    ],
+)
+def test_parts_of_a_run_add_up_or_nothing_is_recorded(
+    results: Results, before: dict[str, float], rounds: int, clock: bool, expected: float | None
+) -> None:
+    if clock:
+        results.start_cpu_clock()
+    (results.directory / "rounds.jsonl").write_text("{}\n")
+    state = results.export_state() | {"rounds": [None] * rounds}
+    state["seconds"] = results.seconds | before
+    results.restore(state)
+    busy(0.1)
+    results.rounds = []
+    results.write()
+    recorded = json.loads((results.directory / "results.json").read_text())["seconds"].get("cpu_total")
+    assert recorded is None if expected is None else expected + 0.1 <= recorded < expected + 0.5
+
+
+def test_pictures_are_left_out(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_drawer, "write_report", lambda folders: busy(0.3))
+    drawer = report_drawer.ReportDrawer(results.directory, results.leave_out_cpu)
+    results.start_cpu_clock()
+    drawer.draw_in_background()
+    drawer.stop()
+    results.write()
+    assert results.seconds["cpu_total"] < 0.2
+
+
+def test_only_runs_of_one_process_have_it(tiny: Values) -> None:
+    assert (InProcessTransport.one_process, GridTransport.one_process) == (True, False)
+    assert run(tiny)["seconds"]["cpu_total"] > 0
+
+
+def test_a_resumed_run_has_it(tiny: Values) -> None:
+    values = tiny | {"rounds-per-task": 2}
+    folder = interrupt(values, cut_in_round=3)
+    before = json.loads((folder / "results.json").read_text())["seconds"]["cpu_total"]
+    assert run({"resume": str(folder)})["seconds"]["cpu_total"] > before

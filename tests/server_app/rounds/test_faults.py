@@ -1,0 +1,407 @@
+"""What clients may do wrong, and what a run does about it."""
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from server_app.errors import RunError
+from strategies.base import RoundContext, Update
+from task.keys import ConfigError
+from task.message import Kind, Packet
+from task.models.model import Model
+from tests.conftest import TINY
+from tests.helpers.runs import folder_of, model_of, results_of, run
+
+Change = Callable[[Packet], object]
+
+
+def on_training(node: int, change: Change) -> Callable[[int, Kind, Packet], Packet]:
+    """Tamper with what one node answers to train messages."""
+
+    def tamper(sender: int, kind: Kind, packet: Packet) -> Packet:
+        if sender == node and kind == "train":
+            change(packet)
+        return packet
+
+    return tamper
+
+
+def set_array(name: str, value: np.ndarray) -> Change:
+    return lambda p: p.arrays.update({name: value})
+
+
+def set_statistic(name: str, edit: Callable[[np.ndarray], np.ndarray]) -> Change:
+    return lambda p: p.statistics.update({name: edit(p.statistics[name].copy())})
+
+
+BAD: dict[str, tuple[Change, str]] = {
+    "NaN in an array": (lambda p: p.arrays["head.bias"].fill(np.nan), "head.bias holds NaN"),
+    "infinity in an array": (lambda p: p.arrays["prompt.prefix"].fill(np.inf), "prompt.prefix holds NaN or infinite"),
+    "wrong shape": (set_array("head.bias", np.zeros(99, np.float32)), "head.bias is float32 [99]"),
+    "wrong type": (set_array("head.bias", np.zeros(6)), "head.bias is float64"),
+    "extra array": (set_array("backbone", np.zeros(1, np.float32)), "backbone"),
+    "missing array": (lambda p: p.arrays.pop("head.weight"), "were expected"),
+    "negative examples": (lambda p: p.metrics.update({"num-examples": -5}), "num-examples is -5"),
+    "absurd examples": (lambda p: p.metrics.update({"num-examples": 10**12}), "num-examples is 1000000000000"),
+    "fractional examples": (lambda p: p.metrics.update({"num-examples": 1.5}), "num-examples is 1.5"),
+    "no examples given": (lambda p: p.metrics.pop("num-examples"), "num-examples is None"),
+    "negative count": (set_statistic("counts", lambda c: -c), "counts"),
+    "count above what is held": (set_statistic("counts", lambda c: c + 10**6), "above what the client said"),
+    "unknown class": (set_statistic("class_ids", lambda c: c + 1000), "not distinct classes of the task"),
+    "class twice": (set_statistic("class_ids", lambda c: np.full_like(c, c[0])), "not distinct"),
+    "negative variance": (set_statistic("variances", lambda v: v - 1e6), "variances are negative"),
+    "NaN mean": (set_statistic("means", lambda m: m * np.nan), "means holds NaN"),
+    "means of another size": (set_statistic("means", lambda m: m[:, :-1]), "means is float32"),
+    "missing statistic": (lambda p: p.statistics.pop("variances"), "were expected"),
+    "huge array": (lambda p: p.arrays["head.weight"].fill(1e30), "head.weight holds values above 1e+06"),
+    "huge variance": (set_statistic("variances", lambda v: v + np.float32(3e38)), "variances holds values above"),
+    "seconds that are no number": (lambda p: p.metrics.update({"seconds-train": np.nan}), "seconds-train is nan"),
+    "seconds whose sum overflows": (lambda p: p.metrics.update({"seconds-train": 1e308}), "seconds-train is 1e+308"),
+    "a loss of too many digits": (lambda p: p.metrics.update({"loss": 10**400}), "loss is 1000"),
+    "a reason that repaints the screen": (lambda p: p.config.update({"error": "\x1b[2J" + "x" * 10**6}), "[2Jxxx"),
+    "a list for a loss": (lambda p: p.metrics.update({"loss": [1.0, 2.0]}), "loss is [1.0, 2.0]"),
+    "a text for an accuracy": (lambda p: p.metrics.update({"accuracy": "high"}), "accuracy is 'high'"),
+    "its own error": (lambda p: p.config.update({"error": "out of memory"}), "out of memory"),
+}
+
+
+@pytest.fixture(scope="module")
+def without_one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], tuple[dict, dict[str, np.ndarray]]]:
+    """Results and model of a run in which node 1 answers no train message."""
+    values = TINY | {"output-dir": str(tmp_path_factory.mktemp("silent")), "run-name": "silent"}
+    return cache(lambda: (run(values, broken=lambda node, kind: node == 1 and kind == "train"), model_of(values)))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_answer_is_left_out_and_named(name: str, tiny: dict, without_one: Callable) -> None:
+    """The global model is what it would be had the node not answered at all."""
+    (change, reason), (silent, theirs) = BAD[name], without_one()
+    spoilt = run(tiny, tamper=on_training(1, change))
+    for round_ in spoilt["rounds"]:
+        assert [f["name"] for f in round_["failures"]] == ["client-0001"]
+        assert reason in round_["failures"][0]["reason"]
+    assert spoilt["status"] == "finished"
+    assert spoilt["accuracy_matrix"] == silent["accuracy_matrix"]
+    ours = model_of(tiny)
+    assert all((ours[n] == theirs[n]).all() for n in ours)
+
+
+@pytest.mark.parametrize("packing", ["full", "low-rank"])
+def test_other_packings_are_checked_too(packing: str, tiny: dict) -> None:
+    name = {"full": "covariances", "low-rank": "factors"}[packing]
+    spoil = (lambda c: -1e3 - c) if packing == "full" else (lambda f: f * np.nan)
+    results = run(tiny | {"hgp-covariance": packing}, tamper=on_training(0, set_statistic(name, spoil)))
+    assert all([f["name"] for f in r["failures"]] == ["client-0000"] for r in results["rounds"])
+
+
+def test_a_client_that_never_answers_is_named(tiny: dict) -> None:
+    results = run(tiny, broken=lambda node, kind: node == 2 and kind == "train")
+    assert results["rounds"][0]["failures"] == [{"name": "client-0002", "reason": "no answer within 3600 s"}]
+
+
+def test_a_server_app_that_flower_ends_says_so_in_words(tiny: dict) -> None:
+    """It did: the error of a run whose superexec had died was "0"."""
+
+    def broken(node: int, kind: Kind) -> bool:
+        if kind == "train":
+            raise SystemExit(0)
+        return False
+
+    with pytest.raises(SystemExit):
+        run(tiny, broken=broken)
+    assert results_of(folder_of(tiny))["error"].startswith("its process was told to end: by 'flwr stop', by a signal")
+
+
+def test_statistics_that_nobody_asked_for_are_refused(tiny: dict) -> None:
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        if node == 0 and kind == "train":
+            packet.statistics = {"means": np.zeros((1, 4), np.float32)}
+        return packet
+
+    results = run(tiny | {"method": "fedavg"}, tamper=tamper)
+    assert results["status"] == "finished"
+    assert results["rounds"][0]["failures"][0]["name"] == "client-0000"
+    assert "none were expected" in results["rounds"][0]["failures"][0]["reason"]
+
+
+def test_a_client_under_anothers_name_changes_nothing_but_its_own_answer(tiny: dict) -> None:
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        if node == 1 and kind == "train":
+            packet.config["name"], packet.metrics = "client-0000", {"loss": 1.0}
+        return packet
+
+    results = run(tiny, tamper=tamper)
+    assert results["status"] == "finished"
+    assert [f["name"] for f in results["rounds"][0]["failures"]] == ["client-0001"]
+
+
+@pytest.mark.pictures
+def test_without_a_quorum_the_run_stops_and_keeps_what_it_has(tiny: dict) -> None:
+    """Two of three vanish in the second task; two are needed."""
+    rounds = []
+
+    def broken(node: int, kind: Kind) -> bool:
+        rounds.extend([kind] if node == 0 and kind == "train" else [])
+        return node > 0 and len(rounds) > 1
+
+    with pytest.raises(RunError, match=r"task 2, round 1: 1 of 3 clients answered, the quorum is 2"):
+        run(tiny | {"quorum": 2}, broken=broken)
+    results = results_of(folder_of(tiny))
+    assert results["status"] == "failed"
+    assert "quorum is 2" in results["error"]
+    assert results["accuracy_matrix"][0][0] is not None
+    assert results["accuracy_matrix"][1] == [None, None]
+    assert {f["name"] for f in results["rounds"][-1]["failures"]} == {"client-0001", "client-0002"}
+    folder = Path(tiny["output-dir"]) / "run"
+    assert {"config.yaml", "model.safetensors", "accuracy.png", "report.html"} <= {p.name for p in folder.iterdir()}
+
+
+HELLO: dict[str, tuple[Change, str]] = {
+    "no name": (lambda p: p.config.pop("name"), "its name is no printable text"),
+    "no counts": (lambda p: p.arrays.clear(), "class_counts"),
+    "counts of another length": (lambda p: p.arrays.update(class_counts=np.ones(3, np.int64)), "class_counts"),
+    "negative counts": (lambda p: p.arrays.update(class_counts=-p.arrays["class_counts"]), "class_counts"),
+    "absurd counts": (
+        lambda p: p.arrays.update(class_counts=p.arrays["class_counts"] + 10**15),
+        "class_counts are above",
+    ),
+    "other classes": (lambda p: p.config.update(classes=["a"]), "classes ['a']"),
+    "its own error": (lambda p: p.config.update(error="no disk"), "no disk"),
+    "counts of test images": (lambda p: p.arrays.update(test_counts=np.ones(3)), "test_counts are float64 [3]"),
+    "a number for classes": (lambda p: p.config.update(classes=5), "its classes 5 are not those"),
+    "a number for versions": (lambda p: p.config.update(versions=3), "its versions are no list"),
+    "a version that clears the screen": (
+        lambda p: p.config.update(versions=["\x1b[2J"]),
+        "its versions are no list",
+    ),
+    "a name that clears the screen": (
+        lambda p: p.config.update(name="\x1b[2Jclient-0000"),
+        "its name is no printable text",
+    ),
+    "no letter in its name": (lambda p: p.config.update(name=" "), "its name is no printable text"),
+    "a name without end": (lambda p: p.config.update(name="x" * 10**6), "its name is no printable text"),
+    "a number for a digest": (lambda p: p.config.update({"code-sha256": 5}), "its code-sha256 is no printable text"),
+    "a device of two lines": (lambda p: p.config.update(device="cpu\ncpu"), "its device is no printable text"),
+}
+
+
+@pytest.mark.parametrize("name", HELLO)
+def test_a_bad_hello_leaves_the_node_out_and_is_named(name: str, tiny: dict) -> None:
+    change, reason = HELLO[name]
+
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        if node == 1 and kind == "hello":
+            change(packet)
+        return packet
+
+    results = run(tiny, tamper=tamper)
+    assert results["status"] == "finished"
+    assert [a["name"] for a in results["absent"]] == ["node 1"]
+    assert reason in results["absent"][0]["reason"]
+    assert results["rounds"][0]["participants"] == ["client-0000", "client-0002"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda p: p.arrays.pop("total"),
+        lambda p: p.arrays.update(correct=p.arrays["correct"] * np.nan),
+        lambda p: p.arrays.update(correct=p.arrays["total"] + 1),
+        lambda p: p.arrays.update(correct=np.zeros(2, np.int64), total=np.zeros(2, np.int64)),
+        lambda p: p.arrays.pop("confusion"),
+        lambda p: p.arrays.update(confusion=p.arrays["confusion"].astype(np.float64)),
+        lambda p: p.arrays.update(confusion=p.arrays["confusion"][:, :2]),
+        lambda p: p.arrays.update(confusion=p.arrays["confusion"][1:]),
+        lambda p: p.arrays.update(confusion=p.arrays["confusion"] - [0, 0, 1]),
+        lambda p: p.arrays.update(confusion=p.arrays["confusion"] + [99, 0, 0]),
+        lambda p: p.arrays.update(confusion=p.arrays["confusion"] - [0, 99, 0]),
+        lambda p: p.arrays.update(confusion=p.arrays["confusion"][[0, *range(len(p.arrays["confusion"]))]]),
+        lambda p: p.arrays.update(confusion=p.arrays["confusion"] * [1, 1, 2**40]),
+        lambda p: p.arrays.update(
+            confusion=p.arrays["confusion"] * [1, 1, 1000],
+            correct=p.arrays["correct"] * 1000,
+            total=p.arrays["total"] * 1000,
+        ),
+        lambda p: p.config.update(error="no disk"),
+    ],
+)
+def test_a_bad_evaluation_is_named_and_left_out(change: Change, tiny: dict) -> None:
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        if node == 1 and kind == "evaluate":
+            change(packet)
+        return packet
+
+    results = run(tiny | {"evaluate": "clients"}, tamper=tamper)
+    assert [f["name"] for f in results["rounds"][0]["failures"]] == ["client-0001"]
+    assert "evaluation" in results["rounds"][0]["failures"][0]["reason"]
+    assert results["accuracy_matrix"][1][1] is not None
+
+
+def test_a_refinement_that_diverges_ends_the_run_with_a_reason(tiny: dict) -> None:
+    with pytest.raises(RunError, match="lower the server's learning rate"):
+        run(tiny | {"hgp-learning-rate": 1e30})
+    assert results_of(folder_of(tiny))["rounds"][0]["dropped"]
+
+
+def test_a_refinement_that_measures_no_number_ends_the_run_with_its_reason(tiny: dict) -> None:
+    """The loss is NaN as well as the model: results.json, which takes none, must not hide the reason."""
+    with pytest.raises(RunError, match="lower the server's learning rate"):
+        run(tiny | {"method": "ccvr", "prompt": "none", "ccvr-logit-temperature": 1e-40})
+    assert results_of(folder_of(tiny))["status"] == "failed"
+
+
+def test_a_task_that_nobody_could_learn_ends_the_run(tiny: dict) -> None:
+    """Idle clients answer too, so the quorum is met: of joint's three clients one has all images, and diverges."""
+    with pytest.raises(RunError, match=r"task 1, round 2: every client with data for the task has failed"):
+        run(tiny | {"method": "joint", "learning-rate": 1e20, "rounds-per-task": 2})
+
+
+def test_a_dropped_round_leaves_no_trace(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method's own memory goes back with the model, so the next round is as if the bad one had not been."""
+    from strategies.hgp import HGP
+
+    banks, refine = [], HGP.refine
+
+    def spoil(self: HGP, model: Model, updates: list, context: RoundContext) -> dict[str, float]:
+        banks.append(self.prototypes)
+        report = refine(self, model, updates, context)
+        if context.server_round == 2:
+            model.head.weight.data.fill_(np.nan)
+        return report
+
+    monkeypatch.setattr(HGP, "refine", spoil)
+    results = run(tiny | {"num-tasks": 1, "rounds-per-task": 3})
+    assert [r["dropped"] for r in results["rounds"]] == [False, True, False]
+    assert banks[2].means is banks[1].means
+
+
+def test_a_dropped_round_takes_back_what_was_kept_of_its_answers(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    from strategies.hgp import HGP
+
+    met, second, before, refine = [], [], [], HGP.refine
+
+    def receive(self: HGP, model: Model, update: Update, context: RoundContext) -> None:
+        assert update.arrays
+        self.met = [*getattr(self, "met", []), (context.server_round, update.client)]
+        if context.server_round == 2:
+            self.second = True
+
+    def spoil(self: HGP, model: Model, updates: list, context: RoundContext) -> dict[str, float]:
+        met.append(self.met)
+        second.append(hasattr(self, "second"))
+        before.append(updates)
+        report = refine(self, model, updates, context)
+        if context.server_round == 2:
+            model.head.weight.data.fill_(np.nan)
+        return report
+
+    monkeypatch.setattr(HGP, "receive", receive)
+    monkeypatch.setattr(HGP, "refine", spoil)
+    run(tiny | {"num-tasks": 1, "rounds-per-task": 3})
+    clients = ["client-0000", "client-0001", "client-0002"]
+    assert second == [False, True, False]
+    assert met[2] == [(number, client) for number in (1, 3) for client in clients]
+    assert not any(update.arrays for updates in before for update in updates)
+
+
+def test_nobody_answers_hello(tiny: dict) -> None:
+    with pytest.raises(RunError, match="0 clients answered hello"):
+        run(tiny, broken=lambda node, kind: True)
+
+
+def test_other_backbone_or_code_at_a_client_stops_the_run(tiny: dict) -> None:
+    for key, word in (("backbone-sha256", "other backbone weights"), ("code-sha256", "another copy of the code")):
+
+        def tamper(node: int, kind: Kind, packet: Packet, key: str = key) -> Packet:
+            if node == 1:
+                packet.config[key] = "0" * 64
+            return packet
+
+        with pytest.raises(RunError, match=rf"1 clients have {word}.*client-0001"):
+            run(tiny, tamper=tamper)
+
+
+def test_two_nodes_of_one_name(tiny: dict) -> None:
+    with pytest.raises(RunError, match="give each its own name"):
+        run(tiny, node_settings=[{"name": "hospital"}] * 3)
+
+
+def test_bad_settings_leave_no_folder_behind(tiny: dict, tmp_path: Path) -> None:
+    bad = [
+        {"backbone": "resnet18"},
+        {"backbone": "no_such_vit"},
+        {"backbone-weights": str(tmp_path / "nowhere.pt")},
+        {"image-size": 30},
+        {"prompt-blocks": "5-9"},
+        {"num-tasks": 13},
+        {"device": "cuda:9"},
+        {"device": "abacus"},
+        {"device": "cuda:999"},
+        {"prompt-blocks": "1-900000000"},
+        {"threads": 10**11},
+        {"run-name": "../escaped"},
+        {"output-dir": "/proc/nope"},
+        {"validation-share": 0.001},
+        {"partition": "quantity", "classes-per-client": 1, "num-tasks": 1},
+        {"dataset": "folder", "data-dir": str(tmp_path / "nowhere")},
+    ]
+    for values in bad:
+        started = time.monotonic()
+        with pytest.raises(ConfigError) as caught:
+            run(tiny | values)
+        name = next(iter(values))
+        assert name in str(caught.value).replace("_", "-") or "classes" in str(caught.value), caught.value
+        assert time.monotonic() - started < 10
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_existing_run_is_never_overwritten(tiny: dict) -> None:
+    run(tiny)
+    before = results_of(folder_of(tiny))
+    with pytest.raises(ConfigError, match="run-name = 'run' is taken"):
+        run(tiny)
+    assert results_of(folder_of(tiny)) == before
+
+
+def test_a_killed_run_leaves_whole_files_up_to_its_last_round(tiny: dict) -> None:
+    """SIGKILL after some lines of rounds.jsonl and the first pictures; then the report is drawn from what is there."""
+    values = tiny | {"rounds-per-task": 2000}
+    code = textwrap.dedent(f"""
+        from server_app.rounds.run import run_experiment
+        from server_app.transport.in_process import InProcessTransport
+        from task.config.parsing import parse
+        config = parse({values!r})
+        run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+    """)
+    folder = Path(tiny["output-dir"]) / "run"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 120
+        lines, drawn = folder / "rounds.jsonl", folder / "report.html"
+        while not (drawn.exists() and lines.exists()) or len(lines.read_text().splitlines()) < 3:
+            assert process.poll() is None, process.stderr and process.stderr.read().decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+    results = results_of(folder_of(tiny))
+    assert results["status"] == "running"
+    assert {"config.yaml", "accuracy.png", "forgetting.png", "report.html"} <= {p.name for p in folder.iterdir()}
+    assert len(results["rounds"]) >= 2
+    assert results["accuracy_matrix"][0] == [None, None]
+    assert model_of(tiny)["head.weight"].shape == (6, 112)
+    from server_app.report.write import write_report
+
+    assert 'class="badge running"' in (folder / "report.html").read_text()  # it drew that itself
+    write_report([folder])
+    page = (folder / "report.html").read_text()
+    assert 'class="badge interrupted"' in page
+    assert f"go on with resume={folder}" in page

@@ -1,0 +1,86 @@
+"""Where runs lie, and how one that was killed is marked."""
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+from filelock import FileLock, Timeout
+
+from server_app.run_files import paths
+from task.config.parsing import parse
+from task.keys import ConfigError
+
+
+def test_runs_are_placed_by_home_then_project(tmp_path, monkeypatch):
+    config = parse({"run-name": "r"})
+    monkeypatch.delenv("FCIL_HOME", raising=False)
+    assert paths.run_directory(config) == paths.project_folder() / "runs" / "r"
+    monkeypatch.setenv("FCIL_HOME", str(tmp_path))
+    assert paths.run_directory(config) == tmp_path / "runs" / "r"
+    assert paths.run_directory(parse({"run-name": "r", "output-dir": "/elsewhere"})) == Path("/elsewhere/r")
+    assert re.fullmatch(r"hgp-digits-seed0-\d{8}-\d{6}-[0-9a-f]{4}", paths.run_directory(parse({})).name)
+
+
+def test_without_a_project_the_message_names_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(paths, "__file__", str(tmp_path / "site-packages" / "server_app" / "run_files" / "paths.py"))
+    with pytest.raises(paths.LaunchError, match="--in-process"):
+        paths.project_folder()
+
+
+def test_a_killed_run_is_marked_as_failed(tmp_path):
+    (tmp_path / "results.json").write_text('{"status": "running", "rounds": []}')
+    paths.mark_failed(tmp_path, "out of memory")
+    assert paths.read_results(tmp_path) == {"status": "failed", "rounds": [], "error": "out of memory"}
+    paths.mark_failed(tmp_path, "another reason")
+    assert paths.read_results(tmp_path)["error"] == "out of memory"
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    paths.mark_failed(tmp_path / "absent", "no matter")
+
+
+def test_a_run_that_was_killed_is_seen_not_to_run(tmp_path):
+    (tmp_path / "results.json").write_text('{"status": "running"}')
+    with paths.lock_run(tmp_path):
+        assert paths.is_locked(tmp_path)
+        assert paths.read_results(tmp_path) == {"status": "running"}
+    results = paths.read_results(tmp_path)
+    assert results["status"] == "interrupted"
+    assert results["error"].endswith(f"go on with resume={tmp_path}")
+    assert not paths.is_locked(tmp_path)  # asking has not locked it
+    (tmp_path / "results.json").write_text('{"status": "finished"}')
+    assert paths.read_results(tmp_path) == {"status": "finished"}
+
+
+def test_who_asks_for_the_lock_keeps_nobody_out(tmp_path):
+    (tmp_path / ".lock").touch()
+    asking = FileLock(tmp_path / ".lock", thread_local=False)
+    asking.acquire()
+    threading.Timer(0.3, asking.release).start()
+    with paths.lock_folder(tmp_path):
+        assert paths.is_locked(tmp_path)
+
+
+def test_a_locked_folder_is_free_again_and_file_systems_without_locks_are_named(tmp_path, monkeypatch, caplog):
+    with paths.lock_folder(tmp_path / "new"):
+        with pytest.raises(Timeout), paths.lock_folder(tmp_path / "new"):
+            pass
+        with pytest.raises(ConfigError, match="another process is at"), paths.lock_run(tmp_path / "new"):
+            pass
+    with paths.lock_run(tmp_path / "new"):
+        assert [path.name for path in (tmp_path / "new").iterdir()] == [".lock"]
+
+    def refuse(lock: FileLock, **_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(FileLock, "acquire", refuse)
+    with paths.lock_folder(tmp_path), paths.lock_folder(tmp_path):
+        assert "start no second run there" in caplog.text
+    (tmp_path / ".lock").touch()
+    assert paths.is_locked(tmp_path)  # which nobody can know there, so what is recorded counts
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"), paths.lock_run(tmp_path / "file" / "run"):
+        pass

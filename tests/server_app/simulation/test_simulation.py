@@ -1,0 +1,288 @@
+"""Starting Flower, ending whole families of processes, and being ended in order."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import pytest
+
+from server_app.cli.main import main
+from server_app.simulation import cluster, processes
+from server_app.simulation import superlink as launcher
+from server_app.simulation.cluster import Cluster
+from task.config.parsing import parse
+from task.config.schema import defaults
+from task.utils.versions import code_sha256
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_workers_fit_cores_clients_and_memory(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
+    workers = [launcher.default_workers(parse(v)) for v in ({}, {"threads": 4}, {"threads": 99}, {"num-clients": 2})]
+    assert workers == [8, 3, 1, 2]
+
+
+def test_a_superlink_that_does_not_start_is_shown(tmp_path, monkeypatch):
+    fake = tmp_path / "flower-superlink"
+    fake.write_text("#!/bin/sh\necho no such option\nexit 3\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(launcher.sysconfig, "get_path", lambda name: str(tmp_path))
+    run = launcher.FlowerRun(ROOT, lambda: None)
+    with pytest.raises(launcher.LaunchError, match="no such option"), run:
+        pass
+    assert not run.log.parent.exists()
+
+
+def test_ray_gets_time_to_start():
+    environment = launcher._environment(Path("/flower-home"))
+    assert environment["RAY_raylet_start_wait_time_s"] == environment["RAY_worker_register_timeout_seconds"] == "300"
+
+
+CLUSTER = Cluster("10.0.0.7:6379", nodes=2, cpus=9.0, gpus=1.0, workers=4, client_cpus=2, client_gpus=0.25)
+
+
+@pytest.mark.parametrize(
+    ("address", "joined"),
+    [(None, ""), ("", ""), ("local", ""), ("10.0.0.7:6379", "10.0.0.7:6379"), (" head:6379 ", "head:6379")],
+)
+def test_the_cluster_that_ray_address_names(address, joined, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    assert cluster.cluster_address() == joined
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://head:10001", "head", "head:port", "head:"])
+def test_other_words_in_ray_address_are_refused(address, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(launcher.LaunchError, match=r"RAY_ADDRESS = .*: HOST:PORT of the cluster's head was expected"):
+        cluster.cluster_address()
+
+
+@pytest.mark.parametrize("port", [None, 99999])
+def test_nothing_at_the_address_is_said_at_once(port, tiny, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port or launcher._free_port()}")
+    assert main(["run", *(f"{name}={value}" for name, value in tiny.items())]) == 1
+    assert re.search(
+        r"fcil: RAY_ADDRESS = '127.0.0.1:\d+': nothing answers there \(.*Start the", capsys.readouterr().err
+    )
+
+
+def test_flower_is_told_to_join_a_cluster_and_else_keeps_to_itself(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:1")
+    assert launcher._environment(Path("/flower-home"), CLUSTER)["RAY_ADDRESS"] == "10.0.0.7:6379"
+    assert "RAY_ADDRESS" not in launcher._environment(Path("/flower-home"))
+    # told how many CPUs there are, Ray refuses to join
+    assert launcher._resources(3, CLUSTER) == "client-resources-num-cpus=2 client-resources-num-gpus=0.250000"
+    assert launcher._resources(3, None) == "client-resources-num-cpus=1 init-args-num-cpus=3"
+    assert str(CLUSTER) == "the Ray cluster 10.0.0.7:6379 (2 nodes, 9 CPUs, 1 GPUs)"
+
+
+@pytest.mark.parametrize(
+    ("resources", "cpus", "gpus", "clients"),
+    [
+        ({"CPU": 5.0}, 2, 0.0, 2),
+        ({"CPU": 5.0, "GPU": 1.0}, 1, 0.5, 2),
+        ({"CPU": 1.0, "GPU": 4.0}, 1, 0.5, 1),
+        ({"CPU": 8.0}, 1, 0.5, 0),
+        ({"memory": 1e9}, 1, 0.0, 0),
+    ],
+)
+def test_room_for_clients_on_a_node(resources, cpus, gpus, clients):
+    assert cluster.room({"Alive": True, "Resources": resources}, cpus, gpus) == clients
+    assert cluster.room({"Alive": False, "Resources": resources}, cpus, gpus) == 0
+
+
+HERE = {"code": "c", "versions": "python 3.11.2, torch 2.9", "weights": "w", "data": "d"}
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        (HERE, ""),
+        ({"problem": "no such file"}, "no such file"),
+        (HERE | {"code": "x"}, "its code in /code is not that of this machine: copy the folder there"),
+        (
+            HERE | {"versions": "python 3.11.2"},
+            "its versions are not those of this machine (python 3.11.2 there; python 3.11.2, torch 2.9 here): install",
+        ),
+        (HERE | {"weights": "x"}, "its weights are not those of this machine: copy backbone-weights there"),
+        (HERE | {"data": "x"}, "its images or labels are not those of this machine: copy data-dir there"),
+    ],
+)
+def test_what_hinders_a_node(node, said):
+    assert cluster.compare(node, HERE, "/code").startswith(said)
+    assert bool(cluster.compare(node, HERE, "/code")) == bool(said)
+
+
+def test_what_a_node_says_of_itself(tiny):
+    values = defaults() | tiny
+    said = cluster.describe_node(values)
+    assert cluster.compare(said, cluster.describe_node(values), "/code") == ""
+    assert f"torch {version('torch')}" in said["versions"]
+    assert said["code"] == code_sha256()
+    other = cluster.describe_node(values | {"seed": 1, "backbone-weights": "random"})
+    assert other["weights"] != said["weights"]
+    missing = cluster.describe_node(values | {"dataset": "npz", "data-dir": "/nowhere.npz"})
+    assert "/nowhere.npz" in missing["problem"]
+
+
+@pytest.mark.parametrize(
+    ("address", "words", "said"),
+    [
+        ("head:6379", ["run", "--workers", "2"], "--workers is for one machine"),
+        ("", ["run", "--gpus-per-client", "0.5"], "--gpus-per-client is for a Ray cluster"),
+        ("head:6379", ["run", "--in-process", "--gpus-per-client", "0.5"], "--gpus-per-client is for a Ray cluster"),
+        ("head:6379", ["bench", "suites/digits.yaml", "--flower", "--jobs", "2"], "--jobs 2: each run takes all"),
+        ("head:6379", ["bench", "suites/digits.yaml", "--gpus-per-client", "1"], "--gpus-per-client is for a Ray"),
+    ],
+)
+def test_options_that_do_not_go_with_a_cluster(address, words, said, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(words) == 1
+    assert said in capsys.readouterr().err
+
+
+RAY_LOG = """
+ERROR :     An exception occurred !! The current node timed out during startup. This could happen because some of the
+raylet failed to startup or the GCS has become overloaded.
+RuntimeError: An error was encountered. Ending simulation.
+"""
+
+
+class FakeRun:
+    """A run through Flower that ends as ``ends`` say, one after another: status, details, log."""
+
+    ends: list[tuple[str, str, str]]
+
+    def __init__(self, project: Path, check, cluster=None) -> None:
+        self.log = Path(tempfile.mkdtemp()) / "flower.log"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.log.parent)
+
+    def submit(self, *_: object) -> None:
+        self.status_, self.details, text = self.ends.pop(0)
+        self.log.write_text(text)
+
+    def is_running(self) -> bool:
+        return False
+
+    def status(self) -> tuple[str, str]:
+        return self.status_, self.details
+
+
+FAILED = ("finished:failed", "Simulation failed with exception: An error was encountered. Ending simulation.")
+DONE = ("finished:completed", "", "fine")
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said", "tries"),
+    [
+        ([(*FAILED, RAY_LOG), DONE], 0, "Ray did not start in time; trying once more", 2),
+        (
+            [(*FAILED, RAY_LOG)] * 2,
+            1,
+            "the run failed: Ray, which runs the simulated clients, did not start in time",
+            2,
+        ),
+        ([(*FAILED, "ValueError: no"), DONE], 1, "the run failed: An error was encountered. Ending simulation.", 1),
+        ([(*DONE[:2], RAY_LOG), DONE], 0, "", 1),
+    ],
+)
+def test_ray_that_does_not_start_in_time_is_started_once_more(ends, code, said, tries, tiny, monkeypatch, capsys):
+    left = list(ends)
+    monkeypatch.setattr(FakeRun, "ends", left, raising=False)
+    monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
+    assert main(["run", *(f"{name}={value}" for name, value in tiny.items())]) == code
+    assert len(ends) - len(left) == tries
+    assert said in capsys.readouterr().err
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sleeper = "import time; print('up', flush=True); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", sleeper], start_new_session=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("orphans", [False, True])
+def test_whole_families_are_ended(orphans):
+    mark = uuid.uuid4().hex
+    command = [sys.executable, "-c", STUBBORN]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "MARK": mark})
+    assert parent.stdout.readline() == b"up\n"
+    family = [psutil.Process(parent.pid), *psutil.Process(parent.pid).children()]
+    assert len(family) == 2
+    if orphans:
+        parent.kill()
+        parent.wait()
+    processes.end_processes([parent], f"MARK={mark}" if orphans else "MARK=none", patience=0.3)
+    assert not any(map(processes._is_alive, family))
+    assert parent.wait(1) == -signal.SIGKILL
+    processes.end_processes([parent], f"MARK={mark}")
+    parent.stdout.close()
+
+
+KILLED = """
+import os, signal, subprocess, sys
+from pathlib import Path
+from server_app.simulation.warden import start_warden
+mark, folder = sys.argv[1:]
+start_warden(f"MARK={mark}", Path(folder))
+command = [sys.executable, "-c", sys.stdin.read()]
+subprocess.Popen(command, env={**os.environ, "MARK": mark}, start_new_session=True).wait()
+"""
+
+
+@pytest.mark.parametrize("whole_group", [False, True])
+def test_what_a_killed_process_has_started_is_ended(whole_group, tmp_path):
+    """Its child ignores SIGTERM and has a child in a session of its own, as Ray's have."""
+    mark, folder = uuid.uuid4().hex, tmp_path / "home"
+    folder.mkdir()
+    command = [sys.executable, "-c", KILLED, mark, str(folder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as parent:
+        parent.stdin.write(STUBBORN.encode())
+        parent.stdin.close()
+        assert parent.stdout.readline() == b"up\n"
+        assert len(processes.find_marked(f"MARK={mark}")) == 2
+        os.killpg(parent.pid, signal.SIGKILL) if whole_group else parent.kill()
+        parent.wait()
+    deadline = time.monotonic() + 20
+    while processes.find_marked(f"MARK={mark}") or folder.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_signals_interrupt_where_it_is_safe(at_once):
+    before = signal.getsignal(signal.SIGTERM)
+    reached = []
+
+    def be_stopped() -> None:
+        with processes.interruptible(at_once) as check:
+            signal.raise_signal(signal.SIGTERM)
+            reached.append("the next line")
+            check()
+
+    with pytest.raises(processes.Interrupted) as caught:
+        be_stopped()
+    assert bool(reached) is not at_once
+    assert caught.value.number == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before

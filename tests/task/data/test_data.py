@@ -1,0 +1,215 @@
+"""Data sets: what they hold, how they are split, and what a broken path says."""
+
+import zipfile
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from task.config.parsing import parse
+from task.data.load import load_dataset
+from task.data.splits import draw_held_out, split_validation
+from task.keys import ConfigError
+from task.scenario.scenario import build_scenario
+
+
+def write_npz(path: Path, **changes: np.ndarray | None) -> str:
+    rng = np.random.default_rng(0)
+    arrays = {"images": rng.integers(0, 256, (40, 8, 8, 3), np.uint8), "labels": np.arange(40) % 4} | changes
+    np.savez(path, **{name: a for name, a in arrays.items() if a is not None})
+    return str(path)
+
+
+def write_folder(root: Path, classes: int = 2, images: int = 10) -> Path:
+    for c in range(classes):
+        (root / f"class{c}").mkdir(parents=True)
+        for i in range(images):
+            Image.fromarray(np.full((20, 30, 3), 40 * c + i, np.uint8)).save(root / f"class{c}" / f"{i}.png")
+    return root
+
+
+def test_embedded_digits_are_scikit_learns() -> None:
+    """Every image is there once, with its label; pixels 0..16 become 0..255."""
+    ours, theirs = load_dataset("digits", "", 32, 0.0, 0), load_digits()
+    images = np.concatenate([ours.train_images[np.arange(1438)], ours.test_images[np.arange(359)]])[..., 0]
+    labels = np.concatenate([ours.train_labels, ours.test_labels])
+    expected = np.round(theirs.images * 255 / 16).astype(np.uint8)
+    loaded = sorted((image.tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
+    assert loaded == sorted((image.tobytes(), int(label)) for image, label in zip(expected, theirs.target, strict=True))
+    counts = np.bincount(theirs.target)
+    assert (np.bincount(ours.test_labels) == np.round(0.2 * counts)).all()
+
+
+def test_held_out_share_of_every_class() -> None:
+    labels = np.array([0] * 10 + [1] * 5 + [2] * 20)
+    mask = draw_held_out(labels, 0.2, 0, "test")
+    assert [int(mask[labels == c].sum()) for c in range(3)] == [2, 1, 4]
+    assert (mask == draw_held_out(labels, 0.2, 0, "test")).all()
+    assert (mask != draw_held_out(labels, 0.2, 1, "test")).any()
+
+
+def test_validation_replaces_the_test_set_with_training_images() -> None:
+    full = load_dataset("digits", "", 32, 0.0, 0)
+    less = split_validation(full, 0.25, seed=0)
+    assert len(less.train_labels) + len(less.test_labels) == len(full.train_labels)
+    everything = {full.train_images[np.array([i])].tobytes() for i in range(len(full.train_labels))}
+    assert all(less.test_images[np.array([i])].tobytes() in everything for i in range(len(less.test_labels)))
+
+
+def test_npz_with_split_and_names(tmp_path: Path) -> None:
+    split = np.repeat([0, 1], [24, 16])
+    path = write_npz(tmp_path / "a.npz", split=split, class_names=np.array(["ant", "bee", "cat", "dog"]))
+    data = load_dataset("npz", path, 32, 0.0, 0)
+    assert data.class_names == ("ant", "bee", "cat", "dog")
+    assert (len(data.train_labels), len(data.test_labels)) == (24, 16)
+    raw = np.load(path)["images"]
+    assert (data.test_images[np.array([3, 0])] == raw[[27, 24]]).all()
+
+
+def test_folder_of_arrays_is_memory_mapped(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {"images": rng.integers(0, 256, (40, 8, 8), np.uint8), "labels": np.arange(40, dtype=np.uint8) % 4}
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    drawn = load_dataset("npz", str(tmp_path), 32, 0.0, 0)
+    assert np.bincount(drawn.test_labels).tolist() == [2, 2, 2, 2]
+    np.save(tmp_path / "split.npy", np.repeat([0, 1], [24, 16]))
+    (tmp_path / "class_names.txt").write_text("ant\nbee\ncat\nthe dog\n")
+    load_dataset.cache_clear()
+    data = load_dataset("npz", str(tmp_path), 32, 0.0, 0)
+    assert data.class_names == ("ant", "bee", "cat", "the dog")
+    assert isinstance(data.train_images.source, np.memmap)  # type: ignore[attr-defined]
+    batch = data.test_images[np.array([3, 0])]
+    assert type(batch) is np.ndarray
+    assert batch.flags.writeable
+    assert (batch[..., 0] == arrays["images"][[27, 24]]).all()
+
+
+def test_unusable_folders_of_arrays(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds nothing"):
+        load_dataset("npz", str(tmp_path), 32, 0.0, 0)
+    (tmp_path / "images.npy").write_text("hello")
+    with pytest.raises(ConfigError, match=r"folder of \.npy files"):
+        load_dataset("npz", str(tmp_path), 32, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"images": None}, "images"),
+        ({"labels": None}, "labels"),
+        ({"images": np.zeros((40, 8, 8, 3), np.float32)}, "float32"),
+        ({"images": np.zeros((40, 8, 8, 4), np.uint8)}, "[40, 8, 8, 4]"),
+        ({"labels": np.zeros(39, np.int64)}, "[39]"),
+        ({"labels": np.arange(40) % 4 - 1}, "start at 0"),
+        ({"labels": np.arange(40) % 4 * 2}, "no training"),
+        ({"labels": np.arange(40) * 10**15}, "leave no number out"),
+        ({"split": np.zeros(40)}, "split"),
+        ({"split": np.eye(40)}, "split"),
+        ({"class_names": np.array([["ant"], ["bee"], ["cat"], ["dog"]])}, "of shape [4, 1]"),
+        ({"class_names": np.array(["ant", "bee", "ant", "dog"])}, "shown, not ['ant']"),
+        ({"class_names": np.array(["ant", "bee", "", "dog"])}, "shown, not ['']"),
+        ({"class_names": np.array([b"ant", b" ", b"cat", b"dog"])}, "shown, not [' ']"),
+        ({"class_names": np.array(["ant", "b\nee", "cat", "dog"])}, "shown, not ['b\\nee']"),
+        ({"images": np.zeros((0, 8, 8, 3), np.uint8), "labels": np.zeros(0, np.int64)}, "images"),
+    ],
+)
+def test_unusable_npz_files_say_what_is_wrong(tmp_path: Path, changes: dict, word: str) -> None:
+    path = write_npz(tmp_path / "a.npz", **changes)
+    with pytest.raises(ConfigError) as caught:
+        load_dataset("npz", path, 32, 0.0, 0)
+    assert "data-dir" in str(caught.value)
+    assert word in str(caught.value)
+
+
+def test_missing_truncated_and_foreign_files(tmp_path: Path) -> None:
+    whole = Path(write_npz(tmp_path / "whole.npz")).read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.npz").write_text("hello")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    for name in ("none.npz", "cut.npz", "text.npz", "one.npy"):
+        with pytest.raises(ConfigError, match=name):
+            load_dataset("npz", str(tmp_path / name), 32, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"), [(8, 1), (10, 99), (10, zipfile.ZIP_LZMA)], ids=["encrypted", "unknown", "not lzma"]
+)
+def test_an_npz_that_python_cannot_unpack(offset: int, value: int, tmp_path: Path) -> None:
+    """Flags and way of packing of the first array; both stand in its entry of the directory at the end."""
+    content = bytearray(Path(write_npz(tmp_path / "a.npz")).read_bytes())
+    for start, shift in ((content.index(b"PK\1\2"), 0), (content.index(b"PK\3\4"), -2)):
+        content[start + offset + shift] = value
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a\.npz' is not a readable \.npz file"):
+        load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0)
+
+
+def write_header(file: IO[bytes], shape: tuple[int, ...]) -> None:
+    """An array's header that promises this shape, and few bytes of it."""
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    file.write(bytes(1000))
+
+
+@pytest.mark.parametrize("images", [10**8, 10**12, 10**17])
+def test_a_header_that_promises_too_much(images: int, tmp_path: Path) -> None:
+    shape = (images, 8, 8, 3)
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive, archive.open("images.npy", "w") as file:
+        write_header(file, shape)
+    with pytest.raises(ConfigError, match=r"a\.npz' is not a readable \.npz file"):
+        load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0)
+    (tmp_path / "folder").mkdir()
+    with open(tmp_path / "folder" / "images.npy", "wb") as file:
+        write_header(file, shape)
+    with pytest.raises(ConfigError, match=r"folder' is not a readable folder of \.npy"):
+        load_dataset("npz", str(tmp_path / "folder"), 32, 0.0, 0)
+
+
+def test_folder_per_class_is_split_and_resized(tmp_path: Path) -> None:
+    data = load_dataset("folder", str(write_folder(tmp_path / "flat")), 16, 0.0, 0)
+    assert data.class_names == ("class0", "class1")
+    assert np.bincount(data.test_labels).tolist() == [2, 2]
+    assert data.train_images[np.arange(3)].shape == (3, 16, 16, 3)
+
+
+def test_folder_with_train_and_test(tmp_path: Path) -> None:
+    write_folder(tmp_path / "train", images=3)
+    write_folder(tmp_path / "test", images=2)
+    data = load_dataset("folder", str(tmp_path), 16, 0.0, 0)
+    assert (len(data.train_labels), len(data.test_labels)) == (6, 4)
+    (tmp_path / "test" / "class1").rename(tmp_path / "test" / "clas1")
+    load_dataset.cache_clear()
+    with pytest.raises(ConfigError, match="clas1"):
+        load_dataset("folder", str(tmp_path), 16, 0.0, 0)
+
+
+def test_hidden_and_foreign_files_are_no_images(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / "class0" / "._0.png").write_bytes(b"")
+    (tmp_path / "class0" / "notes.txt").write_text("nothing")
+    data = load_dataset("folder", str(tmp_path), 16, 0.0, 0)
+    assert len(data.train_labels) + len(data.test_labels) == 20
+
+
+def test_unusable_folders(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        load_dataset("folder", str(tmp_path / "nowhere"), 16, 0.0, 0)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no class folder"):
+        load_dataset("folder", str(tmp_path / "empty"), 16, 0.0, 0)
+    for part in ("train", "val"):
+        write_folder(tmp_path / "parts" / part)
+    with pytest.raises(ConfigError, match="looks like a part of the data"):
+        load_dataset("folder", str(tmp_path / "parts"), 16, 0.0, 0)
+    (write_folder(tmp_path / "some") / "class9").mkdir()
+    with pytest.raises(ConfigError, match="class9"):
+        load_dataset("folder", str(tmp_path / "some"), 16, 0.0, 0)
+
+
+def test_more_tasks_than_classes() -> None:
+    with pytest.raises(ConfigError, match=r"num-tasks=11.*10.*'digits'"):
+        build_scenario(parse({"num-tasks": 11}))

@@ -1,0 +1,151 @@
+"""Image files that are no ordinary ones: huge, long, pipes; and the memory that decoding takes."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import task.data.images
+from client_app.client import handle
+from client_app.node import Node
+from task.data.images import UnreadableImage, decode, fit_image, read_rgb
+from task.data.node_images import scan_images
+from task.message import Packet
+from tests.helpers.own_data import OWN, paint
+
+
+def noise(height: int, width: int) -> Image.Image:
+    """A smooth random image."""
+    small = np.random.default_rng(0).integers(0, 256, (max(2, height // 8), max(2, width // 8), 3), np.uint8)
+    return Image.fromarray(small).resize((width, height))
+
+
+@pytest.mark.parametrize(("height", "width"), [(40, 60), (60, 40), (33, 33), (16, 16), (9, 90), (5, 7), (90, 32)])
+@pytest.mark.parametrize("size", [(16, 16), (8, 24)])
+def test_an_ordinary_image_is_scaled_as_a_whole_and_cropped(height: int, width: int, size: tuple[int, int]) -> None:
+    image = noise(height, width)
+    scale = max(size[0] / height, size[1] / width)
+    scaled = np.asarray(image.resize((max(size[1], round(width * scale)), max(size[0], round(height * scale)))))
+    top, left = (scaled.shape[0] - size[0]) // 2, (scaled.shape[1] - size[1]) // 2
+    assert (fit_image(image, *size) == scaled[top : top + size[0], left : left + size[1]]).all()
+
+
+def test_of_a_long_strip_the_middle_is_scaled(tmp_path: Path) -> None:
+    Image.new("RGB", (50_000, 1), (10, 20, 30)).save(tmp_path / "long.png")
+    assert (decode(str(tmp_path / "long.png"), 224) == (10, 20, 30)).all()
+    strip = noise(2, 300)
+    upright = strip.transpose(Image.Transpose.ROTATE_90)
+    assert (fit_image(strip, 16, 16) == np.asarray(strip.resize((2400, 16)))[:, 1192:1208]).all()
+    assert (fit_image(upright, 16, 16) == np.asarray(upright.resize((16, 2400)))[1192:1208]).all()
+
+
+def test_a_file_of_too_many_pixels_is_refused_by_its_header(tmp_path: Path) -> None:
+    noise(30, 20).save(tmp_path / "whole.png")
+    assert read_rgb(str(tmp_path / "whole.png"), 600).size == (20, 30)
+    # what follows the header is not there: it was not read
+    (tmp_path / "header.png").write_bytes((tmp_path / "whole.png").read_bytes()[:45])
+    with pytest.raises(UnreadableImage, match=r"header.png.* 20 x 30 pixels, above max-image-pixels = 599"):
+        read_rgb(str(tmp_path / "header.png"), 599)
+
+
+def test_a_large_jpeg_is_decoded_at_a_smaller_scale(tmp_path: Path) -> None:
+    path, image = str(tmp_path / "large.jpg"), noise(160, 240)
+    image.save(path, quality=95)
+    with Image.open(path) as plain:
+        assert (np.asarray(read_rgb(path, 38_400)) == np.asarray(plain)).all()
+    for limit, size in {38_399: (120, 80), 9_600: (120, 80), 9_599: (60, 40), 600: (30, 20)}.items():
+        small = read_rgb(path, limit)
+        assert small.size == size
+        assert np.abs(np.asarray(small).astype(int) - np.asarray(image.resize(size, Image.Resampling.BOX))).mean() < 3
+    with pytest.raises(UnreadableImage, match="above max-image-pixels = 599"):
+        read_rgb(path, 599)
+    image.save(path, progressive=True)  # its coefficients are held in memory at full size
+    with pytest.raises(UnreadableImage, match="240 x 160 pixels, above max-image-pixels = 38399"):
+        read_rgb(path, 38_399)
+
+
+def test_threads_together_decode_no_more_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sides, held, most, lock, convert = [10, 20, 30] * 8, [0], [0], threading.Lock(), task.data.images.to_rgb
+    for number, side in enumerate(sides):
+        noise(side, side).save(tmp_path / f"{number}.png")
+
+    def count(image: Image.Image) -> Image.Image:
+        with lock:
+            held[0] += image.width * image.height
+            most[0] = max(most[0], held[0])
+        threading.Event().wait(0.01)
+        with lock:
+            held[0] -= image.width * image.height
+        return convert(image)
+
+    monkeypatch.setattr(task.data.images, "to_rgb", count)
+    with ThreadPoolExecutor(8) as pool:
+        widths = list(pool.map(lambda n: read_rgb(str(tmp_path / f"{n}.png"), 1000).width, range(len(sides))))
+    assert widths == sides
+    assert 900 <= most[0] <= 1000
+
+
+FORMATS: dict[str, tuple[str, dict]] = {
+    "rgb.png": ("RGB", {}),
+    "alpha.png": ("RGBA", {}),
+    "deep.png": ("I;16", {}),
+    "float.tiff": ("F", {}),
+    "progressive.jpg": ("RGB", {"progressive": True, "subsampling": 0}),
+    "lossless.webp": ("RGB", {"lossless": True, "method": 0}),
+    "wavelets.jp2": ("RGB", {}),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures by Linux's /proc")
+@pytest.mark.parametrize("name", FORMATS)
+def test_decoding_takes_at_most_20_bytes_for_each_pixel(name: str, tmp_path: Path) -> None:
+    (mode, options), side, path = FORMATS[name], 2000, tmp_path / name
+    grey = np.asarray(noise(side, side).convert("L"))
+    kinds = {"I;16": np.uint16, "F": np.float32}
+    image = Image.fromarray(grey.astype(kinds[mode])) if mode in kinds else noise(side, side).convert(mode)
+    image.save(path, **options)
+    code = (
+        "import re; from PIL import Image; from task.data.images import read_rgb\n"
+        "def peak(): return 1024 * int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+        f"Image.init(); before = peak(); read_rgb({str(path)!r}); print(peak() - before)"
+    )
+    grown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert 1 <= float(grown) / side**2 <= 20
+
+
+def test_pipes_and_sockets_are_unreadable_and_nobody_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another process, as a thread that waits for a pipe cannot be stopped."""
+    paint(tmp_path / "data" / "cat", 8)
+    os.mkfifo(tmp_path / "data" / "cat" / "pipe.png")
+    (tmp_path / "data" / "cat" / "null.png").symlink_to("/dev/null")
+    with socket.socket(socket.AF_UNIX) as listening:
+        monkeypatch.chdir(tmp_path)  # the path of a socket may have 107 characters only
+        listening.bind("data/cat/socket.png")
+        code = (
+            "from pathlib import Path; from task.data.node_images import scan_images\n"
+            f"print(*scan_images({str(tmp_path / 'data')!r}, Path({str(tmp_path)!r}), 0.5).unreadable)"
+        )
+        root = Path(__file__).parents[3]
+        scan = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
+    assert scan.stdout.split() == ["cat/null.png", "cat/pipe.png", "cat/socket.png"]
+    assert "pipe.png' cannot be read as an image (it is a pipe, a socket or a device)" in scan.stderr
+
+
+def test_a_nodes_limit_goes_before_the_runs(tmp_path: Path) -> None:
+    paint(tmp_path / "data" / "cat", 3)
+    values, node = OWN | {"max-image-pixels": 64}, {"name": "north", "data-dir": str(tmp_path / "data")}
+    node |= {"state-dir": str(tmp_path / "state")}
+    assert handle("hello", Packet(), Node(values, node)).config["unreadable"] == 0
+    (tmp_path / "state").rename(tmp_path / "before")
+    refused = str(handle("hello", Packet(), Node(values, node | {"max-image-pixels": 63})).config["error"])
+    assert refused.startswith("3 of 3 image files")
+    assert len(scan_images(str(tmp_path / "data"), tmp_path / "other", 1.0, max_pixels=63).unreadable) == 3

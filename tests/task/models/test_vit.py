@@ -1,0 +1,623 @@
+"""The frozen backbone against timm itself and against a Vision Transformer written in float64 NumPy."""
+
+import base64
+import hashlib
+import json
+import shutil
+import socket
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+import safetensors.torch
+import timm
+import torch
+from scipy.special import erf
+from timm.models import VisionTransformer
+from timm.models.vision_transformer import Block
+from torch import nn
+
+from benchmarks import pretrain_glyphs
+from task.config.parsing import parse
+from task.keys import ConfigError
+from task.models import weights as module
+from task.models.load import load_backbone
+from task.models.model import build_model
+from task.models.vit import ViT, digest
+from task.prompts.shared import SharedPrompt
+from tests.helpers.prompts import prompt_config
+
+HALVES = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+SHAPE = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "num_heads": 3, "num_classes": 0}
+VARIANTS = {
+    "plain": {},
+    "layer scale": {"init_values": 0.1},
+    "query and key norm": {"qk_norm": True},
+    "register tokens": {"reg_tokens": 2, "no_embed_class": True},
+    "classifier left on": {"num_classes": 5},
+    "attention norm, no bias": {"scale_attn_norm": True, "qkv_bias": False},
+}
+
+
+@pytest.fixture(autouse=True)
+def _apart_from_other_tests(monkeypatch):
+    """No backbone of another test, and no network."""
+
+    def refuse(*address, **options):
+        raise OSError("no network in tests")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    load_backbone.cache_clear()
+    yield
+    load_backbone.cache_clear()
+
+
+def tiny_vit(depth=1, seed=0, **changes):
+    """A small ViT whose every parameter is drawn anew, so that no scale is 0, no norm is trivial."""
+    vit = VisionTransformer(**(SHAPE | {"depth": depth} | changes))
+    rng = torch.Generator().manual_seed(seed)
+    for name, parameter in vit.named_parameters():
+        centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+        parameter.data = centre + 0.4 * torch.randn(parameter.shape, generator=rng)
+    return vit.eval()
+
+
+def plain(name):
+    """Timm's own name of a wrapped parameter."""
+    return name.replace("attn.attention.", "attn.").replace(".block.", ".")
+
+
+def images(batch=3, side=8, seed=1):
+    return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(seed))
+
+
+def prefix(batch=1, length=5, dim=12, seed=2):
+    return torch.randn(batch, 2, length, dim, generator=torch.Generator().manual_seed(seed))
+
+
+class NumpyViT:
+    """A ViT in float64 from the weights by name alone; follows Dosovitskiy et al. 2021 and HGP section 3.2."""
+
+    def __init__(self, vit, heads=3, patch=4, projects=False):
+        self.projects = projects
+        self.w = {name: value.double().numpy() for name, value in vit.state_dict().items()}
+        self.heads, self.patch = heads, patch
+        self.depth = 1 + max(int(name.split(".")[1]) for name in self.w if name.startswith("blocks."))
+
+    def features(self, pixels, prefixes=None, prompts=None):
+        x = self.tokens(pixels.double().numpy())
+        own = x.shape[1]
+        for i in range(self.depth):
+            prefix = (prefixes or {}).get(i)
+            if i in (prompts or {}):
+                prompt = prompts[i].double().numpy()
+                x = np.concatenate([x, np.broadcast_to(prompt, (len(x), *prompt.shape[1:]))], axis=1)
+            b = f"blocks.{i}."
+            attended = self.attention(b + "attn.", self.norm(b + "norm1", x), prefix)
+            x = x + attended * self.w.get(b + "ls1.gamma", 1.0)
+            hidden = self.linear(b + "mlp.fc1", self.norm(b + "norm2", x))
+            gelu = 0.5 * hidden * (1 + erf(hidden / np.sqrt(2)))
+            x = (x + self.linear(b + "mlp.fc2", gelu) * self.w.get(b + "ls2.gamma", 1.0))[:, :own]
+        return self.norm("norm", x)[:, 0]
+
+    def tokens(self, pixels):
+        B, C, H, W = pixels.shape
+        p, kernel = self.patch, self.w["patch_embed.proj.weight"]
+        patches = pixels.reshape(B, C, H // p, p, W // p, p).transpose(0, 2, 4, 1, 3, 5).reshape(B, -1, C * p * p)
+        x = patches @ kernel.reshape(len(kernel), -1).T + self.w["patch_embed.proj.bias"]
+        registers = self.w.get("reg_token")
+        front = [self.w["cls_token"]] + ([registers] if registers is not None else [])
+        front = np.concatenate(front, axis=1).repeat(B, axis=0)
+        position = self.w["pos_embed"]
+        if position.shape[1] == x.shape[1]:  # no position for class token and registers
+            return np.concatenate([front, x + position], axis=1)
+        return np.concatenate([front, x], axis=1) + position
+
+    def attention(self, name, x, prefix):
+        B, N, D = x.shape
+        size = D // self.heads
+        q, k, v = np.split(self.linear(name + "qkv", x), 3, axis=2)
+        q, k, v = (t.reshape(B, N, self.heads, size) for t in (q, k, v))
+        q, k = self.norm(name + "q_norm", q), self.norm(name + "k_norm", k)
+        if prefix is not None:
+            prefix = np.broadcast_to(prefix.double().numpy(), (B, *prefix.shape[1:]))
+            if self.projects:  # PIP eq. 3-4: [P_k; h] W_k and [P_v; h] W_v, so each through its own third of qkv
+                keys, values = (np.split(self.linear(name + "qkv", prefix[:, i]), 3, axis=2)[1 + i] for i in (0, 1))
+                keys = self.norm(name + "k_norm", keys.reshape(B, -1, self.heads, size)).reshape(keys.shape)
+                prefix = np.stack([keys, values], axis=1)
+            k = np.concatenate([prefix[:, 0].reshape(B, -1, self.heads, size), k], axis=1)
+            v = np.concatenate([prefix[:, 1].reshape(B, -1, self.heads, size), v], axis=1)
+        out = np.empty((B, N, D))
+        for b in range(B):
+            for h in range(self.heads):
+                scores = np.exp(q[b, :, h] @ k[b, :, h].T / np.sqrt(size))
+                shares = scores / scores.sum(axis=1, keepdims=True)
+                out[b, :, h * size : (h + 1) * size] = shares @ v[b, :, h]
+        return self.linear(name + "proj", self.norm(name + "norm", out))
+
+    def linear(self, name, x):
+        return x @ self.w[name + ".weight"].T + self.w.get(name + ".bias", 0.0)
+
+    def norm(self, name, x):
+        if name + ".weight" not in self.w:
+            return x
+        centred = x - x.mean(axis=-1, keepdims=True)
+        scaled = centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + 1e-6)
+        return scaled * self.w[name + ".weight"] + self.w[name + ".bias"]
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_without_prefix_it_is_timm_bit_for_bit(changes):
+    """The number to compare with is an untouched twin of the same timm model."""
+    twin, backbone = tiny_vit(2, **changes), ViT(tiny_vit(2, **changes), *HALVES)
+    with torch.no_grad():
+        expected = twin.forward_head(twin.forward_features(images()), pre_logits=True)
+    assert torch.equal(backbone(images()), expected)
+    assert torch.equal(backbone(images(), {}), expected)
+
+
+def test_a_named_timm_model_is_timm_bit_for_bit():
+    """The twin is made by timm itself and given the same weights."""
+    backbone = load_backbone("deit_tiny_patch16_224", "random", 0, "cpu")
+    twin = timm.create_model("deit_tiny_patch16_224", num_classes=0).eval()
+    twin.load_state_dict({plain(n): v for n, v in backbone.vit.state_dict().items()})
+    with torch.no_grad():
+        expected = twin.forward_head(twin.forward_features(images(2, 224)), pre_logits=True)
+    assert torch.equal(backbone(images(2, 224)), expected)
+    assert (backbone.dim, backbone.depth, backbone.image_size) == (192, 12, 224)
+    assert np.allclose(backbone.mean.flatten(), (0.485, 0.456, 0.406))  # ImageNet's, as timm documents for DeiT
+    assert np.allclose(backbone.std.flatten(), (0.229, 0.224, 0.225))
+
+
+@pytest.mark.parametrize("name", ["vit_glyphs", "test_vit"])
+def test_random_weights_are_equal_in_every_process(name):
+    """Server and clients compare digests, so weights that follow a process's own random state can never be used."""
+    torch.manual_seed(1)
+    one = load_backbone.__wrapped__(name, "random", 0, "cpu")
+    torch.manual_seed(2)
+    assert one.sha256 == load_backbone.__wrapped__(name, "random", 0, "cpu").sha256
+
+
+@pytest.mark.parametrize("batch", [1, 3], ids=["shared prefix", "prefix per image"])
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_prefix_equals_float64_numpy(changes, batch):
+    """One block; NumPy puts P_k, P_v in front of the projected keys and values of every head."""
+    vit, vectors = tiny_vit(**changes), prefix(batch)
+    expected = NumpyViT(vit).features(images(), {0: vectors})
+    unprefixed = NumpyViT(vit).features(images())
+    backbone = ViT(vit, *HALVES)
+    assert np.abs(backbone(images(), {0: vectors}).numpy() - expected).max() < 2e-5
+    assert np.abs(backbone(images()).numpy() - unprefixed).max() < 2e-5
+    assert np.abs(expected - unprefixed).max() > 0.05  # so the prefix is really seen
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_a_projected_prefix_equals_float64_numpy(changes):
+    vit, vectors = tiny_vit(**changes), prefix(3)
+    expected = NumpyViT(vit, projects=True).features(images(), {0: vectors})
+    plain_prefix = NumpyViT(vit).features(images(), {0: vectors})
+    backbone = ViT(vit, *HALVES)
+    assert np.abs(backbone(images(), {0: vectors}, projects=True).numpy() - expected).max() < 2e-5
+    assert np.abs(backbone(images(), {0: vectors}).numpy() - plain_prefix).max() < 2e-5
+    assert np.abs(expected - plain_prefix).max() > 0.05
+
+
+def test_prefixes_of_several_blocks_reach_their_own_block():
+    vit, prefixes = tiny_vit(3), {0: prefix(seed=4), 2: prefix(3, seed=5)}
+    expected = NumpyViT(vit).features(images(), prefixes)
+    swapped = NumpyViT(vit).features(images(), {0: prefixes[2], 2: prefixes[0]})
+    ours = ViT(vit, *HALVES)(images(), prefixes).numpy()
+    assert np.abs(ours - expected).max() < 5e-5
+    assert np.abs(ours - swapped).max() > 0.05
+
+
+@pytest.mark.parametrize("batch", [1, 3], ids=["shared tokens", "tokens per image"])
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_prompt_tokens_equal_float64_numpy(changes, batch):
+    """PIP eq. 2 in NumPy: tokens join the input of block 0 and 2 and leave with the output; block 1 has a prefix."""
+    vit, vectors = tiny_vit(3, **changes), prefix(3)
+    prompts = {0: prefix(batch, seed=8)[:, 0], 2: prefix(batch, length=2, seed=9)[:, 1]}
+    expected = NumpyViT(vit).features(images(), {1: vectors}, prompts)
+    without_tokens = NumpyViT(vit).features(images(), {1: vectors})
+    backbone = ViT(vit, *HALVES)
+    ours = backbone(images(), {1: vectors, **prompts})
+    assert np.abs(ours.numpy() - expected).max() < 5e-5
+    assert np.abs(expected - without_tokens).max() > 0.05
+    assert np.abs(backbone(images()).numpy() - NumpyViT(tiny_vit(3, **changes)).features(images())).max() < 5e-5
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_the_last_block_may_have_no_prompt(changes):
+    """It works out the class token alone, of which the NumPy form knows nothing."""
+    vit, vectors = tiny_vit(2, **changes), prefix(3)
+    expected = NumpyViT(vit).features(images(), {0: vectors})
+    assert np.abs(ViT(vit, *HALVES)(images(), {0: vectors}).numpy() - expected).max() < 5e-5
+
+
+class OtherBlock(Block):
+    """One of which nobody knows what it does with its tokens."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens"),
+    [({}, 1), ({"global_pool": "avg"}, 5), ({"global_pool": "map"}, 5), ({"block_fn": OtherBlock}, 5)],
+    ids=["class token", "mean", "attention pool", "another block"],
+)
+def test_tokens_are_spared_where_nothing_reads_them(changes, tokens):
+    backbone, seen = ViT(tiny_vit(2, **changes), *HALVES), []
+    backbone.vit.blocks[1].register_forward_hook(lambda block, given, out: seen.append(out.shape[1]))
+    backbone(images(), {0: prefix()})
+    backbone(images())
+    assert seen == [tokens, 5]
+
+
+def test_shared_prompt_goes_to_the_named_blocks():
+    """NumPy reads the prompt's parameter [blocks, 2, L_p, D] itself: keys, then values."""
+    vit, prompt = tiny_vit(3), SharedPrompt(prompt_config([0, 2], 4), 12)
+    torch.nn.init.normal_(prompt.prefix, generator=torch.Generator().manual_seed(6))
+    raw = prompt.prefix.detach()
+    expected = NumpyViT(vit).features(images(), {0: raw[:1], 2: raw[1:]})
+    ours = ViT(vit, *HALVES)(images(), prompt(None)).detach().numpy()
+    assert np.abs(ours - expected).max() < 5e-5
+
+
+def test_each_image_keeps_its_own_prefix():
+    backbone, vectors = ViT(tiny_vit(2), *HALVES), prefix(3)
+    together = backbone(images(), {0: vectors, 1: vectors})
+    for i in range(3):
+        one = vectors[i : i + 1]
+        assert torch.allclose(together[i], backbone(images()[i : i + 1], {0: one, 1: one})[0], atol=1e-5)
+
+
+def test_parameters_are_frozen_and_keep_no_gradient():
+    backbone = ViT(tiny_vit(2), *HALVES)
+    vectors = prefix().requires_grad_()
+    backbone(images(), {0: vectors}).square().sum().backward()
+    assert float(vectors.grad.abs().min()) > 0
+    assert not any(p.requires_grad for p in backbone.parameters())
+    assert all(p.grad is None for p in backbone.parameters())
+
+
+def test_it_is_in_evaluation_mode_from_the_start():
+    assert [name for name, part in ViT(tiny_vit(), *HALVES).named_modules() if part.training] == []
+
+
+def test_train_stays_in_evaluation_mode():
+    """With dropout of a half everywhere, two passes in training mode would differ."""
+    dropping = {"drop_rate": 0.5, "proj_drop_rate": 0.5, "attn_drop_rate": 0.5, "drop_path_rate": 0.5}
+    backbone, clean = ViT(tiny_vit(2, **dropping), *HALVES), ViT(tiny_vit(2), *HALVES)
+    nn.Sequential(backbone).train()
+    assert not any(part.training for part in backbone.modules())
+    assert torch.equal(backbone(images()), clean(images()))
+    assert torch.equal(backbone(images(), {1: prefix()}), clean(images(), {1: prefix()}))
+
+
+@pytest.mark.parametrize(
+    ("batch", "prefixes"),
+    [
+        (images(side=12), {0: prefix()}),
+        (images(), {0: prefix(), 1: prefix(dim=9)}),
+        (images(), {0: prefix(batch=2)}),
+        (images(), {0: prefix(), 7: prefix()}),
+        (images(), {1: prefix()[:, 0], 0: prefix(dim=9)[:, 0]}),
+    ],
+    ids=["wrong image size", "wrong width", "wrong batch", "no such block", "tokens of wrong width"],
+)
+def test_an_exception_leaves_no_prefix_behind(batch, prefixes):
+    backbone = ViT(tiny_vit(2), *HALVES)
+    before = backbone(images())
+    with pytest.raises((RuntimeError, AssertionError, IndexError, ValueError)):
+        backbone(batch, prefixes)
+    assert [block.block.attn.prefix for block in backbone.vit.blocks] == [None, None]
+    assert [block.tokens for block in backbone.vit.blocks] == [None, None]
+    assert not any(block.first_only or block.block.attn.first_only for block in backbone.vit.blocks)
+    assert torch.equal(backbone(images()), before)
+
+
+def test_image_size_can_change():
+    """The class token's position stays; patch positions that are all alike stay alike at any size."""
+    small = load_backbone("vit_glyphs", "auto", 0, "cpu")
+    large = load_backbone("vit_glyphs", "auto", 64, "cpu")
+    assert (small.image_size, large.image_size) == (32, 64)
+    assert (small.vit.pos_embed.shape[1], large.vit.pos_embed.shape[1]) == (1 + 16, 1 + 64)
+    assert torch.equal(small.vit.pos_embed[:, 0], large.vit.pos_embed[:, 0])
+    assert large(images(2, 64)).shape == (2, small.dim)
+    with pytest.raises(AssertionError):
+        large(images(2, 32))
+
+
+@pytest.mark.parametrize("size", [31, 33, 4])
+def test_an_image_size_that_is_no_multiple_of_the_patch_is_refused(size):
+    with pytest.raises(ConfigError, match=rf"^image-size = {size} .*multiple of 8"):
+        load_backbone("vit_glyphs", "auto", size, "cpu")
+
+
+def test_the_same_image_size_changes_nothing():
+    assert load_backbone("vit_glyphs", "auto", 32, "cpu").sha256 == load_backbone("vit_glyphs", "auto", 0, "cpu").sha256
+
+
+def test_digest_sees_one_weight():
+    vit = tiny_vit(2)
+    before = digest(vit)
+    weight = vit.blocks[1].mlp.fc2.weight.data
+    kept = weight[3, 5].clone()
+    weight[3, 5] = torch.nextafter(kept, torch.tensor(9.0))
+    assert digest(vit) != before
+    weight[3, 5] = kept
+    assert digest(vit) == before
+
+
+def test_digest_sees_names_and_shapes():
+    one, other = nn.Linear(2, 3, bias=False), nn.Linear(3, 2, bias=False)
+    other.weight.data = one.weight.data.reshape(2, 3).clone()
+    assert digest(one) != digest(other)
+    assert digest(nn.Sequential(one)) != digest(one)
+    assert digest(nn.ModuleDict({"a": one, "b": other})) == digest(nn.ModuleDict([("b", other), ("a", one)]))
+
+
+def write_state(path, change=None):
+    vit = VisionTransformer(img_size=32, patch_size=8, embed_dim=112, depth=6, num_heads=4, num_classes=0)
+    rng = torch.Generator().manual_seed(7)
+    state = {name: torch.randn(value.shape, generator=rng) for name, value in vit.state_dict().items()}
+    state = change(state) if change else state
+    safetensors.torch.save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+    return path
+
+
+def load_glyphs(path):
+    return load_backbone("vit_glyphs", str(path), 0, "cpu")
+
+
+def test_digest_does_not_depend_on_the_file(tmp_path):
+    backwards = lambda state: dict(reversed(state.items()))  # noqa: E731
+    digests = {
+        load_glyphs(write_state(tmp_path / "a.safetensors")).sha256,
+        load_glyphs(write_state(tmp_path / "b.pt")).sha256,
+        load_glyphs(write_state(tmp_path / "c.pth", backwards)).sha256,
+    }
+    assert len(digests) == 1
+    other = write_state(tmp_path / "d.pt", lambda state: state | {"cls_token": state["cls_token"] + 1})
+    assert load_glyphs(other).sha256 not in digests
+
+
+def test_a_file_is_really_used(tmp_path):
+    """Every array equals the one written to the file; a classifier in it is ignored."""
+    path = write_state(tmp_path / "a.pt", lambda state: state | {"head.weight": torch.ones(5, 112)})
+    backbone = load_glyphs(path)
+    saved = torch.load(path, weights_only=True)
+    for name, value in backbone.vit.state_dict().items():
+        assert torch.equal(value, saved[plain(name)])
+
+
+def spoil(name, value):
+    def change(state):
+        state[name].flatten()[-1] = value
+        return state
+
+    return change
+
+
+WRONG = {
+    "no such file": lambda folder: folder / "absent.safetensors",
+    "a folder": lambda folder: folder,
+    "cut short, safetensors": lambda folder: cut(write_state(folder / "w.safetensors")),
+    "cut short, torch": lambda folder: cut(write_state(folder / "w.pt")),
+    "empty file": lambda folder: touch(folder / "w.pt"),
+    "no weights at all": lambda folder: touch(folder / "w.safetensors", b"hello, scenario" * 10),
+    "one array missing": lambda folder: write_state(folder / "w.pt", lambda s: without(s, "norm.bias")),
+    "one array too many": lambda folder: write_state(folder / "w.pt", lambda s: s | {"extra": torch.ones(1)}),
+    "another width": lambda folder: write_state(folder / "w.pt", lambda s: s | {"norm.bias": torch.ones(113)}),
+    "another image size": lambda folder: write_state(
+        folder / "w.pt", lambda s: s | {"pos_embed": torch.ones(1, 5, 112)}
+    ),
+    "NaN": lambda folder: write_state(folder / "w.pt", spoil("blocks.5.mlp.fc2.weight", float("nan"))),
+    "infinite": lambda folder: write_state(folder / "w.safetensors", spoil("cls_token", float("-inf"))),
+    "wrapped in a dict": lambda folder: write_state(folder / "w.pt", lambda s: {"model": s}),
+    "training checkpoint": lambda folder: write_state(folder / "w.pt", lambda s: s | {"epoch": 3}),
+    "a list of tensors": lambda folder: write_state(folder / "w.pt", lambda s: list(s.values())),
+    "a lone tensor": lambda folder: write_state(folder / "w.pt", lambda s: s["norm.bias"]),
+    "an arbitrary object": lambda folder: write_state(folder / "w.pt", lambda s: nn.Linear(2, 2)),
+}
+
+
+def cut(path):
+    raw = path.read_bytes()
+    path.write_bytes(raw[: len(raw) * 2 // 3])
+    return path
+
+
+def touch(path, content=b""):
+    path.write_bytes(content)
+    return path
+
+
+def without(state, name):
+    return {key: value for key, value in state.items() if key != name}
+
+
+@pytest.mark.parametrize("make", WRONG.values(), ids=WRONG)
+def test_unusable_weights_are_a_config_error(make, tmp_path):
+    path = make(tmp_path)
+    with pytest.raises(ConfigError, match=r"^backbone-weights = ") as caught:
+        load_glyphs(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "weights_only" not in str(caught.value)  # False of which would run the code that a file may hold
+
+
+def test_a_misfit_names_the_array(tmp_path):
+    path = write_state(tmp_path / "w.pt", lambda s: without(s, "blocks.3.norm1.weight"))
+    with pytest.raises(ConfigError, match=r"blocks\.3\.norm1\.weight"):
+        load_glyphs(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["test_resnet", "swin_tiny_patch4_window7_224", "test_vit_relpos", "vit_dwee_patch16_reg1_gap_256"]
+)
+def test_what_is_not_a_plain_vit_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"^backbone = '{name}' is not a plain ViT"):
+        load_backbone(name, "random", 0, "cpu")
+
+
+@pytest.mark.parametrize("name", ["vit_bse_patch16_224", "nothing", "", "vit_glyph", "[", "vit_[x"])
+def test_an_unknown_name_is_refused(name):
+    with pytest.raises(ConfigError, match=r"^backbone = .* does not exist.*vit_glyphs"):
+        load_backbone(name, "auto", 0, "cpu")
+
+
+@pytest.mark.parametrize("weights", ["auto", "random"])
+def test_an_unknown_pretraining_is_refused(weights):
+    with pytest.raises(ConfigError, match=r"^backbone"):
+        load_backbone("vit_tiny_patch16_224.no_such_pretraining", weights, 0, "cpu")
+
+
+def test_no_pretrained_weights_is_not_random_weights():
+    """The library registers test_vit4 without any weights, so nothing is fetched here."""
+    with pytest.raises(ConfigError, match=r"^backbone-weights = 'auto'"):
+        load_backbone("test_vit4", "auto", 0, "cpu")
+
+
+@pytest.mark.parametrize("error", [OSError("no route to host"), TimeoutError(), RuntimeError("a\nb")])
+def test_a_failed_download_is_not_random_weights(monkeypatch, error):
+    """A stand-in for timm without a network; an exception may carry no text at all."""
+
+    def offline(name, pretrained=False, **options):
+        if pretrained:
+            raise error
+        return VisionTransformer(**SHAPE, depth=1)
+
+    monkeypatch.setattr(timm, "create_model", offline)
+    with pytest.raises(ConfigError, match=rf"^backbone-weights = 'auto'.*{type(error).__name__}"):
+        load_backbone("vit_tiny_patch16_224", "auto", 0, "cpu")
+
+
+def copied_card(folder):
+    card = module.BUNDLED["vit_glyphs"]
+    shutil.copytree(card.parent / card.stem, folder / card.stem)
+    return Path(shutil.copy(card, folder))
+
+
+def change_file(name, change):
+    def damage(folder):
+        (folder / name).write_text(change((folder / name).read_text()))
+
+    return damage
+
+
+def change_weights(change):
+    return change_file("vit_glyphs/2.json", lambda text: json.dumps(change(json.loads(text))))
+
+
+def swap_parts(folder):
+    parts = [folder / "vit_glyphs" / f"{number}.json" for number in (1, 2)]
+    first, second = (path.read_text() for path in parts)
+    parts[0].write_text(second)
+    parts[1].write_text(first)
+
+
+def change_card(**entries):
+    return change_file("vit_glyphs.json", lambda text: json.dumps(json.loads(text) | entries))
+
+
+DAMAGE = {
+    "one character": change_weights(lambda s: s[:9000] + ("A" if s[9000] != "A" else "B") + s[9001:]),
+    "cut at a whole group": change_weights(lambda s: s[:4000]),
+    "cut within a group": change_weights(lambda s: s[:4001]),
+    "empty": change_weights(lambda s: ""),
+    "part cut short": change_file("vit_glyphs/3.json", lambda text: text[: len(text) // 2]),
+    "no text in a part": change_file("vit_glyphs/1.json", lambda text: "7"),
+    "part missing": lambda folder: (folder / "vit_glyphs/3.json").unlink(),
+    "parts swapped": swap_parts,
+    "file cut short": change_file("vit_glyphs.json", lambda text: text[: len(text) // 2]),
+    "empty file": change_file("vit_glyphs.json", lambda text: ""),
+    "no list in the card": change_file("vit_glyphs.json", lambda text: "[]"),
+    "one part fewer": change_card(parts=["vit_glyphs/1.json", "vit_glyphs/2.json"]),
+    "no parts": change_card(parts=None),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damaged_bundled_weights_are_a_config_error(damage, tmp_path, monkeypatch):
+    monkeypatch.setitem(module.BUNDLED, "vit_glyphs", copied_card(tmp_path))
+    damage(tmp_path)
+    with pytest.raises(ConfigError, match="damaged"):
+        load_backbone("vit_glyphs", "auto", 0, "cpu")
+
+
+def test_bundled_weights_are_the_ones_of_the_card():
+    """Decoded here with the standard library and compared array by array."""
+    card = json.loads(module.BUNDLED["vit_glyphs"].read_text())
+    folder = module.BUNDLED["vit_glyphs"].parent
+    raw = b"".join(base64.b64decode(json.loads((folder / part).read_text())) for part in card["parts"])
+    assert hashlib.sha256(raw).hexdigest() == card["sha256"]
+    state = load_backbone("vit_glyphs", "auto", 0, "cpu").vit.state_dict()
+    saved = safetensors.torch.load(raw)
+    assert {plain(n) for n in state} == set(saved)
+    assert all(torch.equal(v, saved[plain(n)].float()) for n, v in state.items())
+
+
+def test_the_maker_of_the_card_cuts_weights_into_the_bundled_parts(tmp_path):
+    card = module.BUNDLED["vit_glyphs"]
+    bundled = [json.loads((card.parent / f"vit_glyphs/{number}.json").read_text()) for number in (1, 2, 3)]
+    names = pretrain_glyphs.write_parts(b"".join(map(base64.b64decode, bundled)), tmp_path / "vit_glyphs.json")
+    assert names == json.loads(card.read_text())["parts"] == [f"vit_glyphs/{number}.json" for number in (1, 2, 3)]
+    assert all((tmp_path / name).read_bytes() == (card.parent / name).read_bytes() for name in names)
+
+
+def test_one_instance_per_process():
+    assert load_backbone("vit_glyphs", "auto", 0, "cpu") is load_backbone("vit_glyphs", "auto", 0, "cpu")
+
+
+@pytest.mark.parametrize("early", [[0], [1], [0, 1], [2]])
+@pytest.mark.parametrize("variant", ["plain", "layer scale"])
+def test_early_features_are_class_tokens_of_their_block_normalised(variant, early):
+    """Tokens by a hook on timm's own model; mean 0 and variance 1 in float64 NumPy. The last feature keeps its bits."""
+    images, tokens = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)), {}
+    vit = tiny_vit(depth=3, **VARIANTS[variant])
+    for i, block in enumerate(vit.blocks):
+        block.register_forward_hook(lambda block, inputs, output, i=i: tokens.update({i: output[:, 0]}))
+    with torch.no_grad():
+        plain = vit.forward_head(vit.forward_features(images), pre_logits=True)
+        expected = [plain.numpy().astype(np.float64)]
+        for i in early:
+            token = tokens[i].numpy().astype(np.float64)
+            centred = token - token.mean(axis=1, keepdims=True)
+            expected.append(centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5))
+        backbone = ViT(tiny_vit(depth=3, **VARIANTS[variant]), *HALVES)
+        features, default = backbone(images, early_blocks=early), backbone(images)
+        again = backbone(images)
+    assert features.shape == (4, 12 * (1 + len(early)))
+    assert np.allclose(features, np.concatenate(expected, axis=1), atol=1e-5)
+    assert torch.equal(default, plain)
+    assert torch.equal(features[:, :12], plain)
+    assert torch.equal(again, default)  # no hook is left
+    assert not any(block._forward_hooks for block in backbone.vit.blocks)
+
+
+def test_early_features_with_a_prompt_are_of_the_prompted_tokens():
+    """As in a model that passes all tokens of the last block, which prompts cut to the class token."""
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    backbone, prompt = ViT(tiny_vit(depth=3), *HALVES), SharedPrompt(prompt_config([0, 2], 2), 12)
+    torch.nn.init.normal_(prompt.prefix, generator=torch.Generator().manual_seed(1))
+    tokens = []
+    handle = backbone.vit.blocks[1].register_forward_hook(lambda block, inputs, output: tokens.append(output[:, 0]))
+    with torch.no_grad():
+        last = backbone(images, prompt(None))
+        handle.remove()
+        features, bare = (backbone(images, vectors, early_blocks=[1]) for vectors in (prompt(None), None))
+    token = tokens[0].numpy().astype(np.float64)
+    token -= token.mean(axis=1, keepdims=True)
+    assert torch.equal(features[:, :12], last)
+    assert np.allclose(features[:, 12:], token / np.sqrt((token**2).mean(axis=1, keepdims=True) + 1e-5), atol=1e-5)
+    assert not torch.allclose(features, bare, atol=1e-2)
+
+
+@pytest.mark.parametrize(("depth", "blocks"), [(0.0, []), (0.05, []), (0.5, [2]), (0.75, [3]), (0.9, [4]), (1.0, [])])
+def test_the_share_of_the_depth_names_one_block(depth, blocks):
+    """Of the bundled ViT's 6 blocks, counted from 0: round(6 share) - 1, none if it is the last; 4.5 rounds to 4."""
+    keys = {"method": "afcl", "afcl-depth": depth, "dataset": "synthetic", "image-size": 16, "device": "cpu"}
+    model = build_model(parse(keys), [3])
+    assert model.backbone.depth == 6
+    assert list(model.early_blocks) == blocks
