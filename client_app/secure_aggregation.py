@@ -49,7 +49,7 @@ class _Secrets:
 
 
 def _take_secrets(node: Node, step: str) -> _Secrets:
-    """Take the secrets out of the node's memory; each step that succeeds puts them back.
+    """Take the secrets out of the node's memory; each step but the last puts them back.
 
     Raises:
         ConfigError: this is not the next step; the secrets are gone then too.

@@ -59,8 +59,8 @@ class AFCL(Strategy):
     """Adds up means and scatter of all clients and solves for a head: ridge regression or a discriminant.
 
     Ridge regression (Tang et al. 2025): W = (G + lambda I)^-1 H^T Y, with features H [N, M] of all images, G = H^T H
-    and one-hot labels Y [N, K]; H^T Y are the class sums. For the discriminants see ``solve_discriminant`` and
-    ``solve_regularised``; all they need is in ClassSums.
+    and one-hot labels Y [N, K]; W^T [K, M] is the head's weight, Y^T H [K, M] are the class sums. For the discriminants
+    see ``solve_discriminant`` and ``solve_regularised``; all they need is in ClassSums.
 
     A sum has no order, so the partition and the order of clients and tasks do not matter: the head is that of all
     reported images in one place. (Class covariances are cut to their largest directions, which depends on the order a

@@ -23,7 +23,7 @@ class CCVR(Strategy):
 
     Step 1: the Gaussian N(mu_c, Sigma_c) of each class c over all clients, see ``pool_gaussians``. Step 2: draw virtual
     features z ~ N(mu_c, Sigma_c) [D] and train the head [S, D] on their cross-entropy, see ``rebalance``.
-    ``prototypes`` are the Gaussians of all K seen classes: means and deviations [K, D], factors [K, R, D].
+    ``prototypes`` are the Gaussians of the K classes reported so far: means and deviations [K, D], factors [K, R, D].
 
     What differs from HGP: one Gaussian per class instead of a mixture over clients, covariances as they are (s = 1),
     one set of virtual features, and only when a task ends. The statistics of a client are the last ones that it sent

@@ -12,8 +12,8 @@ class FedLwF(Strategy):
     """FedAvg (McMahan et al. 2017), and the teacher of LwF (Li and Hoiem 2016) for the clients' loss.
 
     The teacher is the global model at the end of the last task. It goes to the clients in every round, because they
-    remember nothing between rounds. The loss, with its equation, is that of FedLwFObjective
-    (client_app/objectives/fedlwf.py).
+    remember nothing between rounds. Loss and equation are in client_app/objectives/fedlwf.py: FedLwFObjective and
+    ``binary_loss``.
     """
 
     def __init__(self, config: Config) -> None:

@@ -14,8 +14,9 @@ class FedCPrompt(Objective):
     """Cross-entropy + weight * contrastive loss on the CODA components of the current task (Bagwe et al. 2023).
 
     L = CE + w max(d(P, P_global) - push min_i d(P, P_i) + margin, 0), with the client's prompt P of the current task
-    [J, M, 2, L_p, D], the one it received P_global, and those of older tasks P_i. It is a triplet loss on prompts; d is
-    per vector, so that the margin does not depend on the number of components M.
+    [J, M, 2, L_p, D], the one it received P_global, and those of older tasks P_i. In the first task it is L = CE + w
+    d(P, P_global). This is a triplet loss on prompts; d is per vector, so that the margin does not depend on the number
+    of components M.
 
     The public code contrasts features instead, which takes three forward passes a step. Its margin is 1, as here.
     Weight and push are ours: orthonormal prompts are sqrt(2) apart, so a push of 1 would leave nothing of the loss at a

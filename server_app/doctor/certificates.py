@@ -36,10 +36,14 @@ def check_certificates(paths: Iterable[str]) -> Iterator[Finding]:
             from cryptography.x509 import load_pem_x509_certificates
 
             certificates = load_pem_x509_certificates(Path(path).read_bytes())
-            # whom it is for is parsed only when it is asked
-            yield from [_check(path, certificate, datetime.now(UTC)) for certificate in certificates]
         except (ImportError, OSError, ValueError) as error:
             yield Finding("problem", f"{path}: no certificate can be read: {error}")
+            continue
+        for certificate in certificates:
+            try:  # whom it is for is parsed only when it is asked
+                yield _check(path, certificate, datetime.now(UTC))
+            except ValueError as error:
+                yield Finding("problem", f"{path}: no certificate can be read: {error}")
 
 
 def _check(path: str, certificate: "Certificate", now: datetime) -> Finding:

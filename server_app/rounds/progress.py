@@ -7,7 +7,8 @@ from typing import Any
 def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
     """What a line of rounds.jsonl says, of a run's ``number``-th round: its outcome, and each client that failed."""
     failures, tasks, rounds = line["failures"], line["num_tasks"], line["rounds_per_task"]
-    failed = len({failure["name"] for failure in failures})  # one may fail to train and to evaluate
+    # one may fail to train and to evaluate, and clients evaluate that were not drawn to train
+    failed = len({failure["name"] for failure in failures} & set(line["participants"]))
     seconds_left = line["elapsed"] / number * (line.get("total_rounds", tasks * rounds) - number)
     parts = [
         f"task {line['task']}/{tasks}, round {line['round']}/{rounds}",

@@ -1,5 +1,6 @@
 """Images of a node: read once and listed in a file of the node; only class names and counts are sent."""
 
+import fnmatch
 import hashlib
 import json
 import logging
@@ -9,7 +10,7 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -238,8 +239,10 @@ def _list_path(state: Path, root: Path, run: str) -> Path:
 
 def _list_paths(state: Path, root: Path) -> list[Path]:
     """Paths of the lists of all runs."""
-    with _usable(state):
-        return list(state.glob(_list_path(state, root, "*").name))
+    with _usable(state), suppress(FileNotFoundError):
+        names = os.listdir(state)  # glob would take a folder that may not be read for an empty one
+        return [state / name for name in fnmatch.filter(names, _list_path(state, root, "*").name)]
+    return []
 
 
 @contextmanager

@@ -16,7 +16,7 @@ def run_in_threads(jobs: Iterable[Callable[[Event], float]], device: torch.devic
     """
     number = max(1, cores() // torch.get_num_threads()) if device.type == "cpu" else 1
     stop = Event()
-    with ThreadPoolExecutor(number, "server") as threads:
+    with ThreadPoolExecutor(number) as threads:
         try:
             return list(threads.map(lambda job: job(stop), jobs))
         finally:

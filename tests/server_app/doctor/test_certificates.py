@@ -70,8 +70,12 @@ def test_a_file_without_one_is_a_problem(content: str | None, tmp_path: Path) ->
     "damage", [(b"fcil server", b"\xffcil server"), (b"\x17\r2", b"\x17\rx")], ids=["name", "date"]
 )
 def test_what_cannot_be_parsed_in_one_is_a_problem(damage: tuple[bytes, bytes], tmp_path: Path) -> None:
-    der = ssl.PEM_cert_to_DER_cert(make(tmp_path, 40).read_text())
-    (tmp_path / "odd.crt").write_text(ssl.DER_cert_to_PEM_cert(der.replace(*damage)))
+    good = make(tmp_path, 40).read_text()
+    der = ssl.PEM_cert_to_DER_cert(good)
+    damaged = ssl.DER_cert_to_PEM_cert(der.replace(*damage))
+    (tmp_path / "odd.crt").write_text(damaged)
+    (tmp_path / "both.crt").write_text(damaged + good)
+    assert "problem" in [finding.level for finding in check_certificates([str(tmp_path / "both.crt")])]
     [finding] = check_certificates([str(tmp_path / "odd.crt")])
     assert finding.level == "problem"
     assert finding.text.startswith(f"{tmp_path}/odd.crt: no certificate can be read: ")

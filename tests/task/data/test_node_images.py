@@ -257,8 +257,8 @@ def test_a_state_dir_of_another_user_is_refused(unprivileged: Path) -> None:
     paint(root / "cat", 10)
     scan_images(str(root), state, 0.0)
     (kept,) = state.iterdir()
-    for path in (kept, state, state.parent):
-        path.chmod(0)
+    for path, rights in ((kept, 0), (state, 0), (state, 0o300), (state.parent, 0)):
+        path.chmod(rights)
         with pytest.raises(ConfigError, match=f"state-dir = '{state}' of this node cannot be read or written: .*Perm"):
             scan_images(str(root), state, 0.0)
         path.chmod(0o700)

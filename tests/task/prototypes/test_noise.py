@@ -102,7 +102,7 @@ def test_one_other_image_moves_nothing_further_than_the_sensitivities() -> None:
 
 @pytest.mark.parametrize("packing", ["diagonal", "full"])
 def test_without_noise_the_way_through_moments_changes_nothing(packing: str) -> None:
-    """Noise so small that only the algebra shows: mean squares and back, divided by n - 1 as before."""
+    """Noise so small that only the algebra shows: mean squares and back."""
     rng = np.random.default_rng(1)
     features, labels = torch.from_numpy(rng.standard_normal((23, 5))).float(), torch.tensor([0] * 10 + [1] * 12 + [2])
     exact = gaussian_statistics(features, labels, packing, 1)
@@ -112,6 +112,16 @@ def test_without_noise_the_way_through_moments_changes_nothing(packing: str) -> 
     assert np.allclose(noised[name], exact[name], atol=1e-5)
     assert np.allclose(noised["means"], exact["means"], atol=1e-6)
     assert not noised[name][2].any()  # a single image has no covariance
+
+
+@pytest.mark.parametrize(("divisor", "expected"), [(1, 25 / math.sqrt(2)), (2, 25 / math.sqrt(2) / 2)])
+def test_noise_in_variances_is_divided_like_them(divisor: int, expected: float) -> None:
+    """Two images of features 0, B = 5, z = 1, draw 1: B^2 / sqrt(2) / 2 in the mean square, then times 2 / divisor."""
+    draws = iter([np.ones((1, 3)), np.zeros((1, 3))])  # of the mean squares, then of the means
+    noise = GaussianMechanism(0, 5.0, 1.0, lambda shape: next(draws))
+    zeros, two = torch.zeros(1, 3), torch.tensor([2])
+    _, variances = noise.moments(zeros, zeros, two, divisors=torch.tensor([divisor]))
+    assert variances.tolist() == [pytest.approx([expected] * 3)]
 
 
 def test_statistics_stay_valid_under_any_noise() -> None:
