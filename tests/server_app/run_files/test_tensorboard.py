@@ -116,14 +116,19 @@ def test_nothing_is_written_unasked(tiny: Values) -> None:
     assert not (folder / "tensorboard").exists()
 
 
+def state_of(folder: Path) -> tuple[str, int]:
+    """Status and number of rounds, as results.json has them."""
+    results = json.loads((folder / "results.json").read_text())
+    return results["status"], len(results["rounds"])
+
+
 @pytest.fixture
 def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Slow pictures; status and rounds of the run that each of them shows."""
     seen: list[tuple[str, int]] = []
 
     def draw(folders: list[Path]) -> None:
-        results = json.loads((folders[0] / "results.json").read_text())
-        seen.append((results["status"], len(results["rounds"])))
+        seen.append(state_of(folders[0]))
         time.sleep(1.0)
 
     monkeypatch.setattr(server_app.rounds.report_drawer, "write_report", draw)
@@ -134,8 +139,18 @@ def drawing_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("report")]
 
 
-def test_slow_pictures_hold_up_nothing_and_end_with_the_run(tiny: Values, drawings: list[tuple[str, int]]) -> None:
+def test_slow_pictures_hold_up_nothing_and_end_with_the_run(
+    tiny: Values, drawings: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Asked for after rounds 1, 2 and 4: those that wait for a drawing under way give way to the newest."""
+    draw = server_app.rounds.report_drawer.write_report
+
+    def draw_until_the_last_round(folders: list[Path]) -> None:
+        draw(folders)
+        while state_of(folders[0])[1] < 4:
+            time.sleep(0.05)
+
+    monkeypatch.setattr(server_app.rounds.report_drawer, "write_report", draw_until_the_last_round)
     run(tiny | {"rounds-per-task": 2})
     assert drawings[0] == ("running", 1)
     assert drawings[-1] == ("finished", 4)
