@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from threading import Event
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -69,7 +68,7 @@ class HePCo(Strategy):
         return metrics
 
     def _consolidate(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
-        own, counts = self.options, class_counts(updates, context.seen_classes)
+        own, counts = self.options, class_counts(updates, context)
         self.counts = counts.sum(dim=0) + F.pad(self.counts, (0, counts.shape[1] - len(self.counts)))
         arrays = [self.answers.pop(update.client) for update in updates]
         models = [{name: torch.from_numpy(a).to(model.device) for name, a in shared.items()} for shared in arrays]
@@ -102,12 +101,13 @@ def with_new_rows(previous: Teachers, head: Head) -> Teachers:
     return replace(previous, models=replace(models, weight=grown.weight.data[None], bias=grown.bias.data[None]))
 
 
-def class_counts(updates: Sequence[Update], order: Sequence[int]) -> Tensor:
-    """n_{c,y} of each client and head row, [C, S]; ``order`` is the class of each row."""
-    counts = np.zeros((len(updates), max(order) + 1), np.float32)
+def class_counts(updates: Sequence[Update], context: RoundContext) -> Tensor:
+    """n_{c,y} of each client and head row, float32 [C, S]."""
+    counts = torch.zeros(len(updates), len(context.seen_classes))
     for row, update in zip(counts, updates, strict=True):
-        row[update.statistics["class_ids"]] = update.statistics["counts"]
-    return torch.from_numpy(counts[:, list(order)])
+        rows = context.head_rows(torch.from_numpy(update.statistics["class_ids"]))
+        row[rows] = torch.from_numpy(update.statistics["counts"]).float()
+    return counts
 
 
 def distil(prompt: DecomposedPrompt, head: Head, sources: Sources, options: HePCoOptions) -> tuple[float, float]:

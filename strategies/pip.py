@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from strategies.base import RoundContext, Strategy, Update, join_statistics, replace_classes
 from task.config.schema import Config
@@ -27,8 +28,11 @@ class PIP(Strategy):
         self.prototypes: Arrays = {}
 
     def broadcast(self, context: RoundContext) -> Arrays:
-        """class_ids int64 [K], means and variances float32 [K, D] of the current task; nothing in its first round."""
-        return self.prototypes if context.task == self.task else {}
+        """Head ``rows`` int64 [K], ``means`` and ``variances`` float32 [K, D]; nothing in a task's first round."""
+        if context.task != self.task or not self.prototypes:
+            return {}
+        rows = context.head_rows(torch.from_numpy(self.prototypes["class_ids"])).numpy()
+        return {"rows": rows, "means": self.prototypes["means"], "variances": self.prototypes["variances"]}
 
     def weight(self, update: Update) -> float:
         """omega_l (eq. 12)."""

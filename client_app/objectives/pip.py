@@ -7,7 +7,7 @@ from torch import Tensor
 
 from client_app.objectives.base import LocalData, Objective
 from task.config.schema import Config
-from task.message import Arrays, Packet
+from task.message import Packet
 from task.method_options import PIPOptions
 from task.methods import load_class
 from task.models.evaluation import extract_features
@@ -18,39 +18,34 @@ from task.models.model import Model
 class InjectedPrototypes(Objective):
     """Cross-entropy over the features of the images united with injected prototypes, plus the matching loss (eq. 9).
 
-    ``prototypes`` are class_ids int64 [K], means and variances [K, D]. They are of the current task only, so the loss
-    chooses among its classes alone: no older class is replayed. In a task's first round none arrives; then the client
-    takes its own, computed once after its first epoch (algorithm 1, line 20).
+    ``statistics`` are the prototypes of the current task: head ``rows`` int64 [K], ``means`` and ``variances`` [K, D].
+    They are of no other task, so the loss chooses among its classes alone: no older class is replayed. In a task's
+    first round none arrives; then the client takes its own, computed once after its first epoch (algorithm 1, line 20).
     """
 
     options: PIPOptions
 
     def __init__(self, config: Config, packet: Packet) -> None:
         super().__init__(config, packet)
-        self.prototypes: Arrays = packet.statistics
-        self.targets = np.empty(0, np.int64)  # of each prototype, its place among the current classes
         self.injected_set: tuple[Tensor, Tensor] | None = None  # features and their targets
-        if self.prototypes:
-            current_classes = np.array(packet.config["classes"])  # in stream order
-            self.targets = (self.prototypes["class_ids"][:, None] == current_classes).argmax(axis=1)
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
         """Draw the epoch's injected set (eq. 11)."""
-        if not self.prototypes and epoch > 0:
-            self.prototypes = self._compute_own(model, data)
-            self.targets = self.prototypes["class_ids"]
-        if self.prototypes:
+        if not self.statistics and epoch > 0:
+            self.statistics = self._compute_own(model, data)
+        super().begin_epoch(model, data, epoch, rng)
+        if self.statistics:
             copies = choose_copies(data.rows, self.config.batch_size, self.options.copies)
-            means, variances = (torch.from_numpy(self.prototypes[name]) for name in ("means", "variances"))
-            features = inject(means, variances.sqrt(), copies, rng)
-            targets = torch.from_numpy(self.targets).repeat(1 + copies)
-            self.injected_set = features.to(model.device), targets.to(model.device)
+            means, variances = self.statistics["means"], self.statistics["variances"]
+            targets = model.local_targets(self.statistics["rows"]).repeat(1 + copies)
+            self.injected_set = inject(means, variances.sqrt(), copies, rng), targets
 
-    def _compute_own(self, model: Model, data: LocalData) -> Arrays:
-        """Statistics of the local images; ``class_ids`` are places among the current classes here."""
-        features = extract_features(model, data.images, data.positions)
-        targets = model.local_targets(torch.from_numpy(data.rows).to(model.device))
-        return load_class(self.config.method_row.statistics)().compute(features, targets, self.options)
+    def _compute_own(self, model: Model, data: LocalData) -> dict[str, Tensor]:
+        """Prototypes of the local images, in the form in which the server sends its own."""
+        features, rows = extract_features(model, data.images, data.positions), torch.from_numpy(data.rows)
+        own = load_class(self.config.method_row.statistics)().compute(features, rows.to(model.device), self.options)
+        names = {"rows": "class_ids", "means": "means", "variances": "variances"}
+        return {name: torch.from_numpy(own[field]) for name, field in names.items()}
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean over images and injected prototypes alike; logits [B, current classes] are those of the images."""
@@ -88,4 +83,4 @@ def inject(means: Tensor, deviations: Tensor, copies: int, rng: torch.Generator)
     """
     steps = torch.rand(1 + copies, len(means), 1, generator=rng)
     steps[0] = 0
-    return (means + steps * deviations).flatten(0, 1)
+    return (means + steps.to(means.device) * deviations).flatten(0, 1)

@@ -533,7 +533,7 @@ def test_an_interrupted_training_of_generators_does_not_go_on(monkeypatch):
 def test_counts_by_head_row():
     updates = [Update("a", 5, {}, {"class_ids": np.array([2, 5]), "counts": np.array([4, 1])})]
     updates += [Update("b", 3, {}, {"class_ids": np.array([0]), "counts": np.array([3])})]
-    assert class_counts(updates, [7, 2, 5, 0]).tolist() == [[0, 4, 1, 0], [0, 0, 0, 3]]
+    assert class_counts(updates, RoundContext(SCHEDULE, 3)).tolist() == [[0, 4, 1, 0], [0, 0, 0, 3]]
 
 
 class Server:

@@ -168,10 +168,10 @@ def test_merged_prototypes_use_the_same_weights():
         metrics = strategy.refine(model, updates, RoundContext(SCHEDULE, number))
     sent = strategy.broadcast(RoundContext(SCHEDULE, 3))
     assert metrics == {"prototypes": 2}
-    assert sent["class_ids"].tolist() == [2, 7]  # nobody reported class 2 in round 2: it stays
+    assert sent["rows"].tolist() == [1, 0]  # of classes 2 and 7; nobody reported class 2 in round 2: it stays
     assert sent["means"].ravel().tolist() == pytest.approx([8, 4])
     assert sent["variances"].ravel().tolist() == pytest.approx([1, 9.2])
-    assert [sent[n].dtype for n in ("class_ids", "means", "variances")] == [np.int64, np.float32, np.float32]
+    assert [sent[n].dtype for n in ("rows", "means", "variances")] == [np.int64, np.float32, np.float32]
 
 
 def test_prototypes_of_an_ended_task_are_not_sent():
@@ -183,7 +183,7 @@ def test_prototypes_of_an_ended_task_are_not_sent():
     assert strategy.broadcast(RoundContext(SCHEDULE, 5)) == {}
     new = update("a", 4, [5], [4], [[1.0]], [[1.0]], model.export())
     strategy.refine(model, [new], RoundContext(SCHEDULE, 5))
-    assert strategy.broadcast(RoundContext(SCHEDULE, 6))["class_ids"].tolist() == [5]
+    assert strategy.broadcast(RoundContext(SCHEDULE, 6))["rows"].tolist() == [3]
 
 
 def test_a_single_image_borrows_its_classs_variance():
@@ -238,10 +238,10 @@ def objective(prototypes, classes=(5, 0), **keys):
 
 
 def sent_prototypes():
-    """Classes 0 and 5, places 1 and 0 of the second task."""
+    """Head rows 4 and 3, the second and the first row of the second task."""
     random = np.random.default_rng(3)
     return {
-        "class_ids": np.array([0, 5]),
+        "rows": np.array([4, 3]),
         "means": random.normal(size=(2, D)).astype(np.float32),
         "variances": random.random((2, D)).astype(np.float32),
     }
@@ -350,9 +350,10 @@ def test_a_round_after_the_first_receives_what_was_merged(tiny, monkeypatch):
 
     def spy(self, config, packet):
         original(self, config, packet)
-        seen.append(SimpleNamespace(task=packet.config["task"], sent=packet.statistics, all=packet.config["classes"]))
+        seen.append(SimpleNamespace(task=packet.config["task"], sent=packet.statistics))
 
     monkeypatch.setattr(InjectedPrototypes, "__init__", spy)
     run(tiny | {"method": "pip", "rounds-per-task": 2})
     assert [(s.task, bool(s.sent)) for s in seen[::3]] == [(1, False), (1, True), (2, False), (2, True)]
-    assert all(set(s.sent["class_ids"].tolist()) == set(s.all) for s in seen if s.sent)
+    rows = {1: [0, 1, 2, 3, 4, 5], 2: [6, 7, 8, 9, 10, 11]}
+    assert all(sorted(s.sent["rows"]) == rows[s.task] for s in seen if s.sent)
