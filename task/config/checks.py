@@ -8,6 +8,8 @@ from task.keys import AUTO, ConfigError
 from task.methods import METHODS, load_class
 from task.prompt_kinds import PROMPTS
 
+MAX_SECURE_CLIENTS = 300  # in a round; with 100 the server opens the sum in some 20 seconds, and it takes their cube
+
 
 def check_combination(config: Config) -> None:
     """Refuse keys that are possible one by one but not together.
@@ -188,10 +190,15 @@ def _check_secure_aggregation(config: Config) -> None:
 
 
 def _check_threshold(config: Config) -> None:
-    """Refuse a threshold that a server could reach twice in a round, with two sets of survivors."""
+    """Refuse a threshold that a server could reach twice in a round, and rounds whose sums take it too long to open."""
     clients = config.clients_per_round or config.num_clients
     if not clients:
         return  # checked again when the nodes have come
+    if clients > MAX_SECURE_CLIENTS:
+        raise ConfigError(
+            f"secure-aggregation is not possible with {clients} clients in a round: the server's time to open their sum "
+            f"grows with their cube. Draw at most {MAX_SECURE_CLIENTS} with clients-per-round."
+        )
     threshold = config.secure_aggregation_threshold or config.unmask_threshold(clients)
     if not max(1, clients / 2) < threshold <= clients:
         raise ConfigError(

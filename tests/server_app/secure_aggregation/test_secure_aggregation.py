@@ -282,6 +282,7 @@ def test_a_method_that_needs_single_answers_is_refused(method):
         ({"max-update-ratio": 2.0}, "not possible with max-update-ratio = 2.0: .* use privacy-clip"),
         ({"federated-bias": True}, "not possible with federated-bias = True"),
         ({"num-clients": 1}, "secure-aggregation-threshold = 1 is not possible with 1 clients"),
+        ({"num-clients": 301}, "not possible with 301 clients .* at most 300 with clients-per-round"),
         ({"secure-aggregation-threshold": 5}, "threshold = 5 is not possible with 10 clients .* more than half"),
         ({"secure-aggregation-threshold": 11}, "threshold = 11 is not possible with 10 clients"),
         ({"secure-aggregation-threshold": 3, "clients-per-round": 6}, "threshold = 3 is not possible with 6 clients"),
