@@ -196,8 +196,8 @@ def _check_threshold(config: Config) -> None:
         return  # checked again when the nodes have come
     if clients > MAX_SECURE_CLIENTS:
         raise ConfigError(
-            f"secure-aggregation is not possible with {clients} clients in a round: the server's time to open their sum "
-            f"grows with their cube. Draw at most {MAX_SECURE_CLIENTS} with clients-per-round."
+            f"secure-aggregation is not possible with {clients} clients in a round: the server's time to open their "
+            f"sum grows with their cube. Draw at most {MAX_SECURE_CLIENTS} with clients-per-round."
         )
     threshold = config.secure_aggregation_threshold or config.unmask_threshold(clients)
     if not max(1, clients / 2) < threshold <= clients:
