@@ -228,7 +228,7 @@ def _print_row(form: str, seconds: dict[str, float]) -> None:
 
 def compare(size: Size, config: Config) -> float:
     """Print both forms' rows; returns how many times faster ours is."""
-    options: HePCoOptions = config.options  # type: ignore[assignment]  # the table gives HePCo these options
+    options = HePCo(config).options
     check(size, options)
     _print_head()
     seconds, sources = ours(size, config)
@@ -252,7 +252,7 @@ def _main() -> int:
     size = Size(40, 192) if args.quick else Size()
     size = replace(size, clients=args.clients or size.clients, timed=args.direct_steps)
     config = parse({"method": "hepco", "hepco-query-gradient": not args.clients})  # all of eq. 4 in both forms
-    options: HePCoOptions = config.options  # type: ignore[assignment]  # the table gives HePCo these options
+    options = HePCo(config).options
     print(
         f"pool {size.pool}, length {2 * LENGTH}, D = {size.dim}, {BLOCKS} blocks, {size.clients} clients and the ",
         end="",

@@ -18,6 +18,9 @@ from task.utils.seeding import torch_rng
 class FPPL(Strategy):
     """FedAvg, then the head is debiased on the clients' prototypes (eq. 4); their means go out again (eq. 5).
 
+    Debiasing is cross-entropy of the head on the pool of prototypes. A class y goes out as the plain mean of what the
+    clients that hold it report, G^y = sum_m mu_m^y / M_y.
+
     ``pool`` holds class_ids int64 [P] and means [P, D] of local prototypes: of every class those of the last round that
     reported it. If all clients report in every round, this is the paper's union of the finished tasks' pool with
     this round's prototypes. Otherwise a current class that no client reports keeps its last prototypes.
@@ -30,10 +33,7 @@ class FPPL(Strategy):
         self.pool: Arrays = {}
 
     def broadcast(self, context: RoundContext) -> Arrays:
-        """Global prototypes of the current task: head ``rows`` int64 [K] and ``means`` [K, D].
-
-        The mean is plain, over the clients that hold the class (eq. 5).
-        """
+        """Global prototypes of the current task (eq. 5): head ``rows`` int64 [K] and ``means`` [K, D]."""
         if not self.pool:
             return {}
         rows, means = self._prototypes(context)

@@ -17,10 +17,10 @@ class FedProKObjective(Objective):
     ``statistics`` are the prototypes of earlier tasks: head ``rows`` int64 [P] and ``means`` [P, D]. Without them the
     objective is the base's.
 
-    An old class is translated from the local class that is nearest to it: each image of that class gives one pseudo
-    feature. So in an epoch an old class gets as many as its nearest class has images, without another pass through the
-    backbone. Pseudo features are constants: they train the head and not the prompt (as in FeTrIL; the paper does not
-    say).
+    For an old class o and the local class c whose mean mu_c is nearest to o's prototype mu_o, each image x of c gives
+    one pseudo feature f(x) + mu_o - mu_c.
+    So an epoch has as many of an old class as its nearest class has images, without another pass through the backbone.
+    Pseudo features are constants: they train the head and not the prompt (as in FeTrIL; the paper does not say).
 
     In an asynchronous run two more cases occur. A class that is old to the server may be current here; it has real
     images and is not translated. A class of the current task that other clients have and this one has not is unknown

@@ -11,7 +11,9 @@ from task.models.model import Model
 
 
 class FPPLObjective(Objective):
-    """L = L_ur + L_ce (eq. 8); L_ur (eq. 6) pulls features towards the global prototype of their class.
+    """L = L_ur + L_ce (eq. 8): a unified representation, which pulls features to global prototypes, and cross-entropy.
+
+    L_ur = -log softmax_a(cos(f(x), G^a) / tau)_y (eq. 6), with the prototypes G of the current task's classes a.
 
     ``statistics`` are the prototypes of the current task: head ``rows`` int64 [K] and ``means`` [K, D]. An image whose
     class has no prototype has L_ur = 0. In a task's first round no class has one.

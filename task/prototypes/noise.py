@@ -112,23 +112,22 @@ class GaussianMechanism:
         """Mean squares, or packed mean outer products, [K, S] with their noise; counts [K], or 1 for sums; float64."""
         return self.add(squares, self.feature_clip**2 / math.sqrt(2), counts)
 
-    def moments(self, means: Tensor, spread: Tensor, counts: Tensor, divisors: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, means: Tensor, spread: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Class means [K, D] and variances, or packed covariances, [K, S] with noise in means and mean squares.
 
-        ``spread`` is a sum over n = ``counts`` [K] images, divided by ``divisors`` [K], n or n - 1; so is what is
-        returned, which is not negative, or positive semi-definite, and zero for a class of one image.
+        ``spread`` is divided by n = ``counts`` [K] before and after; what is returned is not negative, or positive
+        semi-definite, and zero for a class of one image.
         """
         if not self.noise:
             return means, spread
         diagonal = means.shape == spread.shape
         row, column = (np.diag_indices if diagonal else np.triu_indices)(means.shape[1])
-        share = (divisors.clamp(min=1) / counts.double())[:, None]
         means = means.double()
-        squares = self.squares(spread * share + means[:, row] * means[:, column], counts)
+        squares = self.squares(spread + means[:, row] * means[:, column], counts)
         means = self.means(means, counts)
         spread = squares - means[:, row] * means[:, column]
         spread = spread.clamp(min=0) if diagonal else nearest_semi_definite(spread, means.shape[1])
-        return means, torch.where(counts[:, None] > 1, spread / share, 0)
+        return means, torch.where(counts[:, None] > 1, spread, 0)
 
 
 def nearest_semi_definite(packed: Tensor, dim: int) -> Tensor:

@@ -179,12 +179,14 @@ class GaussianStatistics(ClientStatistics):
     releases = 2
 
     def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
-        """Counts, means and packed covariances of the classes present."""
-        moments = class_gaussians(features, labels, options.covariance, options.rank)
-        spread = "covariances" if options.covariance == "full" else "variances"
-        means, counts = moments["means"], moments["counts"]
-        moments["means"], moments[spread] = noise.moments(means, moments[spread], counts, divisors=counts - 1)
-        return self.as_arrays(**moments)
+        """Counts, means and packed covariances of the classes present, the latter divided by n - 1."""
+        if not noise.noise:
+            return self.as_arrays(**class_gaussians(features, labels, options.covariance, options.rank))
+        gaussians = class_gaussians(features, labels, options.covariance, less=0)
+        name, counts = "covariances" if options.covariance == "full" else "variances", gaussians["counts"]
+        means, spread = noise.moments(gaussians["means"], gaussians[name], counts)
+        spread = spread * (counts / (counts - 1).clamp(min=1))[:, None]
+        return self.as_arrays(**gaussians | {"means": means, name: spread})
 
     def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
         """Means and what the packing consists of, see task/prototypes/gaussians.py."""
@@ -208,10 +210,9 @@ class VarianceStatistics(MeanStatistics):
 
     def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
         """Counts, means and variances of the classes present."""
-        moments = class_gaussians(features, labels, "diagonal", less=0)
-        means, counts = moments["means"], moments["counts"]
-        means, variances = noise.moments(means, moments["variances"], counts, divisors=counts)
-        return self.as_arrays(**moments | {"means": means, "variances": variances})
+        gaussians = class_gaussians(features, labels, "diagonal", less=0)
+        means, variances = noise.moments(gaussians["means"], gaussians["variances"], gaussians["counts"])
+        return self.as_arrays(**gaussians | {"means": means, "variances": variances})
 
     def expected(self, counts: np.ndarray, arrays: Mapping[str, tuple[int, ...]], dim: int, config: Config) -> Shapes:
         """Means and variances."""

@@ -114,14 +114,14 @@ def test_without_noise_the_way_through_moments_changes_nothing(packing: str) -> 
     assert not noised[name][2].any()  # a single image has no covariance
 
 
-@pytest.mark.parametrize(("divisor", "expected"), [(1, 25 / math.sqrt(2)), (2, 25 / math.sqrt(2) / 2)])
-def test_noise_in_variances_is_divided_like_them(divisor: int, expected: float) -> None:
-    """Two images of features 0, B = 5, z = 1, draw 1: B^2 / sqrt(2) / 2 in the mean square, then times 2 / divisor."""
+@pytest.mark.parametrize(("kind", "expected"), [("hgp", 25 / math.sqrt(2)), ("pip", 25 / math.sqrt(2) / 2)])
+def test_noise_in_variances_is_divided_like_them(kind: str, expected: float) -> None:
+    """Two images of features 0, B = 5, z = 1, draw 1: B^2 / sqrt(2) / 2 in the mean square, HGP's times n / (n - 1)."""
     draws = iter([np.ones((1, 3)), np.zeros((1, 3))])  # of the mean squares, then of the means
     noise = GaussianMechanism(0, 5.0, 1.0, lambda shape: next(draws))
-    zeros, two = torch.zeros(1, 3), torch.tensor([2])
-    _, variances = noise.moments(zeros, zeros, two, divisors=torch.tensor([divisor]))
-    assert variances.tolist() == [pytest.approx([expected] * 3)]
+    statistics = GaussianStatistics() if kind == "hgp" else VarianceStatistics()
+    sent = statistics.compute(torch.zeros(2, 3), torch.tensor([4, 4]), HGPOptions(covariance="diagonal"), noise)
+    assert sent["variances"].tolist() == [pytest.approx([expected] * 3)]
 
 
 def test_statistics_stay_valid_under_any_noise() -> None:
