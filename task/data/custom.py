@@ -8,6 +8,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from task.data.class_names import require_printable
 from task.data.image_folders import class_folders, images_by_class, require_classes
 from task.data.images import Dataset, ImageFiles
 from task.data.splits import HELD_OUT, draw_held_out, select_by_digest, split_dataset
@@ -98,7 +99,8 @@ def folder(path: Path, side: int, max_pixels: int) -> Dataset:
     """A folder per class of image files; train/ and test/ above them are used when both are there.
 
     Raises:
-        ConfigError: no such folder, no class in it, a class without images, or different classes in train/ and test/.
+        ConfigError: no such folder, no class in it, a class without images or with a name that cannot be shown, or
+            different classes in train/ and test/.
     """
     if not path.is_dir():
         raise ConfigError(f"data-dir = {str(path)!r}: there is no such folder for dataset 'folder'.")
@@ -116,6 +118,7 @@ def folder(path: Path, side: int, max_pixels: int) -> Dataset:
 def _scan(path: Path, side: int, max_pixels: int) -> tuple[tuple[str, ...], ImageFiles, np.ndarray]:
     folders = class_folders(path)
     require_classes(folders)
+    require_printable([p.name for p in folders], str(path))
     images, labels = images_by_class(folders, side, max_pixels)
     empty = [p.name for p, count in zip(folders, np.bincount(labels, minlength=len(folders)), strict=True) if not count]
     if not folders or empty:

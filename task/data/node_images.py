@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from task.data.class_names import find_same_class
+from task.data.class_names import find_same_class, require_printable
 from task.data.custom import npz
 from task.data.image_folders import class_folders, image_files, require_classes
 from task.data.images import MAX_PIXELS, Dataset, ImageFiles, read_rgb
@@ -141,9 +141,7 @@ def open_inventory(inventory: Inventory, side: int, max_pixels: int = MAX_PIXELS
 
 def _normalise_names(names: Sequence[str], root: Path) -> list[str]:
     """Class names in Unicode's NFC, as two systems may write one letter in two ways."""
-    unprintable = [name for name in names if not name.isprintable()]
-    if unprintable:
-        raise ConfigError(f"data-dir = {str(root)!r}: rename the class {unprintable[0]!r}, it cannot be shown.")
+    require_printable(names, str(root))
     normalised = [unicodedata.normalize("NFC", name) for name in names]
     if same := find_same_class(normalised):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Data sets: what they hold, how they are split, and what a broken path says."""
 
+import re
 import zipfile
 from pathlib import Path
 from typing import IO
@@ -208,6 +209,13 @@ def test_unusable_folders(tmp_path: Path) -> None:
     (write_folder(tmp_path / "some") / "class9").mkdir()
     with pytest.raises(ConfigError, match="class9"):
         load_dataset("folder", str(tmp_path / "some"), 16, 0.0, 0)
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "\udcff\udcfe", "\x1b[31m", " "])
+def test_a_class_folder_whose_name_cannot_be_shown(tmp_path: Path, name: str) -> None:
+    (write_folder(tmp_path) / "class1").rename(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"rename the class {re.escape(repr(name))}"):
+        load_dataset("folder", str(tmp_path), 16, 0.0, 0)
 
 
 def test_more_tasks_than_classes() -> None:
