@@ -4,6 +4,7 @@ import zlib
 from collections import Counter
 from lzma import LZMAError
 from pathlib import Path
+from tokenize import TokenError
 from zipfile import BadZipFile
 
 import numpy as np
@@ -13,6 +14,9 @@ from task.data.image_folders import class_folders, images_by_class, require_clas
 from task.data.images import Dataset, ImageFiles
 from task.data.splits import HELD_OUT, draw_held_out, select_by_digest, split_dataset
 from task.keys import ConfigError
+
+# RuntimeError: encrypted, or packed in a way that Python does not know; TokenError: the header of an array is damaged
+UNREADABLE = (OSError, ValueError, EOFError, MemoryError, RuntimeError, TokenError, zlib.error, LZMAError, BadZipFile)
 
 
 def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dataset:
@@ -28,10 +32,12 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     """
     try:
         arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
-    # RuntimeError: encrypted, or packed in a way that Python does not know
-    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, zlib.error, LZMAError, BadZipFile) as error:
+    except UNREADABLE as error:
         what = "folder of .npy files" if path.is_dir() else ".npz file"
-        raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({error}).") from error
+        reason = " ".join(str(error).split())
+        if "pickle" in reason:  # NumPy advises to run the code that a file may hold
+            reason = "it is damaged, or holds more than arrays of numbers and texts"
+        raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({reason}).") from error
     images, labels = _check_arrays(arrays, path)
     names = arrays.get("class_names", np.arange(labels.max() + 1))
     _check_names(names, path)
@@ -61,6 +67,8 @@ def _check_names(names: np.ndarray, path: Path) -> None:
 
 
 def _npz_file(path: Path) -> dict[str, np.ndarray]:
+    if path.exists() and not path.is_file():
+        raise ValueError("it is a pipe, a socket or a device")  # opening it could wait for ever
     file = np.load(path, allow_pickle=False)
     if isinstance(file, np.ndarray):
         raise ValueError("it holds one array without a name")
