@@ -12,6 +12,7 @@ from task.config.schema import Config
 from task.data.image_folders import class_folders
 from task.keys import ConfigError
 from task.message import Scalar
+from task.utils.home import expand_home
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def own_data_dir(config: Config, node: Node) -> str:
 
 def _simulated_folder(config: Config, node: Node) -> Path:
     """Simulated nodes share the run's data-dir: node i has the i-th folder in it, in the order of the names."""
-    folders, index = class_folders(Path(config.data_dir).expanduser()), partition_id(node)
+    folders, index = class_folders(expand_home(config.data_dir, "data-dir")), partition_id(node)
     if not config.data_dir or index >= len(folders):
         raise ConfigError(
             f"data-dir = {config.data_dir!r} has no folder for node {index}: where nodes with data of their own are "
@@ -82,8 +83,8 @@ def _simulated_folder(config: Config, node: Node) -> Path:
 def state_dir(config: Config, node: Node) -> Path:
     """Where this node keeps what it must remember between messages."""
     if "state-dir" in node.settings:
-        return Path(str(node.settings["state-dir"])).expanduser()
-    home = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
+        return expand_home(str(node.settings["state-dir"]), "state-dir")
+    home = expand_home(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "state-dir")
     data_dir = hashlib.sha256(own_data_dir(config, node).encode()).hexdigest()[:12]
     return home / "fcil" / (re.sub(r"[^\w.-]", "_", client_name(config, node)) + "-" + data_dir)
 

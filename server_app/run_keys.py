@@ -11,6 +11,7 @@ from task.config.parsing import check_values, parse, parse_text
 from task.config.schema import OWN, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
+from task.utils.home import expand_home
 
 
 def read_words(words: Sequence[str]) -> dict[str, Scalar]:
@@ -73,7 +74,7 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         ConfigError: values that are no run, or a run that cannot be resumed.
     """
     if values.get("resume"):
-        return load_resumed_keys({**values, "resume": str(Path(str(values["resume"])).expanduser().absolute())})
+        return load_resumed_keys({**values, "resume": str(expand_home(str(values["resume"]), "resume").absolute())})
     keys = dict(values)
     for name in keys_affecting("files"):  # the workers' working directory is the project's
         if isinstance(keys.get(name), str) and keys[name] and Path(str(keys[name])).exists():
@@ -82,6 +83,6 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         from task.data.image_folders import class_folders
 
         own = keys.get("dataset") == OWN  # simulated nodes with data of their own are the folders in data-dir
-        nodes = class_folders(Path(str(keys.get("data-dir") or "nowhere")).expanduser()) if own else []
+        nodes = class_folders(expand_home(str(keys.get("data-dir") or "nowhere"), "data-dir")) if own else []
         keys["num-clients"] = len(nodes) or DEFAULT_CLIENTS  # a number, so that the server waits for all of them
     return keys

@@ -1,6 +1,7 @@
 """Declaring and checking run keys: a key is a dataclass field with a type, a default, a help and its limits."""
 
 import math
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -69,13 +70,15 @@ class Rule:
             f"at least {self.minimum:g}" if self.minimum is not None else "",
             f"at most {self.largest(kind):g}" if kind in LARGEST else "",
         ]
-        noun = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
+        noun = {int: "a whole number", float: "a number", str: "a text of one line", bool: "true or false"}[kind]
         return " and ".join([noun, *filter(None, limits)]) + (f', or "{AUTO}"' if self.auto is not None else "")
 
     def accepts(self, value: Scalar) -> bool:
         """Whether a value of the right type is within the limits; NaN and infinity never are."""
         if isinstance(value, str):
-            return not self.choices or value in self.choices
+            # no control characters, and none of half a pair, which stands for a byte that is no text
+            shown = not any(unicodedata.category(character) in ("Cc", "Cs") for character in value)
+            return value in self.choices if self.choices else shown
         return (
             (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)

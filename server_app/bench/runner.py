@@ -19,7 +19,7 @@ from server_app.report.compare import Group
 from server_app.report.recommend import recommend
 from server_app.report.runs import Run, flat, load_run
 from server_app.report.write import write_comparison
-from server_app.run_files.paths import lock_folder, mark_failed
+from server_app.run_files.paths import is_locked, lock_folder, mark_failed
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, find_marked, interruptible, last_lines, start_process
 from server_app.simulation.superlink import POLL
@@ -28,6 +28,10 @@ from task.keys import ConfigError
 
 MARK = "FCIL_BENCH"  # environment variable of all processes of a suite
 PATIENCE = 10.0  # seconds that a run which is stopped has to save what there is
+
+
+def _in_use(folder: Path) -> LaunchError:
+    return LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.")
 
 
 class Bench:
@@ -57,16 +61,13 @@ class Bench:
         try:
             with lock_folder(self._suite.folder), interruptible() as check:
                 if find_marked(self._mark):  # after its suite was killed, a run may still be running
-                    raise self._in_use()
+                    raise _in_use(self._suite.folder)
                 self._plan()
                 self._report()
                 self._run_waiting(check)
         except Timeout:
-            raise self._in_use() from None
+            raise _in_use(self._suite.folder) from None
         return self._failed
-
-    def _in_use(self) -> LaunchError:
-        return LaunchError(f"{self._suite.folder} is in use: a run there is still going on, wait for it or end it.")
 
     def _run_waiting(self, check: Callable[[], None]) -> None:
         try:
@@ -90,6 +91,8 @@ class Bench:
         for run in self._suite.runs:
             finished = finished_run(run)
             if finished is None:
+                if is_locked(run.directory):  # as when it is resumed by hand; it would be deleted under its process
+                    raise _in_use(run.directory)
                 self._load(run)  # to say if it cannot be read
                 self._waiting.append(run)
                 continue

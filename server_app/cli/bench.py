@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.errors import LaunchError
+from server_app.run_files.paths import require_writable
 from server_app.run_keys import read_words
 from server_app.simulation.cluster import ADDRESS, cluster_address
 from server_app.simulation.processes import Interrupted
@@ -44,6 +45,8 @@ def _run_command(args: argparse.Namespace) -> int:
     suite = read_suite(args.suite, read_words(args.words))
     if args.select_only and not suite.selection:
         raise ConfigError(f"{args.suite}: --select-only needs an entry select.")
+    for run in suite.runs[:1]:
+        require_writable(run.directory)
     try:
         failed = _run_suite(suite, args, options)
     except Interrupted as stop:

@@ -24,6 +24,9 @@ def _run_command(args: argparse.Namespace) -> int:
 
     if args.out.suffix == ".onnx":
         return complain(f"{args.out} would not be an ONNX file: name OUT.safetensors, and --onnx {args.out}", MISTAKE)
+    for path in filter(None, [args.out, args.onnx]):
+        if path.exists() and not path.is_file():  # a device, such as /dev/null, would be replaced
+            return complain(f"{path} is there and is no file: name a new one, or one that may be replaced", MISTAKE)
     if args.onnx:
         require_onnx()  # before anything is written
     predictor = load_predictor(args.model, "cpu")

@@ -74,7 +74,7 @@ class Progress:
     def _lines(self) -> list[str]:
         with contextlib.suppress(OSError):
             # the last line may be half written
-            return (self.directory / "rounds.jsonl").read_text().split("\n")[:-1]
+            return (self.directory / "rounds.jsonl").read_text(errors="replace").split("\n")[:-1]
         return []
 
 

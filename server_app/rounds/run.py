@@ -48,6 +48,7 @@ from server_app.transport.base import Reply, Transport
 from strategies.base import RoundContext, Strategy, Update
 from task.config.parsing import ignored_keys
 from task.config.schema import Config
+from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
 from task.models.evaluation import confusion_counts
@@ -305,7 +306,13 @@ class Run:
         require_same_backbone(self.directory, self.model.backbone.sha256)
         context = RoundContext(self.scenario.schedule, checkpoint["round"])
         self.model = build_model(self.config, self.scenario.task_sizes(context.task))
-        self.model.load(checkpoint["arrays"])
+        try:
+            self.model.load(checkpoint["arrays"])
+        except ValueError as error:
+            raise ConfigError(
+                f"resume = {str(self.directory)!r}: its checkpoint is not that of the run keys in its config.yaml "
+                f"({error}); put back what was changed there."
+            ) from error
         vars(self.strategy).update(checkpoint["strategy"])
         self.results.restore(checkpoint["results"])
         require_asked_clients(self.results.privacy, self._asked_path, self.results.rounds)

@@ -16,6 +16,7 @@ from server_app.errors import LaunchError
 from task.config.schema import Config
 from task.keys import ConfigError
 from task.utils.atomic import write_atomically
+from task.utils.home import expand_home
 
 log = logging.getLogger(__name__)
 
@@ -158,10 +159,14 @@ def resolve_output_dir(output_dir: str) -> Path:
     """The run key ``output-dir`` as an absolute path.
 
     A relative one is below the environment variable FCIL_HOME, else the project's folder, else the working directory.
+
+    Raises:
+        ConfigError: it begins with a home that is not there.
     """
+    folder = expand_home(output_dir, "output-dir")
     if "FCIL_HOME" in os.environ:
-        return Path(os.environ["FCIL_HOME"]).resolve() / output_dir
+        return Path(os.environ["FCIL_HOME"]).resolve() / folder
     try:
-        return project_folder() / output_dir
+        return project_folder() / folder
     except LaunchError:
-        return Path.cwd() / output_dir
+        return Path.cwd() / folder

@@ -1,7 +1,6 @@
 """The run key ``resume``: the run keys of the run that is resumed."""
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from task.config.schema import OF_THE_SERVER, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
+from task.utils.home import expand_home
 from task.utils.versions import code_sha256, versions
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """
     if not values.get("resume"):
         return dict(values)
-    directory = resolve_output_dir(os.path.expanduser(str(values["resume"])))
+    directory = resolve_output_dir(str(expand_home(str(values["resume"]), "resume")))
     saved = _read_saved_keys(directory)
     register(str(saved["method"]))
     keys, free = known_keys(), keys_affecting("waiting", *OF_THE_SERVER)

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from task.keys import ConfigError
+
 
 def normal_form(name: str) -> str:
     """The name without case, punctuation and white space: names with equal normal forms mean one class.
@@ -39,3 +41,14 @@ def class_ids(names: Sequence[str], class_names: Sequence[str]) -> np.ndarray:
     """Class id of each name of a node, int64 [len(names)]; -1 where the run's ``class_names`` have no such class."""
     ids = {normal_form(name): class_id for class_id, name in enumerate(class_names)}
     return np.array([ids.get(normal_form(name), -1) for name in names], np.int64)
+
+
+def require_printable(names: Iterable[str], data_dir: str) -> None:
+    """Refuse class names that logs, tables and pictures could not show.
+
+    Raises:
+        ConfigError: names one of them.
+    """
+    for name in names:
+        if not name.strip() or not name.isprintable():
+            raise ConfigError(f"data-dir = {data_dir!r}: rename the class {name!r}, it cannot be shown.")

@@ -4,14 +4,19 @@ import zlib
 from collections import Counter
 from lzma import LZMAError
 from pathlib import Path
+from tokenize import TokenError
 from zipfile import BadZipFile
 
 import numpy as np
 
+from task.data.class_names import require_printable
 from task.data.image_folders import class_folders, images_by_class, require_classes
 from task.data.images import Dataset, ImageFiles
 from task.data.splits import HELD_OUT, draw_held_out, select_by_digest, split_dataset
 from task.keys import ConfigError
+
+# RuntimeError: encrypted, or packed in a way that Python does not know; TokenError: the header of an array is damaged
+UNREADABLE = (OSError, ValueError, EOFError, MemoryError, RuntimeError, TokenError, zlib.error, LZMAError, BadZipFile)
 
 
 def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dataset:
@@ -27,10 +32,12 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     """
     try:
         arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
-    # RuntimeError: encrypted, or packed in a way that Python does not know
-    except (OSError, ValueError, EOFError, MemoryError, RuntimeError, zlib.error, LZMAError, BadZipFile) as error:
+    except UNREADABLE as error:
         what = "folder of .npy files" if path.is_dir() else ".npz file"
-        raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({error}).") from error
+        reason = " ".join(str(error).split())
+        if "pickle" in reason:  # NumPy advises to run the code that a file may hold
+            reason = "it is damaged, or holds more than arrays of numbers and texts"
+        raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({reason}).") from error
     images, labels = _check_arrays(arrays, path)
     names = arrays.get("class_names", np.arange(labels.max() + 1))
     _check_names(names, path)
@@ -60,6 +67,8 @@ def _check_names(names: np.ndarray, path: Path) -> None:
 
 
 def _npz_file(path: Path) -> dict[str, np.ndarray]:
+    if path.exists() and not path.is_file():
+        raise ValueError("it is a pipe, a socket or a device")  # opening it could wait for ever
     file = np.load(path, allow_pickle=False)
     if isinstance(file, np.ndarray):
         raise ValueError("it holds one array without a name")
@@ -98,7 +107,8 @@ def folder(path: Path, side: int, max_pixels: int) -> Dataset:
     """A folder per class of image files; train/ and test/ above them are used when both are there.
 
     Raises:
-        ConfigError: no such folder, no class in it, a class without images, or different classes in train/ and test/.
+        ConfigError: no such folder, no class in it, a class without images or with a name that cannot be shown, or
+            different classes in train/ and test/.
     """
     if not path.is_dir():
         raise ConfigError(f"data-dir = {str(path)!r}: there is no such folder for dataset 'folder'.")
@@ -116,6 +126,7 @@ def folder(path: Path, side: int, max_pixels: int) -> Dataset:
 def _scan(path: Path, side: int, max_pixels: int) -> tuple[tuple[str, ...], ImageFiles, np.ndarray]:
     folders = class_folders(path)
     require_classes(folders)
+    require_printable([p.name for p in folders], str(path))
     images, labels = images_by_class(folders, side, max_pixels)
     empty = [p.name for p, count in zip(folders, np.bincount(labels, minlength=len(folders)), strict=True) if not count]
     if not folders or empty:

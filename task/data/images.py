@@ -152,7 +152,7 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path):
-            raise ValueError("it is a pipe, a socket or a device")  # opening it could wait for ever
+            raise ValueError("it is a folder, a pipe, a socket or a device")  # opening it could wait for ever
         with Image.open(path) as image:
             _shrink_to(image, max_pixels)
             with _decoding.take(image.width * image.height, max_pixels):

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from task.data.class_names import find_same_class
+from task.data.class_names import find_same_class, require_printable
 from task.data.custom import npz
 from task.data.image_folders import class_folders, image_files, require_classes
 from task.data.images import MAX_PIXELS, Dataset, ImageFiles, read_rgb
 from task.data.splits import select_by_digest, split_dataset
 from task.keys import ConfigError
 from task.utils.atomic import write_atomically
+from task.utils.home import expand_home
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def scan_images(
         ConfigError: no such folder, one that cannot be read, or too many unreadable files, which it does not name, as
             the error may be sent.
     """
-    root = Path(data_dir).expanduser()
+    root = expand_home(data_dir, "data-dir")
     if os.path.isfile(root):  # Path.is_file raises an error without the right to look
         return Inventory(str(root))
     if not os.path.isdir(root):
@@ -109,7 +110,7 @@ def scan_images(
 
 def load_inventory(data_dir: str, state: Path, run: str = "") -> Inventory | None:
     """The inventory of the node's last scan for ``run``; None if there is no list of it."""
-    root = Path(data_dir).expanduser()
+    root = expand_home(data_dir, "data-dir")
     if os.path.isfile(root):
         return Inventory(str(root))
     lists = _read_list(_list_path(state, root, run), root)
@@ -141,9 +142,7 @@ def open_inventory(inventory: Inventory, side: int, max_pixels: int = MAX_PIXELS
 
 def _normalise_names(names: Sequence[str], root: Path) -> list[str]:
     """Class names in Unicode's NFC, as two systems may write one letter in two ways."""
-    unprintable = [name for name in names if not name.isprintable()]
-    if unprintable:
-        raise ConfigError(f"data-dir = {str(root)!r}: rename the class {unprintable[0]!r}, it cannot be shown.")
+    require_printable(names, str(root))
     normalised = [unicodedata.normalize("NFC", name) for name in names]
     if same := find_same_class(normalised):
         raise ConfigError(

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from task.keys import ConfigError
 from task.utils.atomic import write_atomically
+from task.utils.home import expand_home
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class StoredFeatures:
 def store_folder() -> Path:
     """Where the files are; the folder need not be there."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "fcil"
-    return Path(os.environ.get("FCIL_CACHE") or default).expanduser()
+    return expand_home(os.environ.get("FCIL_CACHE") or str(default), "FCIL_CACHE")
 
 
 def size_limit() -> float:

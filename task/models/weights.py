@@ -106,7 +106,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     try:
         is_safe = path.suffix == ".safetensors"
         state = safetensors.torch.load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
-        if not all(isinstance(value, Tensor) for value in state.values()):
+        if not all(isinstance(n, str) and isinstance(v, Tensor) for n, v in state.items()):
             raise TypeError("no tensors by name")
         return dict(state)
     except Exception as error:  # whose text is left out: torch's advises to run the code that a file may hold

@@ -250,6 +250,14 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
             load_resumed_keys({"resume": str(folder)})
 
 
+def test_a_changed_config_yaml_is_named(tiny: Values) -> None:
+    folder = interrupt(two_runs(tiny)[1], 3)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("num-tasks: 2", "num-tasks: 3"))
+    with pytest.raises(ConfigError, match=r"its checkpoint is not that of the run keys in its config\.yaml"):
+        run({"resume": str(folder)})
+
+
 def test_other_backbone_weights_are_refused(tiny: Values) -> None:
     _, interrupted = two_runs(tiny)
     folder = interrupt(interrupted, 3)

@@ -1,5 +1,6 @@
 """`fcil export`: one file that needs neither the run's folder nor its weights, and ONNX that agrees with it."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -164,3 +165,16 @@ def test_exit_codes(tiny: dict, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["export", str(directory), str(tmp_path / "out"), "more"])
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("words", [["pipe"], ["folder"], ["new", "--onnx", "pipe"]])
+def test_only_files_are_replaced(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")  # stands for /dev/null, which root could replace by a file
+    Path("folder").mkdir()
+    assert cli.main(["export", "run", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"fcil: {words[-1]} is there and is no file: ")
+    assert sorted(os.listdir()) == ["folder", "pipe"]
+    assert Path("pipe").is_fifo()

@@ -389,6 +389,24 @@ def test_a_suite_that_was_ended_is_continued(write, tmp_path):
         assert (tmp_path / "out" / name).stat().st_size > 0
 
 
+def test_a_run_that_another_process_is_at_is_not_deleted(write, quick, tmp_path, capsys):
+    """As when somebody resumes one by hand, and continues the suite meanwhile."""
+    path = write()
+    run, _ = read_suite(path, {}).runs
+    fill(run, run_results((0.5, 0.5, 0.5), status="running"))
+    with FileLock(run.directory / ".lock"):
+        assert cli.main(["bench", str(path)]) == 1
+    assert f"{run.directory} is in use" in capsys.readouterr().err
+    assert (run.directory / "results.json").exists()
+    assert not (tmp_path / "out" / "log.txt").exists()
+
+
+def test_a_file_in_the_place_of_the_folder_is_named_with_its_key(write, quick, tmp_path, capsys):
+    (tmp_path / "out").write_text("")
+    assert cli.main(["bench", str(write())]) == 2
+    assert f"cannot be used: '{tmp_path / 'out'}' is a file, not a folder" in capsys.readouterr().err
+
+
 def test_a_run_that_outlives_its_suite_keeps_the_folder(write, quick, tmp_path, capsys):
     """SIGKILL leaves a run behind, perhaps one that has not locked its folder yet: no second suite may start there."""
     run = "import time; print('up', flush=True); time.sleep(6)"

@@ -146,6 +146,10 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
         file.write("\n" + json.dumps(line) + "\n")  # after half a line that a crash has left
     progress.show()
     assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()][:2] == ["task 2/2", "    a: gone"]
+    with open(tmp_path / "rounds.jsonl", "ab") as file:
+        file.write(b"\xff\xfe\x00\n")  # what a damaged disk has left
+    progress.show()
+    assert capsys.readouterr().out == ""
     (tmp_path / "rounds.jsonl").write_text("")  # resumed before the first round
     progress.show()
     (tmp_path / "rounds.jsonl").write_text(json.dumps(line | {"failures": [], "elapsed": 60.0}) + "\n")

@@ -1,5 +1,7 @@
 """Data sets: what they hold, how they are split, and what a broken path says."""
 
+import os
+import re
 import zipfile
 from pathlib import Path
 from typing import IO
@@ -125,14 +127,24 @@ def test_unusable_npz_files_say_what_is_wrong(tmp_path: Path, changes: dict, wor
     assert word in str(caught.value)
 
 
+def with_header(text: str) -> bytes:
+    """A .npy file whose header is this text."""
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
 def test_missing_truncated_and_foreign_files(tmp_path: Path) -> None:
     whole = Path(write_npz(tmp_path / "whole.npz")).read_bytes()
     (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "text.npz").write_text("hello")
+    np.savez(tmp_path / "objects.npz", images=np.array([{}]))
+    (tmp_path / "nested.npz").write_bytes(with_header("(" * 9000))
+    os.mkfifo(tmp_path / "pipe.npz")
     np.save(tmp_path / "one.npy", np.zeros(3))
-    for name in ("none.npz", "cut.npz", "text.npz", "one.npy"):
-        with pytest.raises(ConfigError, match=name):
+    for name in ("none.npz", "cut.npz", "text.npz", "one.npy", "objects.npz", "nested.npz", "pipe.npz"):
+        with pytest.raises(ConfigError, match=name) as caught:
             load_dataset("npz", str(tmp_path / name), 32, 0.0, 0)
+        assert "\n" not in str(caught.value)
+        assert "pickle" not in str(caught.value)  # to allow it would run the code that a file may hold
 
 
 @pytest.mark.parametrize(
@@ -208,6 +220,13 @@ def test_unusable_folders(tmp_path: Path) -> None:
     (write_folder(tmp_path / "some") / "class9").mkdir()
     with pytest.raises(ConfigError, match="class9"):
         load_dataset("folder", str(tmp_path / "some"), 16, 0.0, 0)
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "\udcff\udcfe", "\x1b[31m", " "])
+def test_a_class_folder_whose_name_cannot_be_shown(tmp_path: Path, name: str) -> None:
+    (write_folder(tmp_path) / "class1").rename(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"rename the class {re.escape(repr(name))}"):
+        load_dataset("folder", str(tmp_path), 16, 0.0, 0)
 
 
 def test_more_tasks_than_classes() -> None:

@@ -418,6 +418,7 @@ WRONG = {
     "training checkpoint": lambda folder: write_state(folder / "w.pt", lambda s: s | {"epoch": 3}),
     "a list of tensors": lambda folder: write_state(folder / "w.pt", lambda s: list(s.values())),
     "a lone tensor": lambda folder: write_state(folder / "w.pt", lambda s: s["norm.bias"]),
+    "numbers for names": lambda folder: write_state(folder / "w.pt", lambda s: dict(enumerate(s.values()))),
     "an arbitrary object": lambda folder: write_state(folder / "w.pt", lambda s: nn.Linear(2, 2)),
 }
 

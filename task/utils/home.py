@@ -1,0 +1,17 @@
+"""Paths that begin with ~, the home of a user."""
+
+from pathlib import Path
+
+from task.keys import ConfigError
+
+
+def expand_home(path: str, name: str) -> Path:
+    """The path with the home in place of ~; ``name`` is the key or variable that has it.
+
+    Raises:
+        ConfigError: there is no such user, or this one has no home, as in a container that runs as a bare number.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{name} = {path!r}: there is no such home folder, write an absolute path.") from error
