@@ -18,12 +18,12 @@ from task.utils.assets import ASSETS
 def _main() -> None:
     digits = load_digits()
     pixels = digits.images.astype(np.uint8)
-    card = {
+    content = {
         "source": "UCI Optical Recognition of Handwritten Digits, as in scikit-learn's load_digits (CC BY 4.0)",
         "labels": base64.b64encode(digits.target.astype(np.uint8).tobytes()).decode(),
         "pixels": base64.b64encode(zlib.compress(pixels.tobytes(), 9)).decode(),
     }
-    (ASSETS / "digits.json").write_text(json.dumps(card, indent=1) + "\n")
+    (ASSETS / "digits.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def settings(rounds: int, folder: Path) -> dict[str, Scalar]:
 
 @dataclass
 class Watch:
-    """What is seen of the nodes while they work: moments by node, in the order of the rounds; seconds since 1970."""
+    """What is seen of the nodes while they work: times by node, in the order of the rounds, in seconds since 1970."""
 
     network: Network
     received: dict[int, list[float]] = field(default_factory=dict)
@@ -70,8 +70,8 @@ class Watch:
     def __post_init__(self) -> None:
         nodes = range(len(NAMES) - 1)
         self._starters = {i: self.network.workers(f"supernode-{i}", "flower-superexec")[0] for i in nodes}
-        for moments in (self.received, self.sent):
-            moments.update((i, []) for i in nodes)
+        for times in (self.received, self.sent):
+            times.update((i, []) for i in nodes)
         self.started.update((i, {}) for i in nodes)
 
     def look(self, rounds: Path) -> None:
@@ -79,8 +79,8 @@ class Watch:
         now = time.time()
         for i, starter in self._starters.items():
             log = self.network.log(f"supernode-{i}").read_text(errors="replace")
-            for moments, words in ((self.received, "Receiving: train message"), (self.sent, "Sending: train message")):
-                moments[i] += [now] * (log.count(words) - len(moments[i]))
+            for messages, words in ((self.received, "Receiving: train message"), (self.sent, "Sending: train message")):
+                messages[i] += [now] * (log.count(words) - len(messages[i]))
             for child in Path(f"/proc/{starter}/task/{starter}/children").read_text().split():
                 self.started[i].setdefault(int(child), now)
         lines = len(rounds.read_text().splitlines()) if rounds.exists() else 0
@@ -93,9 +93,9 @@ class Watch:
         """Seconds of each of ``STEPS`` in a round, counted from 0; from the end of the one before."""
         last = max(self.sent, key=lambda i: self.sent[i][number])
         received, sent = self.received[last][number], self.sent[last][number]
-        start = max(moment for moment in self.started[last].values() if moment < sent)
-        moments = [self.ended[number - 1], received, max(start, received), sent, self.ended[number]]
-        return [later - earlier for earlier, later in pairwise(moments)]
+        start = max(begun for begun in self.started[last].values() if begun < sent)
+        times = [self.ended[number - 1], received, max(start, received), sent, self.ended[number]]
+        return [later - earlier for earlier, later in pairwise(times)]
 
 
 class Loopback(Network):

@@ -330,8 +330,8 @@ def measure_pieces(pieces: Sequence[Piece], setting: Setting) -> None:
 
 def markdown(output: Path, pieces: Sequence[Piece]) -> str:
     """A section of the ledger with all that lies in the output folder."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(output.glob("*.json"))}
-    answers = {piece.name: found[piece.name] for piece in pieces if piece.name in found}
+    measured = {path.stem: json.loads(path.read_text()) for path in sorted(output.glob("*.json"))}
+    answers = {piece.name: measured[piece.name] for piece in pieces if piece.name in measured}
     machines = sorted({f"{answer['device']}; {answer['versions']}" for answer in answers.values()})
     title = "## One GPU" + (
         " (--quick: the CPU stands for the GPU)" if any(a["quick"] for a in answers.values()) else ""
@@ -342,7 +342,7 @@ def markdown(output: Path, pieces: Sequence[Piece]) -> str:
         chosen = {name.removeprefix(f"{kind}-"): a for name, a in answers.items() if name.startswith(f"{kind}-")}
         if chosen:
             lines += ["", *table(chosen)]
-    missing = [piece.name for piece in pieces if piece.name not in found]
+    missing = [piece.name for piece in pieces if piece.name not in measured]
     return "\n".join([*lines, "", f"Not run: {', '.join(missing)}." if missing else "All pieces were run."])
 
 

@@ -146,11 +146,14 @@ def pretrain(model: nn.Module, masters: Tensor, steps: int, seed: int) -> None:
             correct, seen = 0, 0
 
 
-def write_card(model: VisionTransformer, recipe: dict[str, int | str], path: Path) -> None:
-    """Weights in half precision without classifier, as base64 text, below what they are; then their probe figures."""
+def write_metadata(model: VisionTransformer, recipe: dict[str, int | str], path: Path) -> None:
+    """Write the weights as base64 text, in half precision and without classifier, and ``path``, their metadata.
+
+    The metadata are the architecture, the recipe, the accuracies of a probe, and the digest and files of the weights.
+    """
     state = {name: value.half() for name, value in model.state_dict().items() if not name.startswith("head.")}
     raw = safetensors.torch.save(state)
-    card = {
+    metadata = {
         "architecture": ARCHITECTURE,
         "mean": [0.5] * 3,
         "std": [0.5] * 3,
@@ -159,22 +162,22 @@ def write_card(model: VisionTransformer, recipe: dict[str, int | str], path: Pat
         "sha256": hashlib.sha256(raw).hexdigest(),
         "parts": write_parts(raw, path),
     }
-    path.write_text(json.dumps(card, indent=1) + "\n")
+    path.write_text(json.dumps(metadata, indent=1) + "\n")
     trained = probe(parse({"method": "ncm", "backbone": path.stem}))
     untrained = probe(parse({"method": "ncm", "backbone": path.stem, "backbone-weights": "random"}))
-    card["probe"] = {"digits test split, frozen features": trained, "the same, random weights": untrained}
-    path.write_text(json.dumps(card, indent=1) + "\n")
-    log.info("%s %s", path, card["probe"])
+    metadata["probe"] = {"digits test split, frozen features": trained, "the same, random weights": untrained}
+    path.write_text(json.dumps(metadata, indent=1) + "\n")
+    log.info("%s %s", path, metadata["probe"])
 
 
-def write_parts(raw: bytes, card: Path) -> list[str]:
-    """Write a card's weights in base64, PART_BYTES in a file; returns the files' names as seen from the card."""
+def write_parts(raw: bytes, metadata: Path) -> list[str]:
+    """Write weights in base64, PART_BYTES in a file; returns the files' names as seen from the file ``metadata``."""
     names = []
-    (card.parent / card.stem).mkdir(exist_ok=True)
+    (metadata.parent / metadata.stem).mkdir(exist_ok=True)
     for number, start in enumerate(range(0, len(raw), PART_BYTES), 1):
-        names.append(f"{card.stem}/{number}.json")
+        names.append(f"{metadata.stem}/{number}.json")
         text = base64.b64encode(raw[start : start + PART_BYTES]).decode()
-        (card.parent / names[-1]).write_text(json.dumps(text) + "\n")
+        (metadata.parent / names[-1]).write_text(json.dumps(text) + "\n")
     return names
 
 
@@ -195,7 +198,7 @@ def _main() -> None:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
     }
-    write_card(model, recipe, ASSETS / "vit_glyphs.json")
+    write_metadata(model, recipe, ASSETS / "vit_glyphs.json")
 
 
 if __name__ == "__main__":

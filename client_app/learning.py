@@ -51,7 +51,7 @@ def train(answer: Packet, request: Request, scenario: Scenario, task_data: Clien
     """
     config, model = request.config, load_model(request, scenario)
     if len(task_data.positions):
-        _learn(answer, request, scenario, model, task_data)
+        _add_local_update(answer, request, scenario, model, task_data)
     if config.secure_aggregation == "off":
         return answer
     classes = learnable_classes(config, scenario.schedule, request.task)
@@ -62,7 +62,9 @@ def train(answer: Packet, request: Request, scenario: Scenario, task_data: Clien
     return Packet({"hidden": hidden}, metrics=seconds, config=answer.config)
 
 
-def _learn(answer: Packet, request: Request, scenario: Scenario, model: Model, task_data: ClientTaskData) -> None:
+def _add_local_update(
+    answer: Packet, request: Request, scenario: Scenario, model: Model, task_data: ClientTaskData
+) -> None:
     """Train, and put trained arrays, statistics and metrics into the answer."""
     packet, config = request.packet, request.config
     model.set_active_rows(scenario.rows[task_data.classes])

@@ -40,9 +40,9 @@ def test_the_bundle_holds_code_and_assets_within_the_limits(bundle: zipfile.ZipF
 
 
 def test_the_bundled_backbone_comes_through_whole(bundle: zipfile.ZipFile) -> None:
-    card = json.loads(bundle.read("task/assets/vit_glyphs.json"))
-    parts = [base64.b64decode(json.loads(bundle.read(f"task/assets/{part}"))) for part in card["parts"]]
-    assert hashlib.sha256(b"".join(parts)).hexdigest() == card["sha256"] == SHA256
+    metadata = json.loads(bundle.read("task/assets/vit_glyphs.json"))
+    parts = [base64.b64decode(json.loads(bundle.read(f"task/assets/{part}"))) for part in metadata["parts"]]
+    assert hashlib.sha256(b"".join(parts)).hexdigest() == metadata["sha256"] == SHA256
 
 
 def test_flower_hub_would_take_the_project(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,11 +67,11 @@ def test_a_prompted_pass_keeps_less_than_full_training_would() -> None:
 
 def test_bundled_weights_reach_their_recorded_figures() -> None:
     """At least 97.8 % by linear probe and 89 % by nearest class mean; random weights far below."""
-    card = json.loads(BUNDLED["vit_glyphs"].read_text())
-    parts = [BUNDLED["vit_glyphs"].parent / part for part in card["parts"]]
+    metadata = json.loads(BUNDLED["vit_glyphs"].read_text())
+    parts = [BUNDLED["vit_glyphs"].parent / part for part in metadata["parts"]]
     assert sum(path.stat().st_size for path in [BUNDLED["vit_glyphs"], *parts]) <= 3_000_000
     accuracies = probe(parse({"method": "ncm", "device": "cpu"}))
-    assert accuracies == pytest.approx(card["probe"]["digits test split, frozen features"], abs=0.006)
+    assert accuracies == pytest.approx(metadata["probe"]["digits test split, frozen features"], abs=0.006)
     assert accuracies["linear_probe"] >= 0.978
     assert accuracies["nearest_class_mean"] >= 0.89
     assert probe(parse({"method": "ncm", "backbone-weights": "random"}))["nearest_class_mean"] < 0.6

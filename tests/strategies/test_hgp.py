@@ -89,14 +89,14 @@ def test_whole_classes_are_replaced():
 
 
 @pytest.mark.parametrize("tau", [0.1, 2.0])
-def test_temper_by_hand(tau):
+def test_normalised_logits_by_hand(tau):
     """[3, 4] has length 5, so [0.6, 0.8] / tau."""
     assert normalise_logits(torch.tensor([[3.0, 4.0]]), tau).tolist() == [pytest.approx([0.6 / tau, 0.8 / tau])]
     assert torch.equal(normalise_logits(torch.tensor([[3.0, 4.0]]), 0), torch.tensor([[3.0, 4.0]]))
 
 
 def numpy_loss(w, b, x, y, tau):
-    """Cross-entropy of a linear layer, of plain or tempered logits, and its gradient with respect to the logits."""
+    """Cross-entropy of a linear layer, of plain or normalised logits, and its gradient with respect to the logits."""
     logits = x @ w.T + b
     length = np.linalg.norm(logits, axis=1, keepdims=True)
     z = logits / length / tau if tau else logits

@@ -254,7 +254,7 @@ def test_refuses_malformed_matrices_and_says_where(matrix, message):
 
 
 @given(matrices(), st.data())
-def test_completed_cuts_to_the_finished_tasks(matrix, data):
+def test_crop_to_finished_cuts_to_the_finished_tasks(matrix, data):
     done = data.draw(st.integers(0, len(matrix)))
     empty = [None] * len(matrix)
     killed = [row if i < done else empty for i, row in enumerate(matrix)]
@@ -262,7 +262,7 @@ def test_completed_cuts_to_the_finished_tasks(matrix, data):
     assert np.array_equal(crop_to_finished(killed), expected, equal_nan=True)
 
 
-def test_completed_of_nothing():
+def test_crop_to_finished_of_nothing():
     assert crop_to_finished([[None, None], [None, None]]).shape == (0, 0)
     assert crop_to_finished([]).shape == (0, 0)
 
@@ -277,7 +277,7 @@ def test_completed_of_nothing():
         ([[0.5], [0.5, 0.5]], "not square"),
     ],
 )
-def test_completed_refuses_gaps(matrix, message):
+def test_crop_to_finished_refuses_gaps(matrix, message):
     with pytest.raises(ValueError, match=message):
         crop_to_finished(matrix)
 

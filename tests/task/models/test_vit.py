@@ -494,10 +494,10 @@ def test_a_failed_download_is_not_random_weights(monkeypatch, error):
         load_backbone("vit_tiny_patch16_224", "auto", 0, "cpu")
 
 
-def copied_card(folder):
-    card = module.BUNDLED["vit_glyphs"]
-    shutil.copytree(card.parent / card.stem, folder / card.stem)
-    return Path(shutil.copy(card, folder))
+def copied_backbone(folder):
+    metadata = module.BUNDLED["vit_glyphs"]
+    shutil.copytree(metadata.parent / metadata.stem, folder / metadata.stem)
+    return Path(shutil.copy(metadata, folder))
 
 
 def change_file(name, change):
@@ -518,7 +518,7 @@ def swap_parts(folder):
     parts[1].write_text(first)
 
 
-def change_card(**entries):
+def change_metadata(**entries):
     return change_file("vit_glyphs.json", lambda text: json.dumps(json.loads(text) | entries))
 
 
@@ -533,38 +533,38 @@ DAMAGE = {
     "parts swapped": swap_parts,
     "file cut short": change_file("vit_glyphs.json", lambda text: text[: len(text) // 2]),
     "empty file": change_file("vit_glyphs.json", lambda text: ""),
-    "no list in the card": change_file("vit_glyphs.json", lambda text: "[]"),
-    "one part fewer": change_card(parts=["vit_glyphs/1.json", "vit_glyphs/2.json"]),
-    "no parts": change_card(parts=None),
+    "a list for the metadata": change_file("vit_glyphs.json", lambda text: "[]"),
+    "one part fewer": change_metadata(parts=["vit_glyphs/1.json", "vit_glyphs/2.json"]),
+    "no parts": change_metadata(parts=None),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_damaged_bundled_weights_are_a_config_error(damage, tmp_path, monkeypatch):
-    monkeypatch.setitem(module.BUNDLED, "vit_glyphs", copied_card(tmp_path))
+    monkeypatch.setitem(module.BUNDLED, "vit_glyphs", copied_backbone(tmp_path))
     damage(tmp_path)
     with pytest.raises(ConfigError, match="damaged"):
         load_backbone("vit_glyphs", "auto", 0, "cpu")
 
 
-def test_bundled_weights_are_the_ones_of_the_card():
+def test_bundled_weights_are_the_ones_of_their_metadata():
     """Decoded here with the standard library and compared array by array."""
-    card = json.loads(module.BUNDLED["vit_glyphs"].read_text())
+    metadata = json.loads(module.BUNDLED["vit_glyphs"].read_text())
     folder = module.BUNDLED["vit_glyphs"].parent
-    raw = b"".join(base64.b64decode(json.loads((folder / part).read_text())) for part in card["parts"])
-    assert hashlib.sha256(raw).hexdigest() == card["sha256"]
+    raw = b"".join(base64.b64decode(json.loads((folder / part).read_text())) for part in metadata["parts"])
+    assert hashlib.sha256(raw).hexdigest() == metadata["sha256"]
     state = load_backbone("vit_glyphs", "auto", 0, "cpu").vit.state_dict()
     saved = safetensors.torch.load(raw)
     assert {plain(n) for n in state} == set(saved)
     assert all(torch.equal(v, saved[plain(n)].float()) for n, v in state.items())
 
 
-def test_the_maker_of_the_card_cuts_weights_into_the_bundled_parts(tmp_path):
-    card = module.BUNDLED["vit_glyphs"]
-    bundled = [json.loads((card.parent / f"vit_glyphs/{number}.json").read_text()) for number in (1, 2, 3)]
+def test_pretraining_cuts_weights_into_the_bundled_parts(tmp_path):
+    metadata = module.BUNDLED["vit_glyphs"]
+    bundled = [json.loads((metadata.parent / f"vit_glyphs/{number}.json").read_text()) for number in (1, 2, 3)]
     names = pretrain_glyphs.write_parts(b"".join(map(base64.b64decode, bundled)), tmp_path / "vit_glyphs.json")
-    assert names == json.loads(card.read_text())["parts"] == [f"vit_glyphs/{number}.json" for number in (1, 2, 3)]
-    assert all((tmp_path / name).read_bytes() == (card.parent / name).read_bytes() for name in names)
+    assert names == json.loads(metadata.read_text())["parts"] == [f"vit_glyphs/{number}.json" for number in (1, 2, 3)]
+    assert all((tmp_path / name).read_bytes() == (metadata.parent / name).read_bytes() for name in names)
 
 
 def test_one_instance_per_process():

@@ -19,7 +19,7 @@ from task.message import Kind, Packet
 from task.methods import METHODS
 from task.models.evaluation import extract_features
 from task.models.model import build_model
-from task.scenario import client_data as lessons
+from task.scenario import client_data
 from task.scenario.client_data import all_client_positions, client_task_data, learnable_classes
 from task.scenario.partition import partition
 from task.scenario.scenario import build_scenario
@@ -109,7 +109,7 @@ def test_a_round_draws_for_its_own_task_only(tiny: dict, monkeypatch: pytest.Mon
     spy = lambda name, labels, clients, tasks, *rest, **more: (  # noqa: E731
         asked.append(tasks) or partition(name, labels, clients, tasks, *rest, **more)
     )
-    monkeypatch.setattr(lessons, "partition", spy)
+    monkeypatch.setattr(client_data, "partition", spy)
     for client in range(4):
         ask(config, client, task=1, round=2)
     assert [[len(classes) for classes in tasks] for tasks in asked] == [[0, 6]]
