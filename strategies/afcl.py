@@ -1,4 +1,4 @@
-"""AFCL, server half, and what else follows from sums that clients send, whatever their partition (Tang et al. 2025)."""
+"""AFCL, server half (Tang et al. 2025), and other heads that follow from sums of the clients, for every partition."""
 
 import logging
 from collections.abc import Sequence
@@ -43,13 +43,13 @@ class ClassSums:
 
     @classmethod
     def empty(cls, dim: int, options: AFCLOptions) -> "ClassSums":
-        """Of no image."""
+        """The sums over no image, for features of length ``dim``."""
         zeros = torch.zeros(0, dim, dtype=torch.float64)
         rank = min(options.class_rank, dim)
         return cls(zeros[:, 0], zeros, zeros.new_zeros(options.sketch or dim, dim), zeros.new_zeros(0, rank, dim))
 
     def grow(self, classes: int) -> "ClassSums":
-        """With rows of zeros up to ``classes``."""
+        """The same sums with rows of zeros for new classes, so that there are ``classes`` rows."""
         parts = (self.counts, self.sums, self.factors)
         counts, sums, factors = (torch.cat([p, p.new_zeros(classes - len(p), *p.shape[1:])]) for p in parts)
         return ClassSums(counts, sums, self.gram, factors)

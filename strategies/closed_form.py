@@ -12,7 +12,7 @@ from torch import Tensor
 from task.utils.seeding import torch_rng
 
 GRID = torch.logspace(-10, 1, 45, dtype=torch.float64)  # ridges that are tried, in shares of the largest eigenvalue
-SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # that are tried
+SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # shrinkages that are tried
 FOLDS = 5
 ENOUGH = 2000  # features that are classified before the shrinkage is chosen
 PRIOR = 0.01  # the shrinkage where the features do not tell
@@ -21,20 +21,20 @@ LIMIT = 20_000_000  # numbers that are drawn at most
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A symmetric positive semi-definite A [M, M]: eigenvalues [R] and eigenvectors [M, R]; the others are zero."""
+    """A symmetric positive semi-definite A [M, M]: eigenvalues [R], eigenvectors [M, R]; all other values are 0."""
 
     values: Tensor
     vectors: Tensor
 
     @classmethod
     def of_matrix(cls, matrix: Tensor) -> Self:
-        """Of A [M, M]; eigenvalues that rounding or a client made negative count as zero."""
+        """The spectrum of A = ``matrix`` [M, M]; negative eigenvalues, from rounding or a client, become zero."""
         values, vectors = torch.linalg.eigh(matrix)
         return cls(values.clamp(min=0), vectors)
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> Self:
-        """Of A = R^T R, ``rows`` R [N, M]."""
+        """The spectrum of A = R^T R, where R [N, M] is ``rows``."""
         if len(rows) > rows.shape[1]:
             return cls.of_matrix(rows.T @ rows)
         _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
@@ -42,11 +42,14 @@ class Spectrum:
 
     @classmethod
     def of_sketch(cls, sketch: Tensor, omega: Tensor) -> Self:
-        """Of A ~ Y (Omega^T Y)^+ Y^T (Nystrom), ``sketch`` Y^T = (A Omega)^T [r, M] and ``omega`` [M, r]."""
+        """The spectrum of Y (Omega^T Y)^+ Y^T, Nystrom's approximation of A.
+
+        ``sketch`` is Y^T = (A Omega)^T [r, M], ``omega`` is Omega [M, r].
+        """
         core = sketch @ omega
         small = cls.of_matrix((core + core.T) / 2)
         kept = small.values > max(1e-10 * float(small.values.max()), 1e-30)
-        if not kept.any():  # of an honest client's zeros, or of numbers that no client should send
+        if not kept.any():  # honest clients sent zeros, or a client sent numbers that it should not
             return cls(sketch.new_zeros(1), torch.zeros(sketch.shape[1], 1, dtype=sketch.dtype))
         rows = (small.vectors[:, kept] / small.values[kept].sqrt()).T @ sketch
         return cls.of_rows(rows)

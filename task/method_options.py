@@ -16,13 +16,13 @@ class Options:
     The attributes here are read by parts that all methods share; a field of the same name replaces one.
     """
 
-    covariance = "diagonal"  # how a class covariance travels, or full, or low-rank
+    covariance = "diagonal"  # form in which a class covariance travels: diagonal, full or low-rank
     rank = 1  # of the low-rank covariance
-    random_features = 0  # that the head takes; 0 = it takes the backbone's own features
-    depth = 0.0  # share of the blocks after which the class token is a feature too; 0 = after the last only
-    adaptation_rounds = 0  # in which a method that adapts trains its prompt
-    features = "every-task"  # in which prompt and trained backbone learn, or first-task
-    prototypes = "after"  # or before local training: the model that statistics are of
+    random_features = 0  # number of random features under the head; 0 = the backbone's own features
+    depth = 0.0  # after this share of the blocks the class token is a feature too; 0 = after the last block only
+    adaptation_rounds = 0  # rounds in which a method that adapts trains its prompt
+    features = "every-task"  # tasks in which prompt and trained backbone learn: every-task or first-task
+    prototypes = "after"  # statistics are of the model after local training, or of that before
 
     @property
     def class_rank(self) -> int:
@@ -30,12 +30,12 @@ class Options:
         return 0
 
     def client_weight(self, num_examples: int) -> float:
-        """How much a client with so many images of the round counts in its mean."""
+        """Weight, in a round's mean, of a client with ``num_examples`` images."""
         return num_examples
 
     @property
     def statistics_first(self) -> bool:
-        """Whether statistics are of the model as it came to the client, not as it leaves."""
+        """Whether statistics are of the model as the client received it, and not as it trained it."""
         return self.prototypes == "before"
 
 
@@ -83,7 +83,7 @@ class HePCoOptions(Options):
     lambda_kl: float = key(1.0, "weight of the divergence that the generator seeks", minimum=0)
     divergence: str = key(
         "server-client",
-        "that divergence: KL(server || client) of eq. 3, or the public code's KL(client || server)",
+        "divergence that the generator seeks: KL(server || client) of eq. 3, or the public code's KL(client || server)",
         choices=("server-client", "client-server"),
     )
     lambda_mse: float = key(
@@ -96,7 +96,7 @@ class HePCoOptions(Options):
     )
     replay_rows: str = key(
         "old",
-        "classes over which that generator compares the servers: earlier ones, or seen, new rows untrained in one",
+        "classes over which the generator of earlier classes compares old and new server: the old classes, or all seen",
         choices=("old", "seen"),
     )
     sample_weights: str = key(
@@ -188,12 +188,12 @@ class FedEWCOptions(Options):
     strength: float = key(1000.0, "lambda: weight of lambda / 2 sum_i F_i (theta_i - theta*_i)^2", minimum=0)
 
 
-MAX_FEATURES = 2000  # up to which the shrinkage is chosen: beyond, the eigenvalues of every fold take minutes
+MAX_FEATURES = 2000  # with more features no shrinkage is chosen: the eigenvalues of every fold would take minutes
 
 
 @dataclass(frozen=True)
 class AFCLOptions(Options):
-    """Keys of analytic federated continual learning (Tang et al. 2025) and of what else follows from the same sums."""
+    """Keys of analytic federated continual learning (Tang et al. 2025) and of other heads from the same sums."""
 
     head: str = key(
         "ridge",

@@ -181,7 +181,7 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
 
 
 def grid(figure: Figure, count: int, columns: int) -> list[Axes]:
-    """So many panels, row by row; the last row may have fewer than ``columns``."""
+    """Make ``count`` panels in ``columns`` columns, row by row; the last row may have fewer."""
     panels = figure.subplots(math.ceil(count / columns), columns, squeeze=False).ravel()
     for axes in panels[count:]:
         axes.remove()

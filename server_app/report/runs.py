@@ -22,7 +22,7 @@ OBJECTS = ("metrics", "per_class_accuracy", "federated_bias", "communication", "
 
 @dataclass(frozen=True)
 class Run:
-    """Of T tasks, k are finished. All accuracies are fractions.
+    """A run, read for its report. Of its T tasks, k are finished. All accuracies are fractions.
 
     Attributes:
         results: content of results.json; optional parts that are missing are empty.
@@ -78,7 +78,7 @@ class Run:
         if len(seen):
             metrics = summarize(self.matrix, self.samples)
             metrics |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
-        items = [*metrics.items(), *self.results["metrics"].items()]  # a recorded one wins
+        items = [*metrics.items(), *self.results["metrics"].items()]  # a recorded metric wins
         return {name: value for name, value in items if is_number(value)}
 
     @property
@@ -98,7 +98,7 @@ class Run:
 
 
 def malformed(folder: Path, error: Exception) -> ReportError:
-    """What ``error`` means for people: results.json in the folder is not what its name says."""
+    """The error for people: the folder's results.json has not the right content; ``error`` says why."""
     return ReportError(
         f"{folder / 'results.json'} is no results.json of schema {SCHEMA} ({type(error).__name__}: {error})"
     )

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 LOCK = ".lock"
 SCHEMA = 1  # of results.json
-RUNNING, INTERRUPTED = "running", "interrupted"  # the second is never recorded: only readers can know
+RUNNING, INTERRUPTED = "running", "interrupted"  # nobody records the second: :func:`true_status` finds it out
 
 
 def project_folder() -> Path:
@@ -87,7 +87,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / LOCK)
     try:
-        lock.acquire(timeout=1)  # who asks whether it is locked has it for a moment
+        lock.acquire(timeout=1)  # :func:`is_locked` holds the lock for a moment
     except Timeout:
         raise
     except (OSError, NotImplementedError) as error:
@@ -118,7 +118,7 @@ def lock_run(directory: Path) -> Iterator[None]:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process is at work in a folder, see :func:`lock_folder`; also where that cannot be known."""
+    """Whether a process has locked a folder, see :func:`lock_folder`; true also where that cannot be known."""
     if not (folder / LOCK).exists():
         return False
     lock = FileLock(folder / LOCK)
@@ -131,7 +131,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def true_status(directory: Path, results: dict[str, Any]) -> dict[str, Any]:
-    """The content of results.json with a status that holds: who was killed could not record that it runs no more."""
+    """The content of results.json with the true status: a process that was killed could not record its end."""
     if results.get("status") != RUNNING or is_locked(directory):
         return results
     error = f"its process ended without a word, as when it is killed or the power goes; go on with resume={directory}"
@@ -139,7 +139,7 @@ def true_status(directory: Path, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_results(directory: Path) -> dict[str, Any]:
-    """What results.json holds, with its true status; nothing when there is none or it cannot be read."""
+    """The content of results.json, with its true status; empty if there is no such file or it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         results = json.loads((directory / "results.json").read_text())
         return true_status(directory, results) if isinstance(results, dict) else {}
@@ -147,7 +147,7 @@ def read_results(directory: Path) -> dict[str, Any]:
 
 
 def mark_failed(directory: Path, reason: str) -> None:
-    """Note the end of a run whose process was killed before it could; another's end stays as it is."""
+    """Record as failed a run whose process was killed before it recorded its end; an end that is recorded stays."""
     results = read_results(directory)
     if results.get("status") in (RUNNING, INTERRUPTED):
         content = json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n"

@@ -31,10 +31,11 @@ class SpoiledSum(RuntimeError):
 
 
 class RoundSum:
-    """The four messages of a round; ``report`` gets bytes, and each client that is not in the sum with the reason.
+    """Sends the four messages of a secure sum and adds up what the clients answer.
 
-    ``timeout`` seconds are for all four, so that clients that are lost one after the other cannot use them four times.
-    ``seconds`` are those of the clients' work, added up by name.
+    ``report`` records the bytes, and each client that is not in the sum, with the reason. ``timeout`` seconds hold for
+    the four messages together: clients that are lost one after the other cannot use them four times. ``seconds`` has
+    the times that the clients' answers name, added up by name.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class RoundSum:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def collect(self, kind: Kind, packet: Packet, length: int, largest: float) -> tuple[np.ndarray, list[ClientInfo]]:
-        """The sum of ``length`` numbers of each client, none above ``largest``, its answers to a message; and of whom.
+        """Send a message and add up the answers; returns the sum and the clients whose answers are in it.
+
+        An answer is ``length`` numbers, none above ``largest`` in size. The sum is float64 [length].
 
         Raises:
             TooFewClients: a message was answered by fewer clients than the threshold.
@@ -72,7 +75,7 @@ class RoundSum:
         return decode(total, largest, number), [self._clients[node] for node in survivors]
 
     def _usable_keys(self, keys: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """The valid keys, by node. With an invalid one among them, all other clients would refuse to go on."""
+        """The valid keys, by node. An invalid key must go, because all other clients would refuse to go on with it."""
         owners = Counter(bytes(key) for pair in keys.values() for key in pair)
         refused = [n for n, pair in keys.items() if not all(owners[k] == 1 and is_key(k) for k in map(bytes, pair))]
         for node in refused:
@@ -125,7 +128,7 @@ class RoundSum:
     def _open_shares(
         self, sealed: Mapping[int, np.ndarray], members: Sequence[int], survivors: Sequence[int]
     ) -> dict[int, dict[int, bytes]]:
-        """By member, ``threshold`` shares by place: of a survivor's seed, of a lost one's key."""
+        """``threshold`` shares for each member, by place: of a survivor's seed, of a lost client's mask key."""
         places, packets = self._places(survivors), {}
         for node, place in zip(survivors, places, strict=True):
             to_node = np.stack([sealed[member][place] for member in members])
@@ -136,7 +139,10 @@ class RoundSum:
         return {member: {place: bytes(shares[i]) for place, shares in by_place} for i, member in enumerate(members)}
 
     def _mask_left(self, node: int, survivors: Sequence[int], shares: Mapping[int, bytes], length: int) -> np.ndarray:
-        """What the sum still holds of a client's masks, [length]: a survivor's own, or minus a lost one's pairs."""
+        """The masks of a client that are still in the sum, [length].
+
+        They are the own mask of a survivor, or the negative pair masks of a lost client.
+        """
         secret = combine(shares)
         if node in survivors:
             return mask(secret, length)

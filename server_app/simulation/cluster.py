@@ -1,6 +1,6 @@
-"""A Ray cluster that runs already: what it has, and whether each of its nodes can run a run's clients.
+"""A Ray cluster that runs already: its resources, and whether each of its nodes can run a run's clients.
 
-Ray's core ends a process that cannot go on, so all of it is asked in a process of its own.
+Ray's core ends a process that cannot go on, so a process of its own asks the cluster.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class Cluster:
     client_gpus: float
 
     def __str__(self) -> str:
-        """Where a run goes on, in words."""
+        """The cluster in words: its address, nodes, CPUs and GPUs."""
         return f"the Ray cluster {self.address} ({self.nodes} nodes, {self.cpus:g} CPUs, {self.gpus:g} GPUs)"
 
 
@@ -112,7 +112,7 @@ def _require_answer(address: str) -> None:
 
 
 def describe_node(values: dict[str, Scalar]) -> dict[str, str]:
-    """What a node has for a run: digests of code, weights and labels, versions; or ``problem``, a sentence."""
+    """Describe this node: its versions, and digests of code, weights and labels; or ``problem``, a sentence."""
     try:
         from task.config.parsing import parse
         from task.keys import ConfigError
@@ -136,7 +136,10 @@ def describe_node(values: dict[str, Scalar]) -> dict[str, str]:
 
 
 def compare(node: dict[str, str], here: Mapping[str, str], project: str) -> str:
-    """What hinders a node that described itself so, in words; empty if nothing does."""
+    """Why a node cannot run the clients, in words; empty if it can.
+
+    ``node`` and ``here`` are the descriptions of that node and of this machine, see :func:`describe_node`.
+    """
     if problem := node.get("problem"):
         return problem
     for name, advice in ADVICE.items():

@@ -1,6 +1,7 @@
-"""A process that outlives its parent by a moment, to end what a parent that was killed could not end itself.
+"""The warden: a process that cleans up after its parent, also if the parent was killed.
 
-It waits for the end of a pipe that only the parent holds, which every system closes with the parent, however that ends.
+It waits until a pipe is closed that only the parent holds. Every system closes it when the parent ends, in whatever
+way. The warden then ends the processes that the parent started, and removes the parent's temporary folder.
 """
 
 import shutil
@@ -22,7 +23,7 @@ def start_warden(mark: str, folder: Path) -> "subprocess.Popen[bytes]":
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # what is sent to the parent's group must not reach it
+        start_new_session=True,  # signals to the parent's group must not reach it
     )
 
 

@@ -8,7 +8,7 @@ from task.keys import AUTO, ConfigError
 from task.methods import METHODS, load_class
 from task.prompt_kinds import PROMPTS
 
-MAX_SECURE_CLIENTS = 300  # in a round; with 100 the server opens the sum in some 20 seconds, and it takes their cube
+MAX_SECURE_CLIENTS = 300  # in a round; the server opens a sum of 100 in about 20 s, and the time grows with the cube
 
 
 def check_combination(config: Config) -> None:
@@ -148,7 +148,7 @@ def _check_privacy(config: Config) -> None:
 
 
 def _check_noise(config: Config, kind: Any) -> None:
-    """Refuse noise without the bounds it needs, or in what it cannot protect; ``kind`` are the method's statistics."""
+    """Refuse noise without the bounds that it needs, and with statistics ``kind`` that it cannot protect."""
     z = f"privacy-noise = {config.privacy_noise:g}"
     if config.trains_locally and not config.privacy_clip:
         raise ConfigError(f"{z} needs privacy-clip above 0: without it no amount of noise protects anything.")
@@ -190,10 +190,14 @@ def _check_secure_aggregation(config: Config) -> None:
 
 
 def _check_threshold(config: Config) -> None:
-    """Refuse a threshold that a server could reach twice in a round, and rounds whose sums take it too long to open."""
+    """Check how many clients a round's secure sum has, and how many of them must answer to open it.
+
+    More than half must: otherwise the server could split them into two groups and open a sum of each. With too many
+    clients the server would need too long.
+    """
     clients = config.clients_per_round or config.num_clients
     if not clients:
-        return  # checked again when the nodes have come
+        return  # this check is repeated when the nodes have connected
     if clients > MAX_SECURE_CLIENTS:
         raise ConfigError(
             f"secure-aggregation is not possible with {clients} clients in a round: the server's time to open their "

@@ -16,7 +16,7 @@ from task.keys import ConfigError
 
 CACHE_BYTES = 2**29  # decoded images kept by one ImageFiles: 3,500 of 224 x 224, or 43,000 of 64 x 64
 MAX_PIXELS = 50_000_000  # default of the run key max-image-pixels
-_LONGEST = 10  # sides of the result that a scaled image is long; of a longer strip only the middle is scaled
+_LONGEST = 10  # a scaled image is at most so many sides of the result long; of a longer strip only the middle is scaled
 _STRIP = 2**20  # pixels that are stretched at a time
 
 
@@ -52,9 +52,10 @@ class Dataset:
         return height, width
 
     def test_positions(self, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Those of the test images at ``positions``, int64 [N], whose class is in ``order``, class ids by head row.
+        """Choose the test images whose class is in ``order``, the class ids by head row.
 
-        They are sorted by head row, so that images of earlier tasks stay in the batches whose queries are cached.
+        ``positions`` are int64 [N]; returns those of the chosen images. They are sorted by head row, so that images of
+        earlier tasks stay in the batches whose queries are cached.
         """
         rows = np.full(len(self.class_names), len(order))
         rows[order] = np.arange(len(order))

@@ -33,7 +33,7 @@ BATCH = 256  # images of one pass without gradient
 CACHE_BYTES = 2**28  # of cached queries in a process: 87,000 queries at D = 768
 WORTH_STORING = 1000  # images of a data set: the queries of fewer are computed in seconds
 PROGRESS = 10.0  # seconds between two lines in the log
-# whoever changes one of these files may change q(x)
+# a change of one of these files may change q(x)
 CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")
 
 Arithmetic = tuple[str, tuple[int, ...]]  # precision and early blocks of a model
@@ -48,7 +48,11 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """Queries of a batch or of all images, and the objects they belong to: ids of deleted objects come back."""
+    """Queries of a batch or of all images, and the images and the backbone that they belong to.
+
+    The cache finds them by the objects' ids. A new object may get the id of a deleted one, so the objects are compared
+    too.
+    """
 
     images: weakref.ref[Images]
     backbone: weakref.ref[Backbone]
@@ -109,7 +113,7 @@ def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor 
 
 
 def store_queries(model: Model, dataset: Dataset) -> bool:
-    """Compute what is not on disk yet of the queries of all images; whether this run takes its queries from there.
+    """Compute and store the queries that are not on disk yet; returns whether this run takes its queries from disk.
 
     Raises:
         ConfigError: they cannot be stored.
@@ -122,7 +126,7 @@ def store_queries(model: Model, dataset: Dataset) -> bool:
 
 
 def _source(images: Images, positions: np.ndarray) -> tuple[Images, np.ndarray]:
-    """The images of which these are a part, and the same positions there: what is stored serves every split."""
+    """The source that ``images`` are a part of, and their positions in it: stored queries serve every split."""
     source = images
     while isinstance(source, Subset):
         positions = source.positions[positions]
@@ -147,7 +151,7 @@ def _table(model: Model, source: Images) -> Tensor:
 
 
 def _identity(model: Model, source: Images) -> dict[str, str]:
-    """All that the bits of stored queries depend on."""
+    """All values that the bits of stored queries depend on."""
     backbone = model.backbone
     normalisation = [backbone.mean.flatten().tolist(), backbone.std.flatten().tolist()]
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads={torch.get_num_threads()}"
@@ -168,7 +172,7 @@ def _identity(model: Model, source: Images) -> dict[str, str]:
 
 
 def image_digest(images: Images) -> str:
-    """SHA-256 of all pixels; of images that are read from files when used, of the files' paths, sizes and times."""
+    """SHA-256 of all pixels. For images that are read from files on access: of the files' paths, sizes and times."""
     total = hashlib.sha256()
     if isinstance(images, ImageFiles | np.memmap):
         paths = list(images.paths) if isinstance(images, ImageFiles) else [str(images.filename)]
