@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
     """Answer one message; a failure is an answer too, its reason under ``error`` in the config.
 
-    The run's settings come with the message. The node's own device, data-dir and backbone-weights override them.
+    The run's settings come with the message. The node's own settings win for the keys that belong to the node, see
+    :func:`task.config.parsing.apply_node_settings`.
     """
     try:
         if kind in SUM_STEPS:
@@ -79,7 +80,7 @@ def _hello(request: Request) -> Packet:
 
 
 def _free_disk(request: Request) -> int:
-    """Bytes free where this node keeps what it must remember; without such a folder, where it was started."""
+    """Free bytes on the disk of this node's state folder, or of the working directory where none is needed."""
     keeps = request.config.own_data or "state-dir" in request.node.settings
     folder = (state_dir(request.config, request.node) if keeps else Path.cwd()).absolute()
     # Path.exists raises an error without the right to look
@@ -123,7 +124,7 @@ def _load_scenario(request: Request) -> Scenario:
 
 
 def _train(request: Request) -> Packet:
-    """Trained arrays and statistics in the clear; or what they add to the round's sums, under this node's masks."""
+    """Answer with trained arrays and statistics, or in a secure sum with the masked numbers that these add to it."""
     config, scenario = request.config, _load_scenario(request)
     if config.own_data:
         task_data = node_task_data(scenario, request.task)
@@ -139,7 +140,7 @@ def _train(request: Request) -> Packet:
 
 
 def _evaluate(request: Request) -> Packet:
-    """Counts over this client's part of the test images: all of its own, or every num-clients-th one."""
+    """Answer with counts over this client's test images: all of its own, or every num-clients-th of the data set."""
     scenario, config = _load_scenario(request), request.config
     labels = scenario.dataset.test_labels
     if config.own_data:

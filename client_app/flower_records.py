@@ -14,7 +14,7 @@ QUERIES: tuple[Kind, ...] = ("hello", *SECURE_SUM)
 
 
 def message_type(kind: Kind) -> str:
-    """What Flower calls a message of this kind."""
+    """Flower's message type for a message of this kind."""
     return f"query.{kind}" if kind in QUERIES else kind
 
 

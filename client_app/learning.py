@@ -43,7 +43,7 @@ def load_node_backbone(config: Config) -> Backbone:
 
 
 def train(answer: Packet, request: Request, scenario: Scenario, task_data: ClientTaskData) -> Packet:
-    """``answer`` with trained arrays, statistics and metrics; in a secure sum, what they add to it, under masks.
+    """``answer`` with trained arrays, statistics and metrics; in a secure sum, the masked numbers that they add to it.
 
     Raises:
         ConfigError: other backbone weights than the server's, or arrays that do not fit.

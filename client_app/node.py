@@ -1,4 +1,4 @@
-"""A node's own settings, and what follows from them: its name, its folders, its stream of random numbers."""
+"""A node's own settings, and its name, folders and stream of random numbers, which depend on them."""
 
 import hashlib
 import os
@@ -17,7 +17,7 @@ from task.utils.home import expand_home
 
 @dataclass(frozen=True)
 class Node:
-    """The run's flat configuration and the node's own settings (name, partition-id, data-dir, state-dir, device).
+    """The run's flat configuration, and the node's own settings: its name or partition-id, state-dir, and run keys.
 
     ``run`` is the id of the run; several may be under way at the same time. ``memory`` is what the node remembers
     between the messages of a run, not on disk: bytes, scalars and lists of these; it is changed in place.
@@ -30,7 +30,7 @@ class Node:
 
 
 def partition_id(node: Node) -> int:
-    """Which part of the data is this client's.
+    """The number of this client's part of the data.
 
     Raises:
         ConfigError: the node has no partition-id.
@@ -44,9 +44,10 @@ def partition_id(node: Node) -> int:
 
 
 def client_name(config: Config, node: Node) -> str:
-    """Stable name of a client: the node's ``name``. Without one, its folder's if nodes' own data are simulated.
+    """Stable name of a client: the node's ``name``.
 
-    Else it is ``client-`` and the partition id.
+    Without one, it is the name of the node's folder if nodes with own data are simulated, else ``client-`` and the
+    partition id.
 
     Raises:
         ConfigError: the node has neither a name nor a partition id.
@@ -57,7 +58,7 @@ def client_name(config: Config, node: Node) -> str:
 
 
 def own_data_dir(config: Config, node: Node) -> str:
-    """Where this node's images are.
+    """The path of this node's images.
 
     Raises:
         ConfigError: the node has no data-dir, or it is simulated and there is no folder for it.
@@ -81,7 +82,7 @@ def _simulated_folder(config: Config, node: Node) -> Path:
 
 
 def state_dir(config: Config, node: Node) -> Path:
-    """Where this node keeps what it must remember between messages."""
+    """The folder in which this node keeps state between messages."""
     if "state-dir" in node.settings:
         return expand_home(str(node.settings["state-dir"]), "state-dir")
     home = expand_home(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "state-dir")

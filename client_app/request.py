@@ -1,4 +1,4 @@
-"""A message that came to a node, and what answering it needs beside a model; imports no torch."""
+"""A message that came to a node, with the settings and the list of images that its answer needs; imports no torch."""
 
 from dataclasses import dataclass
 
@@ -35,7 +35,7 @@ class Request:
         return client_name(self.config, self.node)
 
     def list_images(self, previous: Inventory | None = None) -> Inventory:
-        """Scan the node's own images; given an earlier list, look for those of it that have been lost."""
+        """Scan the node's own images; with an earlier list, find which images of that list have been lost."""
         config, folder = self.config, own_data_dir(self.config, self.node)
         share, max_pixels = config.unreadable_share, config.max_image_pixels
         return scan_images(folder, state_dir(config, self.node), share, self.node.run, previous, max_pixels)

@@ -43,7 +43,7 @@ class _Secrets:
         return self.masking_keys.index(public_key(self.masking))
 
     def share_key(self, other: int, sender: int, receiver: int) -> bytes:
-        """The key for shares from one place to another; ``other`` is that of the two which is not its own."""
+        """The key for shares from ``sender`` to ``receiver``; ``other`` is the one that is not its own."""
         direction = self.sealing_keys[sender] + self.sealing_keys[receiver]
         return agree(self.sealing, self.sealing_keys[other], b"shares" + direction)
 
@@ -100,7 +100,8 @@ def hide_in_sum(values: np.ndarray, largest: float, packet: Packet, node: Node) 
     try:
         hidden = encode(values, largest, number)
     except ValueError as error:
-        log.warning("%s: the largest is %g", error, np.abs(values).max())  # here only: it says something of the images
+        # only in this node's log: the number says something of the images
+        log.warning("%s: the largest is %g", error, np.abs(values).max())
         raise ConfigError(
             f"a sum of this node exceeds secure-aggregation-range = {largest:g}: raise it, or train with smaller steps."
         ) from error
@@ -113,7 +114,7 @@ def hide_in_sum(values: np.ndarray, largest: float, packet: Packet, node: Node) 
 
 
 def _open_shares(packet: Packet, node: Node) -> Packet:
-    """Open the share of the seed of each client that answered, of the mask key of each other one; never both of one."""
+    """Open one share of each client: of its seed if it answered, else of its mask key; never both of one client."""
     secrets = _take_secrets(node, "unmask")
     place, survivors = secrets.place, set(cast("list[int]", packet.config["survivors"]))
     if not survivors <= set(secrets.members) or len(survivors) < secrets.threshold or place not in survivors:
@@ -122,7 +123,7 @@ def _open_shares(packet: Packet, node: Node) -> Packet:
     for member, sealed in zip(secrets.members, packet.arrays["shares"], strict=True):
         try:
             shares = unseal(secrets.share_key(member, member, place), bytes(sealed))
-        except InvalidTag:  # whoever sends such a thing spoils the sum, but must not stop the others
+        except InvalidTag:  # a client that sent such shares spoils the sum, but must not stop the others
             log.warning("the shares of the client at place %d of this round cannot be opened", member)
             shares = bytes(2 * SECRET)
         opened.append(shares[:SECRET] if member in survivors else shares[SECRET:])

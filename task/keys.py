@@ -45,7 +45,7 @@ class ModelError(RuntimeError):
 class Rule:
     """What is allowed for one key, and what it affects.
 
-    ``only`` is a key and the values of it under which this one is read at all.
+    ``only`` is another key, then values of it: a run reads this key only if the other one has one of them.
     """
 
     help: str

@@ -27,7 +27,7 @@ from task.config.schema import SAME_RESULT, defaults, keys_affecting
 from task.keys import ConfigError
 
 MARK = "FCIL_BENCH"  # environment variable of all processes of a suite
-PATIENCE = 10.0  # seconds that a run which is stopped has to save what there is
+PATIENCE = 10.0  # seconds in which a run that is stopped can save its state
 
 
 def _in_use(folder: Path) -> LaunchError:
@@ -39,7 +39,7 @@ class Bench:
 
     def __init__(self, suite: Suite, jobs: int, options: Sequence[str], say: Callable[[str], None]) -> None:
         self._suite, self._jobs, self._options, self._say = suite, jobs, options, say
-        # in the environment of every run of this folder's suites, so that one that outlives its suite is found
+        # every run of this folder's suites has this in its environment, so that a run that outlives its suite is found
         self._mark = f"{MARK}={hashlib.sha256(str(suite.folder).encode()).hexdigest()[:16]}"
         self._running: dict[subprocess.Popen[bytes], PlannedRun] = {}
         self._started_at: dict[str, float] = {}  # by name of the run, in seconds of the monotonic clock
@@ -93,7 +93,7 @@ class Bench:
             if finished is None:
                 if is_locked(run.directory):  # as when it is resumed by hand; it would be deleted under its process
                     raise _in_use(run.directory)
-                self._load(run)  # to say if it cannot be read
+                self._load(run)  # warns if its files cannot be read
                 self._waiting.append(run)
                 continue
             self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
@@ -144,7 +144,7 @@ class Bench:
         return f"{len(left)} left, about {_minutes(sum(sum(g) / len(g) for g in guesses) / self._jobs)}"
 
     def _load(self, planned: PlannedRun) -> Run | None:
-        """What the folder of a planned run holds; None if nothing yet, or nothing readable, which is said once."""
+        """The run in the folder of a planned one; None if there is none yet, or none that can be read: warns once."""
         try:
             return load_run(planned.directory)
         except ReportError as error:
@@ -209,7 +209,7 @@ def finished_run(planned: PlannedRun) -> Run | None:
         return None
     if not run.finished or not (planned.directory / "config.yaml").exists():
         return None
-    # a key that did not exist yet had no other value than its default
+    # a run that is older than a key had the key's default value
     settings, ignored = defaults() | run.settings, keys_affecting(*SAME_RESULT)
     for name, value in planned.config.flat().items():
         if name not in ignored and settings[name] != value:

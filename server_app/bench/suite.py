@@ -85,7 +85,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class Selection:
-    """What is run on validation images before a suite, to choose run keys.
+    """The runs on validation images before a suite, which choose run keys.
 
     Attributes:
         suite: its runs; ``partition`` of each is the label of its point.
@@ -188,7 +188,7 @@ def _check_lengths(others: Sequence[OtherResult], runs: Sequence[PlannedRun]) ->
 
 
 def _check_seeds(entry: str, seeds: Sequence[Any]) -> list[int]:
-    """Seeds are numbers and no texts: the ``seeds`` of a variant must be able to name them."""
+    """Check that seeds are whole numbers, none of them twice. Text is refused: variants name seeds as numbers."""
     key = known_keys()["seed"]
     return [int(seed) for seed in _refuse_twice(entry, [key.check(seed) for seed in seeds])]
 
@@ -243,7 +243,10 @@ def _build_selection(
     taken: Mapping[str, Mapping[str, Any]],
     variants: Mapping[str, Mapping[str, Any]],
 ) -> Selection:
-    """Plan its runs. The command line wins over common keys, those of select over both, a variant's over all."""
+    """Plan the runs of a selection.
+
+    The command line wins over common keys, the keys of select over both, those of a variant over all.
+    """
     folder = suite.folder / "_selection"  # no label begins like this
     base = {**taken["common"], **taken["the command line"], **select["common"]}
     points: dict[str, dict[str, dict[str, Scalar]]] = {}
@@ -281,7 +284,7 @@ def _check_split(selecting: PlannedRun, final: Sequence[PlannedRun]) -> None:
 def _points(
     plain: PlannedRun, keys: Mapping[str, Any], grid: Mapping[str, list[Scalar]]
 ) -> dict[str, dict[str, Scalar]]:
-    """The points of the grid for one variant, by label; none where it reads no key of it but those it sets itself."""
+    """The points of the grid for one variant, by label, over the keys that it reads and does not set itself."""
     read = [name for name in grid if name not in keys and reads_key(plain.values, name, grid[name])]
     combinations = [dict(zip(read, values, strict=True)) for values in product(*(grid[name] for name in read))]
     return {"+".join(f"{name}={value}" for name, value in point.items()): point for point in combinations if point}
@@ -311,7 +314,7 @@ def _set_values(run: PlannedRun, folder: Path, layers: Mapping[str, Mapping[str,
 
 
 def _merge_keys(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The keys of all layers; only one of "common" may be set by another too, as a label would be wrong.
+    """The keys of all layers. Another layer may set a key of "common" again, no other key: its label would be wrong.
 
     Text is converted to the type of its key: YAML reads 1e-3, for one, as text. Unknown keys are refused later.
     """

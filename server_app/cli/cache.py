@@ -31,7 +31,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _describe(about: Mapping[str, str]) -> str:
-    """What features belong to; nothing is known of those of a damaged file."""
+    """Images and backbone of stored features, in words; a damaged file does not say them."""
     if "belongs-to" not in about:
         return "damaged"
     form = f"{about['image-size']} pixels, {about['precision']}, {about['processor']}"

@@ -18,7 +18,7 @@ _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
 
 
 class Progress:
-    """Prints a line for each finished round of rounds.jsonl, and the notes of the log: warnings, and of features."""
+    """Prints a line for each finished round, and from the log the warnings and the lines on features."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.log = directory, Path()
@@ -63,7 +63,7 @@ class Progress:
             self.show()
 
     def _notes(self) -> list[str]:
-        """Notes of the run itself; what Flower logs before it begins is left out."""
+        """Notes of the run itself, without those that Flower logs before the run begins."""
         with contextlib.suppress(OSError):
             text = self.log.read_text(errors="replace").partition("results go to")[2]
             notes = re.findall(r"^(?:\x1b\[\d+m)?(WARNING|INFO) *(?:\x1b\[0m)?: +(.*)$", text, re.MULTILINE)

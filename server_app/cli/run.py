@@ -132,7 +132,7 @@ def _keep_log(log: Path, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copy(log, directory / LOG)
-    except OSError as error:  # which must not hide why the run failed
+    except OSError as error:  # this error must not hide why the run failed
         complain(f"{directory / LOG} cannot be written: {error.strerror}", FAILED)
 
 
@@ -172,7 +172,7 @@ def _report_failure(directory: Path, details: str) -> int:
     results = read_results(directory)
     reason = str((results.get("status") != INTERRUPTED and results.get("error")) or flowers_reason)
     mark_failed(directory, reason)
-    if "server_app.app.RunFailed" not in last_lines(log, 1000):  # else the reason says it all
+    if "server_app.app.RunFailed" not in last_lines(log, 1000):  # a RunFailed has its whole reason in the results
         print(last_lines(log), file=sys.stderr)
     print(f"the log is {log}", file=sys.stderr)
     return complain(f"the run failed: {reason}", FAILED)

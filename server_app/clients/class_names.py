@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def require_classes(clients: Sequence[ClientInfo]) -> None:
-    """Every node must have images; the log names classes of which no node has held out an image.
+    """Check that every node has images; the log names classes of which no node has held out an image.
 
     Raises:
         RunError: names the nodes without images, and what to do.

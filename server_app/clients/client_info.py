@@ -25,12 +25,12 @@ class ClientInfo:
 
     name: str  # stable over the run and beyond
     node: int  # handle of the transport
-    classes: tuple[str, ...]  # names, those of the run's data set or of the node's own images in the node's spelling
+    classes: tuple[str, ...]  # names of the run's data set, or of the node's own images in its spelling
     own_counts: np.ndarray  # int64 [len(classes)], training images at most
     test_counts: np.ndarray  # int64 [len(classes)], held-out images, where a node has images of its own
     class_counts: np.ndarray  # int64 [classes of the run], own_counts by the run's class ids
     unreadable: int  # number of image files, and of folders, that the node leaves out
-    unreadable_classes: tuple[str, ...]  # of which it leaves out a folder
+    unreadable_classes: tuple[str, ...]  # classes of which the node leaves out a folder
     image_shape: tuple[int, ...]  # height and width of its own images in pixels
     backbone_sha256: str
     code_sha256: str
@@ -92,7 +92,7 @@ def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:
 
 
 def _read_own_images(classes: Sequence[str], counts: np.ndarray, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What only nodes with images of their own send, by the attributes of :class:`ClientInfo`."""
+    """Read what only nodes with images of their own send; returns values by attribute of :class:`ClientInfo`."""
     if ((counts < 1) | (counts > MAX_IMAGES)).any():
         raise ValueError(f"its class_counts are not 1 to {MAX_IMAGES} images of each class")
     if len(set(classes)) < len(classes) or find_same_class(classes):

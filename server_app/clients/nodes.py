@@ -1,4 +1,4 @@
-"""Which nodes there are: what the SuperLink knows of each, and what each said and did in the runs of a folder."""
+"""The nodes of a deployment: what the SuperLink knows of each, and what each said and did in the runs of a folder."""
 
 import contextlib
 import json
@@ -35,8 +35,8 @@ class NodeStatus:
     name: str
     node_id: int
     status: str  # online, offline, or registered: never seen yet
-    since: str  # when that began; of a node that was only registered, when it was
-    last_seen: str  # its last heartbeat, or for one that is gone when it was given up
+    since: str  # when this status began; of a node that was never online, when it was registered
+    last_seen: str  # time of its last heartbeat; of an offline node, when Flower gave it up
     last_round: str  # the newest round that it answered
     free_disk: int | None  # bytes
     versions: tuple[str, ...]
@@ -73,7 +73,7 @@ def list_nodes(superlink: str, runs: Path) -> list[NodeStatus]:
 
 
 def _ask_superlink(superlink: str) -> "Sequence[NodeInfo]":
-    """What ``flwr supernode list`` asks for; it leaves out the names."""
+    """Ask for the nodes as ``flwr supernode list`` does, which does not print their names."""
     try:
         import click
         from flwr.cli.flower_config import read_superlink_connection
@@ -124,7 +124,7 @@ def _read(run: Path) -> list[_NodeEntry]:
 
 
 def _rounds_of(run: Path, name: str) -> Iterator[str]:
-    """Rounds of a run that the client ``name`` answered, the last first; as :func:`_read` for a strange file."""
+    """Rounds of a run that the client ``name`` answered, the newest first; strange files as in :func:`_read`."""
     try:
         for line in reversed(read_lines(run / "rounds.jsonl")):
             if name in line["participants"] and name not in [failure["name"] for failure in line["failures"]]:

@@ -23,7 +23,7 @@ _MAX_LINES = 40  # clients in the log's table
 
 
 class ClientRegistry:
-    """Who takes part: ``clients``, sorted by name, and name and reason of each node that cannot, ``absent``."""
+    """The clients of a run, ``clients``, sorted by name; ``absent`` has name and reason of each other node."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class ClientRegistry:
         log_clients(self.clients)
 
     def _note_asked(self, clients: Sequence[ClientInfo], absent: Sequence[AbsentNode]) -> None:
-        """A node that has answered gets no further hello, and one that gives no answer gets a few."""
+        """Note who gets no further hello: a node that has answered, or that has left a few hellos unanswered."""
         self._tries.update(node.node for node in absent)
         given_up = {node.node for node in absent if node.answered or self._tries[node.node] >= _MAX_TRIES}
         self._asked |= {client.node for client in clients} | given_up
@@ -130,12 +130,12 @@ class ClientRegistry:
         nodes = {client.name: client.node for client in self.clients}
         node = nodes.get(newcomer.name, newcomer.node)
         if node != newcomer.node and node in connected:
-            self._asked.discard(newcomer.node)  # the other node may be gone without being missed yet
+            self._asked.discard(newcomer.node)  # the other node may be gone, and Flower has not noticed yet
             return "a node of this name takes part already"
         return ""
 
     def _add(self, client: ClientInfo) -> None:
-        # a node may also come back under another name, and is one client still
+        # a node that comes back under another name is still one client
         others = [c for c in self.clients if c.name != client.name and c.node != client.node]
         self.clients = sorted([*others, client], key=lambda c: c.name)
 

@@ -27,9 +27,9 @@ def watched_certificates() -> list[str]:
 
 
 def check_certificates(paths: Iterable[str]) -> Iterator[Finding]:
-    """Whether each certificate in PEM files is valid now and in WARNING's time; nothing else of it is checked.
+    """Whether each certificate in PEM files is valid now and in WARNING's time; nothing else is checked.
 
-    What a program has loaded is not seen: after a file was renewed, the program must be restarted.
+    Only files are read. A program that loaded an earlier file must be restarted after the renewal.
     """
     for path in paths:
         try:
@@ -40,7 +40,7 @@ def check_certificates(paths: Iterable[str]) -> Iterator[Finding]:
             yield Finding("problem", f"{path}: no certificate can be read: {error}")
             continue
         for certificate in certificates:
-            try:  # whom it is for is parsed only when it is asked
+            try:  # the subject is parsed only on access
                 yield _check(path, certificate, datetime.now(UTC))
             except ValueError as error:
                 yield Finding("problem", f"{path}: no certificate can be read: {error}")

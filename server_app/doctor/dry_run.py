@@ -42,7 +42,7 @@ def dry_run(config: Config) -> Iterator[Finding]:
     ``num-clients`` must be known.
     """
     torch.set_num_threads(config.threads)
-    config = replace(config, feature_cache="off")  # nothing is written, nor all images passed
+    config = replace(config, feature_cache="off")  # so nothing is written, and not all images pass the backbone
     ready = True
     for stage in (_check_device, _load_weights, _read_data):
         finding = _run_stage(stage, config)

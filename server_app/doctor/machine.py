@@ -40,7 +40,7 @@ def examine(config: Config) -> Iterator[Finding]:
     if usable:
         try:
             from server_app.doctor.dry_run import dry_run
-        except (ImportError, OSError) as error:  # there, but broken
+        except (ImportError, OSError) as error:  # installed, but broken
             yield Finding("problem", f"the packages cannot be loaded: {error}", "install them again")
         else:
             yield from dry_run(config)
@@ -49,7 +49,7 @@ def examine(config: Config) -> Iterator[Finding]:
 def _packages() -> Iterator[Finding]:
     machine = f"{platform.system()} {platform.machine()}"
     yield Finding("ok", f"python {platform.python_version()}, {machine}, {cores()} cores")
-    if importlib.util.find_spec("packaging") is None:  # which several of the others bring along
+    if importlib.util.find_spec("packaging") is None:  # several of the other packages install it
         yield Finding("problem", "packages are missing", "install the project: pip install --editable .")
         return
     yield from map(_package, [*_requirements(), "ray"])

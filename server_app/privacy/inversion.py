@@ -218,7 +218,7 @@ def _compare_with_real(
     of_client, of_others = np.intersect1d(of_class, positions), np.setdiff1d(of_class, positions)
     reconstruction, real = resize(image[None] * 255, side), load_images(of_client)
     similarity = ssim(reconstruction.expand_as(real), real)
-    best = []  # of the reconstruction, then of each real image: SSIM of the most similar image of other clients
+    best = []  # highest SSIM with an image of other clients: of the reconstruction, then of each real image
     if len(of_others):
         others = load_images(of_others)
         best = [float(ssim(x[None].expand_as(others), others).max()) for x in (reconstruction[0], *real)]

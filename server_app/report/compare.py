@@ -22,7 +22,7 @@ COSTS = {  # column of the table: part and name in results.json, factor from the
     "kB down per client and round": ("communication", "bytes_down_per_client_round", 1e-3),
     "Seconds": ("seconds", "total", 1.0),
 }
-WALL = " (wall)"  # behind core-minutes that are minutes of the clock
+WALL = " (wall)"  # marks core-minutes that are minutes of the clock
 NOTE = (
     "Mean ± sample standard deviation over seeds. Only finished runs are included: one that stopped early has had "
     "fewer tasks to forget. Traffic is that of all clients in both directions over the whole run, 1 MB = 1,000,000 "
@@ -48,13 +48,13 @@ class Group:
 
     @property
     def pooled(self) -> bool:
-        """Whether all images were in one place: what could be reached, but no way to learn from clients."""
+        """Whether all images were in one place. Such a group shows what can be reached; it is no federated method."""
         rows = [METHODS.get(run.results["method"]) for run in self.runs]
         return any(row is not None and row.pooled for row in rows)
 
     @property
     def finished(self) -> list[Run]:
-        """The runs that are averaged."""
+        """The finished runs; averages are over these."""
         return [run for run in self.runs if run.finished]
 
     def mean_sd(self, metric: str) -> tuple[float, float]:
@@ -135,9 +135,9 @@ def _row(group: Group) -> list[str]:
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points (cost, accuracy) that no other one beats: costs no more, is as accurate, and one is better.
+    """Indices, by rising cost, of the points (cost, accuracy) that no other point beats.
 
-    By cost.
+    A point beats another if it costs no more, is at least as accurate, and is better in one of the two.
 
     >>> pareto_front([(3, 0.9), (1, 0.5), (2, 0.4), (3, 0.8)])
     [1, 0]
@@ -166,5 +166,5 @@ def comparison_markdown(groups: Sequence[Group], notes: Mapping[str, Sequence[st
 
 
 def escape(text: str) -> str:
-    """One line in which nothing is Markdown."""
+    """``text`` as one line in which Markdown's characters are escaped."""
     return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))

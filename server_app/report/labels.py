@@ -18,7 +18,7 @@ def place_labels(points: np.ndarray, sizes: np.ndarray, inside: Sequence[float],
     Args:
         points: [n, 2], in pixels, as all else.
         sizes: [n, 2], width and height of each label.
-        inside: x0, y0, x1, y1 of what no label may leave; one that is larger than it lies in its middle.
+        inside: x0, y0, x1, y1 of the box that no label may leave; a label that is larger than it is put in its middle.
         radius: of the markers of the points.
     """
     candidates = [_around(point, size, inside, radius) for point, size in zip(points, sizes, strict=True)]
@@ -54,7 +54,7 @@ def _costs(
     placed: np.ndarray,
     radius: float,
 ) -> np.ndarray:
-    """What each candidate, [k, 2], of label ``i`` costs, [k], given the others that are ``placed``, [n] of bool."""
+    """Cost [k] of each of the ``candidates`` [k, 2] of label ``i``, given the labels that are ``placed``, bool [n]."""
     size, point, others = sizes[i], points[i], np.delete(points, i, axis=0)
     boxes, extents = corners[placed], sizes[placed]
     nearest = np.clip(point, candidates, candidates + size)
@@ -73,13 +73,13 @@ def _costs(
 def _overlaps(
     corners: np.ndarray, size: np.ndarray | float, other: np.ndarray, other_sizes: np.ndarray | float
 ) -> np.ndarray:
-    """How many boxes, corners [n, 2], each of those with corners [k, 2] overlaps, [k]; a point has size 0."""
+    """For each box with corners [k, 2], how many boxes with corners [n, 2] it overlaps: [k]; a point has size 0."""
     apart = (corners[:, None] >= other + other_sizes) | (corners[:, None] + size <= other)
     return (~apart.any(axis=2)).sum(axis=1)
 
 
 def _cross(starts: np.ndarray, end: np.ndarray, other_starts: np.ndarray, other_ends: np.ndarray) -> np.ndarray:
-    """Whether segments [k, 2] to one end cross others, [n, 2] to [n, 2]; [k, n]."""
+    """Which segments from ``starts`` [k, 2] to ``end`` cross which of the other segments: bool [k, n]."""
 
     def side(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         ab, ac = b - a, c - a

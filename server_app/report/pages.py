@@ -125,7 +125,7 @@ def _metrics_section(run: Run) -> Section:
 
 
 def _rounds_section(rounds: Sequence[Mapping[str, Any]]) -> Section:
-    """One row for each round, with a column for all that any of them recorded, the server's own metrics last."""
+    """One row for each round, one column for each value that any round recorded; the server's metrics come last."""
     entries = [{**entry, **(entry.get("server") or {})} for entry in rounds]
     names = list(dict.fromkeys(name for entry in entries for name in entry if name != "server"))
     head = [name.replace("_", " ").replace("-", " ").capitalize() for name in names]
@@ -137,7 +137,7 @@ def _pairs_section(title: str, values: Mapping[str, Any]) -> Section:
 
 
 def _with_unit(name: str, value: Any) -> object:
-    """Bytes in MB or kB, accuracies in %; of clients their number, with their names as a tooltip."""
+    """Bytes in MB or kB, accuracies in %; clients as their number, with their names as a tooltip."""
     if name in ("participants", "idle", "failures") and isinstance(value, list):
         names = ", ".join(str(client.get("name") if isinstance(client, dict) else client) for client in value)
         return Markup('<span title="{}">{}</span>').format(names, len(value))

@@ -1,4 +1,4 @@
-"""Which method a comparison speaks for, in words, and why."""
+"""Recommends a method from a comparison, and says why."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 
 from server_app.report.compare import WALL, Group
 
-POINT = 0.01  # smallest difference in accuracy that is called one
+POINT = 0.01  # smaller differences in accuracy count as none
 ACCURACY = "final_average_accuracy"
 
 
@@ -66,7 +66,7 @@ def _time(group: Group) -> str:
 
 def _decide(best: Group, equal: Sequence[Group]) -> str:
     """The recommendation among groups that are equally accurate."""
-    # what was not recorded is never the cheapest
+    # a cost that was not recorded counts as infinite
     by_traffic = min(equal, key=lambda group: np.nan_to_num(group.megabytes[0], nan=math.inf))
     by_time = min(equal, key=lambda group: np.nan_to_num(group.core_minutes[0], nan=math.inf))
     if by_traffic is not by_time:
@@ -81,7 +81,7 @@ def _decide(best: Group, equal: Sequence[Group]) -> str:
 
 
 def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:
-    """What the recommendation does not rest on."""
+    """Reasons to doubt the recommendation: single seeds, unfinished runs, times by the clock."""
     lines = []
     if single := [group.label for group in ranked if len(group.finished) == 1]:
         which = "each method" if len(single) == len(ranked) else ", ".join(single)

@@ -1,4 +1,4 @@
-"""Writes reports: pictures and page of one run, or of several, of which those equal but for the seed are averaged."""
+"""Writes reports: pictures and page of one run, or of several; runs that differ in the seed only are averaged."""
 
 import contextlib
 import logging

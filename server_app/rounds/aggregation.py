@@ -1,4 +1,4 @@
-"""The answers of one round: checked, averaged and shown to the method one by one as they come; or added up."""
+"""The answers of one round. Each is checked, averaged and shown to the method as it comes; a secure sum at once."""
 
 import copy
 import logging
@@ -106,7 +106,7 @@ class RoundAggregator:
         report.failures.sort(key=lambda failed: self._order[failed["name"]])
 
     def _use(self, updates: Sequence[Update], report: RoundReport, measure: Measure) -> None:
-        """Use the updates that do not go too far; the others are failures."""
+        """Use the updates whose norms are within the limits; the others become failures."""
         refused = find_excessive(updates, self.sent_arrays, self._config)
         report.failures += [{"name": name, "reason": reason} for name, reason in refused.items()]
         for update in updates:
@@ -130,7 +130,7 @@ class RoundAggregator:
 def sum_hidden_counts(
     secure_sum: RoundSum, evaluate: Packet, dataset: Dataset, context: RoundContext, config: Config
 ) -> np.ndarray:
-    """As :func:`sum_client_counts`, of answers that are known as their sum only.
+    """As :func:`sum_client_counts`, where only the sum of the answers is known.
 
     Raises:
         RunError: too few clients for the sum, or a sum that cannot be right.

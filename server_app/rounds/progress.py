@@ -5,9 +5,9 @@ from typing import Any
 
 
 def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
-    """What a line of rounds.jsonl says, of a run's ``number``-th round: its outcome, and each client that failed."""
+    """Describe the ``number``-th round of a run, from its line of rounds.jsonl: its outcome, and each failed client."""
     failures, tasks, rounds = line["failures"], line["num_tasks"], line["rounds_per_task"]
-    # one may fail to train and to evaluate, and clients evaluate that were not drawn to train
+    # a client may fail twice, in training and evaluation, and clients evaluate that were not drawn to train
     failed = len({failure["name"] for failure in failures} & set(line["participants"]))
     seconds_left = line["elapsed"] / number * (line.get("total_rounds", tasks * rounds) - number)
     parts = [

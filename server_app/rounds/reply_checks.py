@@ -39,7 +39,7 @@ def check_reply(
     """Check the answer to a train message; returns the update in it.
 
     The client can report no more images than in its answer to hello, of the class ids ``classes``. Trained arrays must
-    have these ``shapes``, a feature under the head the length ``dim``; what is due depends on the round.
+    have these ``shapes``, features under the head the length ``dim``. The round decides which of them must come.
 
     Raises:
         InvalidReply: names what is wrong.

@@ -228,7 +228,7 @@ class Run:
                 "backbone-sha256": self.model.backbone.sha256,
                 # the side of the images, so that a node need not build the backbone to know it
                 **(self.plan.message() | {"image-size": self.model.backbone.image_size} if self.plan else {}),
-                # of clients that pool their data, the first one drawn has all of it
+                # where data are pooled, the first client that is drawn has all of them
                 **({"pool": clients[0].name} if self.config.method_row.pooled else {}),
             },
         )
@@ -255,7 +255,7 @@ class Run:
         with self.results.measure_seconds("server_refine"):
             metrics = self.strategy.refine(self.model, aggregator.updates, context)
         report.server = {name: value for name, value in metrics.items() if np.isfinite(value)}
-        # a head that is computed may hold what no training reaches, such as a row that must never win
+        # a computed head may hold values that no training reaches, as in a row that must never win
         computed = self.config.method_row.adapts or not self.config.method_row.objective
         limit = np.finfo(np.float32).max if computed else MAX_VALUE
         if not all((np.abs(a) <= limit).all() for a in self.model.export().values()):
@@ -284,7 +284,7 @@ class Run:
         return sum_client_counts(replies, clients, dataset, context, self.config, report)
 
     def _add_task(self) -> bool:
-        """Whether nodes hold classes that the run does not know yet, which become one more task."""
+        """Add one more task if nodes hold classes that the run does not know yet; returns whether it did."""
         plan = wait_for_new_classes(self.config, self.plan, self.registry)
         if not plan:
             return False

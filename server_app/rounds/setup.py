@@ -36,7 +36,7 @@ def connect_clients(config: Config, transport: Transport) -> tuple[Config, Clien
     """
     backbone = build_model(config, []).backbone
     dataset = None if config.own_data else build_scenario(config).dataset
-    # a resumed run goes on without nodes that are gone, so that nobody need be there to start them
+    # a resumed run goes on without nodes that are gone: at night nobody may be there to start them
     minimum = config.quorum if config.resume else None
     nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, minimum)
     config = set_num_clients(config, config.num_clients or len(nodes))

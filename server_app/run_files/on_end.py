@@ -17,7 +17,7 @@ from server_app.errors import one_line, reason_of
 log = logging.getLogger(__name__)
 
 PATIENCE = 30.0  # seconds for the operator's command or URL
-_QUOTED = 250  # bytes of what a command says last, where programs put the reason; a line of the log holds them all
+_QUOTED = 250  # bytes that are quoted of a command's output: the last, where programs put the reason
 
 
 class HookError(RuntimeError):

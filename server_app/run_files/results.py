@@ -1,4 +1,4 @@
-"""What a run has measured so far, and results.json made of it."""
+"""The measurements of a run so far, and results.json, which has them."""
 
 import contextlib
 import math
@@ -110,7 +110,7 @@ class Results:
         self.entropies = [*self.entropies, []]
 
     def add_training(self, metrics: Sequence[Mapping[str, int | float]], report: RoundReport) -> None:
-        """Note what the clients of a round have measured; ``metrics`` of each that has trained."""
+        """Note the measurements of a round; ``metrics`` are those of each client that has trained."""
         trained = [m for m in metrics if math.isfinite(m.get("loss", math.nan))]
         sizes = [m["num-examples"] for m in trained]
         report.train_loss = mean_or_none([m["loss"] for m in trained], sizes)

@@ -23,7 +23,7 @@ def require_tensorboard(config: Config) -> None:
 
 
 def open_tensorboard(config: Config, directory: Path, finished_rounds: int) -> "SummaryWriter | None":
-    """The event file, if the run key asks for it; events of an interrupted run after its finished rounds go."""
+    """Open the event file, if the run key asks for it; events from after the finished rounds are removed."""
     if not config.tensorboard:
         return None
     from torch.utils.tensorboard import SummaryWriter

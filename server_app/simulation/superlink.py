@@ -35,7 +35,7 @@ RAY_TIMED_OUT = (
     "Ray, which runs the simulated clients, did not start in time, as happens when the machine is too busy. "
     "Run again when it is not, with fewer --workers, or with --in-process."
 )
-# what Ray 2.55 says: node.py waits 30 s, which no setting changes; its core worker names the setting
+# messages of Ray 2.55: node.py waits 30 s, which no setting changes; the core worker names its setting
 _RAY_TIMEOUTS = ("timed out during startup", "RAY_raylet_start_wait_time_s", "RAY_worker_register_timeout_seconds")
 
 
@@ -85,7 +85,7 @@ class FlowerRun:
         self._warden.communicate()
 
     def submit(self, values: Mapping[str, Scalar], clients: int, workers: int) -> None:
-        """Submit a run with these keys to the SuperLink; so many simulated ``clients`` share so many ``workers``.
+        """Submit a run with the keys ``values`` to the SuperLink, for a number of simulated clients and of workers.
 
         A cluster has as many workers as it has room for.
         """
@@ -140,7 +140,7 @@ class FlowerRun:
 
 
 def _resources(workers: int, cluster: Cluster | None) -> str:
-    """Flower's settings of what a client is given; Ray refuses to join a cluster if told how many CPUs there are."""
+    """Flower's settings for the resources of a client. To join a cluster, Ray must not be told its number of CPUs."""
     if cluster:
         return f"client-resources-num-cpus={cluster.client_cpus} client-resources-num-gpus={cluster.client_gpus:f}"
     return f"client-resources-num-cpus=1 init-args-num-cpus={workers}"

@@ -31,7 +31,7 @@ PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between tries
 
 
 def patiently(call: Callable[..., Result], *arguments: object) -> Result:
-    """Call the SuperLink; again while it fails, as it does when its database is locked for more than five seconds.
+    """Call the SuperLink, and repeat the call while it fails, as when its database is locked for over five seconds.
 
     Raises:
         RunError: it has failed six times in a row.
@@ -55,17 +55,17 @@ def patiently(call: Callable[..., Result], *arguments: object) -> Result:
 class WholeAnswers:
     """Answers of a grid that keeps them whole in this process's memory, as in a simulation."""
 
-    batch = 16  # are taken together, and so are in memory together
+    batch = 16  # answers that are taken, and held in memory, together
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
     def look(self, message_ids: Sequence[str]) -> list[str]:
-        """All of them: only taking them shows which have an answer."""
+        """Returns all ids, because only :meth:`take` shows which messages have an answer."""
         return list(message_ids)
 
     def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
-        """The answers that are there, by the message each answers: Flower itself answers for nodes that are gone."""
+        """Answers that have come, each with the id of its message; Flower itself answers for nodes that are gone."""
         return [(m.metadata.reply_to_message_id, m) for m in self._grid.pull_messages(message_ids)]
 
 
@@ -88,7 +88,7 @@ class HttpAnswers:
         self._uploads: dict[str, _Upload] = {}  # by id of the message that is answered
 
     def look(self, message_ids: Sequence[str]) -> list[str]:
-        """Messages to which an answer has come or is on its way, which the SuperLink says only once.
+        """Ids of messages whose answers have come or are on their way; the SuperLink names each of them only once.
 
         ``message_ids`` are all whose answers are still wanted.
         """
@@ -98,7 +98,7 @@ class HttpAnswers:
             request = PullAppMessagesRequest(message_ids=unknown)
             response = patiently(self._grid._runtime_client.PullMessages, request)
             for message, tree in zip(response.messages_list, response.message_object_trees, strict=True):
-                # as the SuperLink has checked it, and not as the answer itself says: that may name another's message
+                # the SuperLink has checked this id; the id in the answer itself may be that of another node's message
                 answered = message.metadata.reply_to_message_id
                 # each object once; the answer itself, which a node sends last, is the last one
                 objects = cast(Iterator[ObjectTree], iterate_object_tree(tree))
@@ -107,7 +107,7 @@ class HttpAnswers:
         return [message_id for message_id in message_ids if message_id in self._uploads]
 
     def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
-        """The answers that are complete before ``until`` (monotonic time): decoded, or why one cannot be.
+        """Answers that are complete before ``until`` (monotonic time): each decoded, or the error if it cannot be.
 
         The next call goes on with those that are incomplete.
         """

@@ -11,8 +11,8 @@ from task.message import Kind, Packet
 class Reply:
     """The answer of one node, or the reason why there is none.
 
-    ``error`` is empty exactly when ``packet`` is set. Bytes are those of :func:`task.message.payload_bytes`; none up
-    where no packet came, none down where none could be sent.
+    ``error`` is empty exactly when ``packet`` is set. Bytes are those of :func:`task.message.payload_bytes`: 0 up
+    if no packet came, 0 down if none could be sent.
     """
 
     node: int

@@ -14,7 +14,7 @@ from task.prompt_kinds import PROMPTS
 
 
 def apply_node_settings(values: Mapping[str, Scalar], settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
-    """A run's values on one node: the node's device and paths win over the run's, if the run reads such keys."""
+    """A run's values on one node: for the keys that belong to the node, its own settings win, if the run reads them."""
     keys, run_values = known_keys(), {**defaults(), **values}
     read = [name for name in keys_affecting(*OF_THE_NODE) if not missing_setting(keys[name], run_values, keys)]
     return {**values, **{name: settings[name] for name in read if name in settings}}

@@ -37,7 +37,7 @@ PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASY
 # Groups of what a key may affect, see task.keys.Affects.
 OF_THE_NODE = ("files", "device")  # a node's own settings win over the run's
 OF_THE_SERVER = ("folder", "output")  # clients are not told
-# what a run measures stays the same but for rounding, and on a GPU for what a server draws there
+# these keys change measurements by rounding only, and on a GPU by the random numbers that a server draws there
 SAME_RESULT = ("device", "speed", "waiting", *OF_THE_SERVER)
 
 # Backbones without pre-trained weights, and the smallest image side with which batch normalisation can train on a batch
@@ -327,7 +327,7 @@ class Config:
         return {name: keys[name].default if name in unread else value for name, value in values.items()}
 
     def for_clients(self) -> dict[str, Scalar]:
-        """What is sent to clients: all keys but those about the server's own files."""
+        """The keys that are sent to clients: all but those about the server's own files."""
         hidden = keys_affecting(*OF_THE_SERVER)
         return {name: value for name, value in self.flat().items() if name not in hidden}
 

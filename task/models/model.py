@@ -104,7 +104,7 @@ class Model(nn.Module):
         precision: fp32 or bf16, of the backbone's arithmetic.
         head: classifier of features [B, width].
         early_blocks: blocks, counted from 0, whose class token is a part of the features too.
-        local_head: of clients that train the prompt in the first task only; their classifier of features [B, D].
+        local_head: classifier of features [B, D] for clients that train the prompt in the first task only.
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
         freezes_features: from the second task on only the head learns and is sent back (FedProK section 5.1).

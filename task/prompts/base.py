@@ -19,9 +19,9 @@ class Prompt(nn.Module):
     A parameter of a task that has ended is frozen (requires_grad False) and stays with the server.
 
     Attributes:
-        blocks: that are prompted, J of them, counted from 0.
+        blocks: the J prompted blocks, counted from 0.
         needs_query: whether the backbone must first compute q(x), the features without prompt.
-        penalty: what the last forward pass in training mode adds to the local loss.
+        penalty: the term of the local loss that the last forward pass in training mode has set.
     """
 
     needs_query = False

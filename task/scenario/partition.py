@@ -71,7 +71,7 @@ class Problem:
 
 
 def iid(problem: Problem) -> Partition:
-    """Each task's samples, shuffled over its classes, in equal parts (sizes differ by at most one)."""
+    """Deal each task's samples, shuffled over its classes, in equal parts (sizes differ by at most one)."""
 
     def owners(rng: Rng, pools: list[IntArray]) -> IntArray:
         return _even_owners(rng, sum(map(len, pools)), np.arange(problem.num_clients))
@@ -80,13 +80,13 @@ def iid(problem: Problem) -> Partition:
 
 
 def dirichlet(problem: Problem, *, dirichlet_beta: float, dirichlet_min_size: int = 0) -> Partition:
-    """Per task and class shares p ~ Dir(beta 1_M) (HGP, FPPL and FedProK, experimental settings).
+    """Deal each class of a task in shares p ~ Dir(beta 1_M) (HGP, FPPL and FedProK, experimental settings).
 
     The shuffled samples of a class are cut at the cumulative p; cuts are rounded at random, so that a client expects
     exactly its share even when there are more clients than samples.
 
-    ``dirichlet_beta`` is beta > 0: small is heterogeneous, large is near iid. ``dirichlet_min_size`` samples each
-    client has at least in each task, out of what others hold beyond it.
+    ``dirichlet_beta`` is beta > 0: small is heterogeneous, large is near iid. Each client gets at least
+    ``dirichlet_min_size`` samples of each task; clients that hold more give them away.
 
     Raises:
         ValueError: a task with fewer than M x dirichlet_min_size samples.
@@ -100,7 +100,7 @@ def dirichlet(problem: Problem, *, dirichlet_beta: float, dirichlet_min_size: in
 
 
 def quantity(problem: Problem, *, classes_per_client: int) -> Partition:
-    """Each client exactly alpha of the task's classes, every class held by somebody (HGP, experimental settings).
+    """Give each client exactly alpha of the task's classes, each class to at least one client (HGP, experiments).
 
     The samples of a class are split evenly among its holders. A holder gets none when a class has more holders than
     samples.
@@ -122,7 +122,7 @@ def quantity(problem: Problem, *, classes_per_client: int) -> Partition:
 
 
 def class_share(problem: Problem, *, class_share: float) -> Partition:
-    """Each client a random share eta of the task's classes (PIP, experimental setting: eta = 0.6).
+    """Give each client a random share eta of the task's classes (PIP, experimental setting: eta = 0.6).
 
     A client holds max(1, round(eta |C|)) of the task's |C| classes. The draw is conditioned on every class having a
     holder, so that no sample is lost. Where the clients' classes cannot cover the task (M x round(eta |C|) < |C|), all

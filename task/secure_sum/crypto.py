@@ -42,7 +42,7 @@ def agree(private: bytes, public: bytes, purpose: bytes) -> bytes:
 
 
 def is_key(public: bytes) -> bool:
-    """Whether others can agree on anything with the owner of a public key; there are a few with which they cannot."""
+    """Whether a public key can be used to agree on a key; a few values cannot."""
     try:
         agree(new_secret(), public, b"")
     except ValueError:
@@ -51,7 +51,7 @@ def is_key(public: bytes) -> bool:
 
 
 def seal(key: bytes, text: bytes) -> bytes:
-    """``text`` so that only who has the key can read it or change it unnoticed."""
+    """Encrypt ``text``: only a holder of the key can read it, or change it unnoticed."""
     nonce = os.urandom(_NONCE)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, text, None)
 
@@ -72,7 +72,7 @@ def split(secret: bytes, threshold: int, number: int) -> list[bytes]:
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
-    """The secret of exactly as many shares as it takes, by place."""
+    """The secret from its shares by place, of which there must be exactly as many as the threshold."""
     halves = [[(place + 1, share[i : i + _HALF]) for place, share in shares.items()] for i in (0, _HALF)]
     return b"".join(Shamir.combine(half, ssss=False) for half in halves)
 
@@ -87,9 +87,9 @@ def mask(seed: bytes, length: int) -> np.ndarray:
 
 
 def pair_mask(private: bytes, public: bytes, place: int, other: int, length: int) -> np.ndarray:
-    """The mask of the client at ``place`` for its pair with the one at ``other``, whose own one is minus this.
+    """The mask of the client at ``place`` for its pair with the one at ``other``, which has the negative mask.
 
-    ``private`` is the mask key of the one, ``public`` that of the other.
+    ``private`` is the private mask key of the first, ``public`` the public mask key of the second.
     """
     shared = mask(agree(private, public, b"mask"), length)
     return shared if place < other else -shared

@@ -1,4 +1,4 @@
-"""What a client's answer adds to the sums of a round, and the answer that the sums stand for."""
+"""Turns a client's answer into the numbers that it adds to a round's sums, and the sums back into one answer."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class RoundSums:
     def of(
         cls, config: Config, server_round: int, ends_task: bool, model: Model, classes: Sequence[int]
     ) -> "RoundSums":
-        """Of a round of the run, counted from 1, in which clients may learn ``classes``."""
+        """The sums of a round (counted from 1 in the run) in which clients may learn ``classes``."""
         trained = model.trained_state() if config.trains_in(server_round) else {}
         arrays = {name: tuple(value.shape) for name, value in trained.items()}
         kind = load_class(config.method_row.statistics)()
@@ -72,9 +72,10 @@ class RoundSums:
         return np.concatenate([np.ravel(np.asarray(group, np.float64)) for group in groups])
 
     def to_answer(self, total: np.ndarray) -> Packet:
-        """What one client with all the images would have answered; ``total`` float64 [length].
+        """The answer that one client with all the images would give; ``total`` is float64 [length].
 
-        ``num-examples`` 0 and nothing else if no client has images; -1 if no clients can have sent this.
+        It has ``num-examples`` = 0 and nothing else if no client has images, and -1 if honest clients cannot have sent
+        these numbers.
         """
         ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()])[:-1]
         groups = zip(self.shapes.items(), np.split(total, ends), strict=True)

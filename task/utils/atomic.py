@@ -13,10 +13,10 @@ def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
         OSError: the write failed, as on a full disk, with the path; the earlier file stays.
     """
     temporary = path.with_name(path.name + ".part")
-    mode = 0o600 if private else 0o666  # of which the user's umask takes away what others may do
+    mode = 0o600 if private else 0o666  # the user's umask then removes the rights of others
     try:
         with naming(path):
-            temporary.unlink(missing_ok=True)  # one that a crash has left keeps the rights it had
+            temporary.unlink(missing_ok=True)  # a file that a crash has left would keep its rights
             with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(content)
                 file.flush()
