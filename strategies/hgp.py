@@ -19,7 +19,14 @@ from task.utils.seeding import torch_rng
 
 
 class HGP(Strategy):
-    """FedAvg (eq. 3), then the head is retrained on features drawn from the class mixtures (eq. 6 and 7).
+    """FedAvg, then the head is retrained on features drawn from the class mixtures (Salami et al. 2024).
+
+    - Eq. 3, mean over the clients m with n_m images: theta = sum_m n_m theta_m / sum_m n_m.
+    - Eq. 6, mixture of class c: Q_c = sum_m pi_mc N(mu_mc, s Sigma_mc), pi_mc = n_mc / sum_m n_mc, over the clients m
+      that reported n_mc images of it, with mean mu_mc [D], covariance Sigma_mc [D, D] in the run's packing, scale s.
+      A class is drawn with weight omega_c, see :func:`strategies.rebalancing.mixture_weights`.
+    - Eq. 7, with N drawn features h_i [D] of classes y_i: minimise - 1/N sum_i log softmax(W h_i + b)_{y_i} over the
+      head W [K, D], b [K], see :func:`strategies.rebalancing.rebalance`.
 
     ``prototypes`` are the Gaussians of each seen class, from the last round in which any client reported it: P of them,
     one for each class and client, with means and deviations [P, D] and factors [P, R, D]. They stay on the CPU, so that

@@ -1,4 +1,4 @@
-"""DualPrompt (Wang et al. 2022): general prefixes for what all tasks share, expert prefixes for each task."""
+"""DualPrompt: general prefixes for what all tasks share, expert prefixes for each task (Wang et al., ECCV 2022)."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,12 @@ GENERAL = PROMPTS["dualprompt"].fewest_blocks - 1
 
 
 class DualPrompt(Prompt):
-    """Prefix tuning (PIP eq. 3): one general prefix for all tasks, one expert prefix with a key for each task.
+    """One general prefix for all tasks, one expert prefix with a key for each task.
+
+    Wang et al. 2022, "DualPrompt: Complementary Prompting for Rehearsal-free Continual Learning". A prefix (P_k, P_v)
+    is put in front of a block's keys and values: attention(Q, [P_k; K], [P_v; V]) (prefix tuning, PIP eq. 3). The
+    expert at test is that of task argmax_t cos(q(x), k_t), for the query q(x) [D] and the keys k_t [D]. The keys are
+    trained by the penalty -lambda mean_x cos(q(x), k_t) of the current task t (PIP eq. 9).
 
     Parameters, uniform(-1, 1) at the start: ``general`` [2, 2, L_p, D]; for each task t ``experts.t``
     [J - 2, 2, L_p, D] and ``keys.t`` [D]. The second dimension is keys, then values.

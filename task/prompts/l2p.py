@@ -1,4 +1,4 @@
-"""L2P (Wang et al. 2022): a pool of prompts, of which every image gets those whose keys are nearest to its query."""
+"""L2P (Wang et al., CVPR 2022): a pool of prompts; every image gets those whose keys are nearest to its query."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,7 +11,11 @@ NEAREST = 5  # prompts per image
 
 
 class L2P(Prompt):
-    """Prompt tuning (PIP eq. 2) at the first prompted block; the other blocks stay as they are.
+    """Prompt tuning at the first prompted block; the other blocks stay as they are.
+
+    Wang et al. 2022, "Learning to Prompt for Continual Learning". The block takes its tokens x [B, tokens, D] and the
+    prompt p [B, 5 L_p, D] together: block([x; p]) (PIP eq. 2). p are the 5 prompts of the pool with the largest
+    cos(q(x), k_i), for the query q(x) [D] and the prompts' keys k_i [D].
 
     Parameters, shared by all tasks: ``pool`` [N, L_p, D] and ``keys`` [N, D], uniform(-1, 1) at the start. The public
     code lets a batch vote on its prompts; here each image has its own. A pool of fewer than 5 is used whole.
