@@ -12,11 +12,13 @@ import pytest
 import yaml
 
 from docs import hooks
-from task.config.schema import known_keys
-from tests.helpers.documents import FENCED, PAGES, ROOT, prose
+from task.config.schema import OF_THE_NODE, keys_affecting, known_keys
+from task.methods import METHODS
+from tests.helpers.documents import FENCED, PAGES, ROOT, prose, section
 
 FOLDERS = "task|client_app|strategies|server_app|benchmarks|tests|docs|docker|suites|presets"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+METHOD_CELLS = {f"`{name}`" for name in METHODS}
 
 
 @cache
@@ -96,6 +98,40 @@ def test_folders_of_the_architecture_are_all() -> None:
     text = PAGES["docs/architecture.md"].split("## What lies where")[1].split("\n## ")[0]
     for name in hooks.packages():
         assert f"{name.replace('.', '/')}/" in text, name
+
+
+def test_the_architecture_names_every_file_that_imports_flower() -> None:
+    text = PAGES["docs/architecture.md"].split("Only the glue imports Flower: ")[1].split(". server_app/simulation/")[0]
+    code = [path for name in hooks.PACKAGES for path in (ROOT / name).rglob("*.py")]
+    importing = [p for p in code if re.search(r"^\s*(?:from|import) flwr\b", p.read_text(), re.MULTILINE)]
+    assert set(re.findall(r"`([\w/]+\.py)`", text)) == {p.relative_to(ROOT).as_posix() for p in importing}
+
+
+def test_the_keys_of_a_node_are_those_that_the_deployment_guide_explains() -> None:
+    rows = re.findall(r"^\| (`.+`) \|", section("docs/guides/deployment.md", "The steps"), re.MULTILINE)
+    explained = set(re.findall(r"`([\w-]+)`", " ".join(rows)))
+    of_the_node = {"name", "state-dir", "partition-id", "num-partitions"}
+    assert explained == of_the_node | set(keys_affecting(*OF_THE_NODE))
+
+
+def sent_by_method(page: str) -> dict[str, str]:
+    """The column "clients also send" of the page's table of methods."""
+    rows = [[c.strip() for c in line.split("|")] for line in prose(page).splitlines() if line.startswith("|")]
+    [head] = [cells for cells in rows if "clients also send" in cells]
+    of_methods = [cells for cells in rows if cells[1] in METHOD_CELLS and len(cells) == len(head)]
+    return {cells[1]: cells[head.index("clients also send")] for cells in of_methods}
+
+
+def test_both_tables_of_methods_say_alike_what_clients_send() -> None:
+    sent = sent_by_method("README.md")
+    assert set(sent) == METHOD_CELLS
+    assert sent == sent_by_method("docs/methods/index.md")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_pages_lead_to_every_guide(page: str) -> None:
+    linked = {posixpath.normpath(posixpath.join(posixpath.dirname(page), link)) for link in LINK.findall(prose(page))}
+    assert {name for name in PAGES if name.startswith("docs/guides/")} <= linked
 
 
 def test_every_page_is_in_the_menu() -> None:
