@@ -94,7 +94,7 @@ class HePCo(Strategy):
 
 
 def with_new_rows(previous: Teachers, head: Head) -> Teachers:
-    """The previous server as this task found it: its head with the start of the rows that ``head`` has beyond it."""
+    """The previous server with a head of as many rows as ``head``: the rows of the new classes are untrained."""
     models, grown = previous.models, copy.deepcopy(head)
     grown.weight, grown.bias = nn.Parameter(models.weight[0]), nn.Parameter(models.bias[0])
     grown.grow(len(head.bias) - len(grown.bias))
@@ -131,7 +131,7 @@ def draw_batches(sources: Sources, steps: int) -> Pairs:
 
 
 def block_steps(sources: Sources, batches: Pairs, block: int) -> Steps:
-    """Of each batch samples [B, D], targets in a block, which are their own source's [B, V], and importance [B]."""
+    """For each batch: samples [B, D], what their own sources want of a block [B, V], and their importance [B]."""
     sizes = [source.size for source in sources]
     for z, labels in batches:
         parts = [*zip([s.teachers for s in sources], z.split(sizes), labels.split(sizes), strict=True)]
