@@ -118,7 +118,8 @@ def _add_statistics(
     due = statistics.due(config, request.number("server-round"), bool(request.packet.config["ends-task"]))
     if due and counted.any():
         model.eval()
-        model.prompt.train()  # the task is known here: the prompt acts as in training
+        # the task is known here, so the prompt acts as in training; one that adapts is the same for all tasks
+        model.prompt.train(not config.method_row.adapts)
         on_device = (torch.from_numpy(values[counted]).to(model.device) for values in (labels, data.rows))
         sample = Sample(data.images, data.positions[counted], *on_device)
         answer.statistics = statistics.collect(model, sample, config.options, mechanism)

@@ -14,7 +14,7 @@ class FedLwF(Strategy):
     The mean is theta = sum_m n_m theta_m / sum_m n_m over clients m with n_m images. The teacher is theta at the end of
     the last task, all arrays of the model by name. It goes to the clients in every round, because they remember nothing
     between rounds. On old classes their loss is the binary cross-entropy between q_c = sigmoid(teacher's logit of
-    class c) and s_c = sigmoid(own logit): - sum_c [q_c log s_c + (1 - q_c) log(1 - s_c)], logits [B, C]; see
+    class c) and s_c = sigmoid(own logit): - sum_c [q_c log s_c + (1 - q_c) log(1 - s_c)], for each image; see
     client_app/objectives/fedlwf.py.
     """
 

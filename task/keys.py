@@ -76,8 +76,8 @@ class Rule:
     def accepts(self, value: Scalar) -> bool:
         """Whether a value of the right type is within the limits; NaN and infinity never are."""
         if isinstance(value, str):
-            # no control characters, and none of half a pair, which stands for a byte that is no text
-            shown = not any(unicodedata.category(character) in ("Cc", "Cs") for character in value)
+            # no control characters, no line ends, and no half of a pair, which stands for a byte that is no text
+            shown = not any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in value)
             return value in self.choices if self.choices else shown
         return (
             (self.minimum is None or value >= self.minimum)

@@ -15,9 +15,9 @@ class FedLwFObjective(Objective):
     """Binary cross-entropy of every class's sigmoid: current classes against labels, old ones against the teacher.
 
     L = - mean_x { sum_{c current} [y_c log s_c + (1 - y_c) log(1 - s_c)] + sum_{c old} [q_c log s_c + (1 - q_c)
-    log(1 - s_c)] }. y is the one-hot label, s = sigmoid(logits of the local model), q = sigmoid(logits of the teacher);
-    s and q are [B, C]. This is LwF.MC: the idea is of Li and Hoiem (2016, Learning without Forgetting), the loss is
-    that of iCaRL's algorithm 3 (Rebuffi et al. 2017) without stored images.
+    log(1 - s_c)] }. y is the one-hot label, s = sigmoid(logits of the local model) [B, seen classes] and
+    q = sigmoid(logits of the teacher) [B, old classes]. This is LwF.MC: the idea is of Li and Hoiem (2016, Learning
+    without Forgetting), the loss is that of iCaRL's algorithm 3 (Rebuffi et al. 2017) without stored images.
 
     The packet's statistics are the teacher: all arrays of the global model at the end of the last task. In the first
     task there is none, and the loss has its first sum only.

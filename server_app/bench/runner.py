@@ -19,7 +19,7 @@ from server_app.report.compare import Group
 from server_app.report.recommend import recommend
 from server_app.report.runs import Run, flat, load_run
 from server_app.report.write import write_comparison
-from server_app.run_files.paths import is_locked, lock_folder, mark_failed
+from server_app.run_files.paths import lock_folder, mark_failed
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, find_marked, interruptible, last_lines, start_process
 from server_app.simulation.superlink import POLL
@@ -32,6 +32,16 @@ PATIENCE = 10.0  # seconds in which a run that is stopped can save its state
 
 def _in_use(folder: Path) -> LaunchError:
     return LaunchError(f"{folder} is in use: a run there is still going on, wait for it or end it.")
+
+
+def _require_free(folder: Path) -> None:
+    """Refuse a run that another process is at, such as one that was resumed by hand: it would be deleted under it."""
+    if folder.exists():
+        try:
+            with lock_folder(folder):
+                pass
+        except Timeout:
+            raise _in_use(folder) from None
 
 
 class Bench:
@@ -91,8 +101,7 @@ class Bench:
         for run in self._suite.runs:
             finished = finished_run(run)
             if finished is None:
-                if is_locked(run.directory):  # as when it is resumed by hand; it would be deleted under its process
-                    raise _in_use(run.directory)
+                _require_free(run.directory)
                 self._load(run)  # warns if its files cannot be read
                 self._waiting.append(run)
                 continue
@@ -108,6 +117,12 @@ class Bench:
             )
 
     def _start(self, run: PlannedRun) -> None:
+        try:
+            _require_free(run.directory)
+        except LaunchError as error:
+            self._failed.append(run)
+            self._say(f"FAILED    {run.name}: {error}")
+            return
         if run.directory.exists():
             shutil.rmtree(run.directory)  # an unfinished run begins anew
         run.directory.mkdir(parents=True)

@@ -45,8 +45,7 @@ def _run_command(args: argparse.Namespace) -> int:
     suite = read_suite(args.suite, read_words(args.words))
     if args.select_only and not suite.selection:
         raise ConfigError(f"{args.suite}: --select-only needs an entry select.")
-    for run in suite.runs[:1]:
-        require_writable(run.directory)
+    require_writable(suite.folder / "run")
     try:
         failed = _run_suite(suite, args, options)
     except Interrupted as stop:

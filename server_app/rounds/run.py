@@ -46,6 +46,7 @@ from server_app.run_files.writers import write_config, write_model
 from server_app.secure_aggregation.round_sum import RoundSum
 from server_app.transport.base import Reply, Transport
 from strategies.base import RoundContext, Strategy, Update
+from task.config.checks import require_few
 from task.config.parsing import ignored_keys
 from task.config.schema import Config
 from task.keys import ConfigError
@@ -204,6 +205,7 @@ class Run:
         return aggregator
 
     def _round_sum(self, clients: Sequence[ClientInfo], report: RoundReport) -> RoundSum:
+        require_few(len(clients))  # nodes may have come that were not expected
         threshold = self.config.unmask_threshold(len(clients))
         return RoundSum(self.transport, clients, threshold, self.config.round_timeout, report)
 

@@ -189,6 +189,20 @@ def _check_secure_aggregation(config: Config) -> None:
     _check_threshold(config)
 
 
+def require_few(clients: int) -> None:
+    """Refuse a secure sum that would take the server hours to open.
+
+    Raises:
+        ConfigError: ``clients`` are too many.
+    """
+    if clients > MAX_SECURE_CLIENTS:
+        raise ConfigError(
+            f"secure-aggregation is not possible with a sum of {clients} clients: the server's time to open it grows "
+            f"with their cube. At most {MAX_SECURE_CLIENTS} can be: clients-per-round draws some of them for training, "
+            "evaluate=clients asks all."
+        )
+
+
 def _check_threshold(config: Config) -> None:
     """Check how many clients a round's secure sum has, and how many of them must answer to open it.
 
@@ -198,11 +212,7 @@ def _check_threshold(config: Config) -> None:
     clients = config.clients_per_round or config.num_clients
     if not clients:
         return  # this check is repeated when the nodes have connected
-    if clients > MAX_SECURE_CLIENTS:
-        raise ConfigError(
-            f"secure-aggregation is not possible with {clients} clients in a round: the server's time to open their "
-            f"sum grows with their cube. Draw at most {MAX_SECURE_CLIENTS} with clients-per-round."
-        )
+    require_few(config.num_clients if config.evaluate == "clients" else clients)  # all of them evaluate
     threshold = config.secure_aggregation_threshold or config.unmask_threshold(clients)
     if not max(1, clients / 2) < threshold <= clients:
         raise ConfigError(

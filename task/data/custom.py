@@ -35,7 +35,7 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     except UNREADABLE as error:
         what = "folder of .npy files" if path.is_dir() else ".npz file"
         reason = " ".join(str(error).split())
-        if "pickle" in reason:  # NumPy advises to run the code that a file may hold
+        if isinstance(error, ValueError) and "pickle" in reason:  # NumPy advises to run the code that a file may hold
             reason = "it is damaged, or holds more than arrays of numbers and texts"
         raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({reason}).") from error
     images, labels = _check_arrays(arrays, path)

@@ -401,10 +401,24 @@ def test_a_run_that_another_process_is_at_is_not_deleted(write, quick, tmp_path,
     assert not (tmp_path / "out" / "log.txt").exists()
 
 
+def test_a_run_that_is_resumed_by_hand_meanwhile_is_not_deleted(write, quick, tmp_path, monkeypatch, capsys):
+    path, original = write(), Bench._plan
+    run, other = read_suite(path, {}).runs
+    fill(run, run_results((0.5, 0.5, 0.5), status="running"))
+    lock = FileLock(run.directory / ".lock")
+    monkeypatch.setattr(Bench, "_plan", lambda self: (original(self), lock.acquire()))
+    assert cli.main(["bench", str(path)]) == 1
+    lock.release()
+    assert (run.directory / "results.json").exists()
+    assert f"FAILED    {run.name}: {run.directory} is in use" in capsys.readouterr().out
+    assert (other.directory / "run.log").exists()
+
+
 def test_a_file_in_the_place_of_the_folder_is_named_with_its_key(write, quick, tmp_path, capsys):
     (tmp_path / "out").write_text("")
     assert cli.main(["bench", str(write())]) == 2
-    assert f"cannot be used: '{tmp_path / 'out'}' is a file, not a folder" in capsys.readouterr().err
+    out = f"'{tmp_path / 'out'}'"
+    assert f"output-dir = {out} cannot be used: {out} is a file, not a folder" in capsys.readouterr().err
 
 
 def test_a_run_that_outlives_its_suite_keeps_the_folder(write, quick, tmp_path, capsys):

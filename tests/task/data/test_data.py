@@ -145,6 +145,8 @@ def test_missing_truncated_and_foreign_files(tmp_path: Path) -> None:
             load_dataset("npz", str(tmp_path / name), 32, 0.0, 0)
         assert "\n" not in str(caught.value)
         assert "pickle" not in str(caught.value)  # to allow it would run the code that a file may hold
+    with pytest.raises(ConfigError, match="No such file"):
+        load_dataset("npz", str(tmp_path / "pickles.npz"), 32, 0.0, 0)
 
 
 @pytest.mark.parametrize(
