@@ -1,4 +1,4 @@
-"""Bytes and processor seconds of a secure sum (task/secure_sum) of 3, 10 and 100 clients, without training or Flower.
+"""Bytes and processor seconds of a secure sum of 3, 10 and 100 clients, without training or Flower.
 
 python -m benchmarks.secure_aggregation                           20,000 numbers, and 1,000,000
 python -m benchmarks.secure_aggregation --clients 3 --numbers 7   any other

@@ -27,7 +27,7 @@ from task.prototypes.noise import GaussianMechanism
 from task.prototypes.statistics import Sample
 from task.scenario.client_data import ClientTaskData, learnable_classes
 from task.scenario.scenario import Scenario
-from task.secure_sum.round_sums import RoundSums
+from task.secure_aggregation.round_sums import RoundSums
 from task.utils.seeding import torch_rng
 
 

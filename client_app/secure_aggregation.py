@@ -1,4 +1,4 @@
-"""A client's side of a sum that the server cannot take apart; the messages are in :mod:`task.secure_sum`.
+"""A client's side of a sum that the server cannot take apart; the messages are in :mod:`task.secure_aggregation`.
 
 Imports no torch: in a deployment every message starts a process.
 """
@@ -14,8 +14,19 @@ from cryptography.exceptions import InvalidTag
 from client_app.node import Node
 from task.keys import ConfigError
 from task.message import Kind, Packet
-from task.secure_sum.crypto import SEALED, SECRET, agree, mask, new_secret, pair_mask, public_key, seal, split, unseal
-from task.secure_sum.fixed_point import encode
+from task.secure_aggregation.crypto import (
+    SEALED,
+    SECRET,
+    agree,
+    mask,
+    new_secret,
+    pair_mask,
+    public_key,
+    seal,
+    split,
+    unseal,
+)
+from task.secure_aggregation.fixed_point import encode
 
 log = logging.getLogger(__name__)
 

@@ -35,9 +35,12 @@ class FedProK(Strategy):
         """Prototypes of earlier tasks: head ``rows`` int64 [P] and ``means`` [P, D]; nothing in the first task."""
         if not self.prototypes:
             return {}
-        rows = context.head_rows(torch.from_numpy(self.prototypes["class_ids"])).numpy()
-        old = rows < len(context.old_classes)
-        return {"rows": rows[old], "means": self.prototypes["means"][old]} if old.any() else {}
+        class_ids = self.prototypes["class_ids"]
+        old = np.isin(class_ids, context.old_classes)
+        if not old.any():
+            return {}
+        rows = context.head_rows(torch.from_numpy(class_ids[old])).numpy()
+        return {"rows": rows, "means": self.prototypes["means"][old]}
 
     def weight(self, update: Update) -> float:
         """1 for every client."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,7 +38,7 @@ class FPPL(Strategy):
         if not self.pool:
             return {}
         rows, means = self._prototypes(context)
-        current = rows >= len(context.old_classes)
+        current = torch.from_numpy(np.isin(self.pool["class_ids"], context.current_classes))
         rows, _, means = class_means(means[current], rows[current])
         return {"rows": rows.numpy(), "means": means.numpy()} if len(rows) else {}
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 Kind = Literal["hello", "train", "evaluate", "keys", "shares", "unmask"]
-SECURE_SUM: tuple[Kind, ...] = ("keys", "shares", "unmask")  # messages of task/secure_sum beside train
+SECURE_SUM: tuple[Kind, ...] = ("keys", "shares", "unmask")  # messages of task/secure_aggregation beside train
 Scalar = bool | int | float | str
 Arrays = dict[str, np.ndarray]
 

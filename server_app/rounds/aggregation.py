@@ -27,7 +27,7 @@ from task.data.images import Dataset
 from task.message import Packet
 from task.models.model import Model, to_arrays
 from task.scenario.client_data import learnable_classes
-from task.secure_sum.round_sums import RoundSums
+from task.secure_aggregation.round_sums import RoundSums
 
 log = logging.getLogger(__name__)
 

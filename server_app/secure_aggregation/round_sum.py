@@ -1,4 +1,4 @@
-"""One round's sum over clients: the server's side of the messages in :mod:`task.secure_sum`."""
+"""One round's sum over clients: the server's side of the messages in :mod:`task.secure_aggregation`."""
 
 import logging
 from collections import Counter, defaultdict
@@ -13,8 +13,8 @@ from server_app.errors import one_line
 from server_app.run_files.results import RoundReport
 from server_app.transport.base import Transport
 from task.message import SECURE_SUM, Kind, Packet
-from task.secure_sum.crypto import SEALED, SECRET, combine, is_key, mask, pair_mask, public_key
-from task.secure_sum.fixed_point import decode
+from task.secure_aggregation.crypto import SEALED, SECRET, combine, is_key, mask, pair_mask, public_key
+from task.secure_aggregation.fixed_point import decode
 
 log = logging.getLogger(__name__)
 

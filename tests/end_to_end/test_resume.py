@@ -20,7 +20,6 @@ import pytest
 import safetensors.numpy
 
 from server_app.cli.main import main
-from server_app.clients.hello import wait_for_nodes
 from server_app.errors import RunError
 from server_app.rounds.run import run_experiment
 from server_app.run_files.checkpoints import read_checkpoint
@@ -159,20 +158,6 @@ def test_of_two_runs_of_one_name_the_later_begins_nothing(tiny: Values, monkeypa
     with pytest.raises(ConfigError, match="is taken"):
         run_experiment(parse(tiny | {"seed": 1}), second)
     assert "seed: 0\n" in (first[0] / "config.yaml").read_text()
-
-
-def test_waiting_for_nodes_ends_though_one_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = iter([[1]] + [[1, 2], [1]] * 10_000)
-    transport = InProcessTransport({}, 0)
-    monkeypatch.setattr(transport, "nodes", lambda: next(seen))
-    with pytest.raises(RunError, match=r"num-clients = 3, but [12] nodes .* longer start-timeout"):
-        wait_for_nodes(transport, 3, 0.5)
-    late = iter([[1]] * 3 + [[1, 2]] * 3 + [[1, 2, 3]])  # each comes before patience, all of them after it
-    monkeypatch.setattr(transport, "nodes", lambda: next(late))
-    assert wait_for_nodes(transport, 3, 0.35) == [1, 2, 3]
-    empty = iter([[]] * 3 + [[1]] * 9)  # the first may take longer than each further one
-    monkeypatch.setattr(transport, "nodes", lambda: next(empty))
-    assert wait_for_nodes(transport, 1, 0.05) == [1]
 
 
 def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:

@@ -163,51 +163,6 @@ def test_without_a_quorum_the_run_stops_and_keeps_what_it_has(tiny: dict) -> Non
     assert {"config.yaml", "model.safetensors", "accuracy.png", "report.html"} <= {p.name for p in folder.iterdir()}
 
 
-HELLO: dict[str, tuple[Change, str]] = {
-    "no name": (lambda p: p.config.pop("name"), "its name is no printable text"),
-    "no counts": (lambda p: p.arrays.clear(), "class_counts"),
-    "counts of another length": (lambda p: p.arrays.update(class_counts=np.ones(3, np.int64)), "class_counts"),
-    "negative counts": (lambda p: p.arrays.update(class_counts=-p.arrays["class_counts"]), "class_counts"),
-    "absurd counts": (
-        lambda p: p.arrays.update(class_counts=p.arrays["class_counts"] + 10**15),
-        "class_counts are above",
-    ),
-    "other classes": (lambda p: p.config.update(classes=["a"]), "classes ['a']"),
-    "its own error": (lambda p: p.config.update(error="no disk"), "no disk"),
-    "counts of test images": (lambda p: p.arrays.update(test_counts=np.ones(3)), "test_counts are float64 [3]"),
-    "a number for classes": (lambda p: p.config.update(classes=5), "its classes 5 are not those"),
-    "a number for versions": (lambda p: p.config.update(versions=3), "its versions are no list"),
-    "a version that clears the screen": (
-        lambda p: p.config.update(versions=["\x1b[2J"]),
-        "its versions are no list",
-    ),
-    "a name that clears the screen": (
-        lambda p: p.config.update(name="\x1b[2Jclient-0000"),
-        "its name is no printable text",
-    ),
-    "no letter in its name": (lambda p: p.config.update(name=" "), "its name is no printable text"),
-    "a name without end": (lambda p: p.config.update(name="x" * 10**6), "its name is no printable text"),
-    "a number for a digest": (lambda p: p.config.update({"code-sha256": 5}), "its code-sha256 is no printable text"),
-    "a device of two lines": (lambda p: p.config.update(device="cpu\ncpu"), "its device is no printable text"),
-}
-
-
-@pytest.mark.parametrize("name", HELLO)
-def test_a_bad_hello_leaves_the_node_out_and_is_named(name: str, tiny: dict) -> None:
-    change, reason = HELLO[name]
-
-    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
-        if node == 1 and kind == "hello":
-            change(packet)
-        return packet
-
-    results = run(tiny, tamper=tamper)
-    assert results["status"] == "finished"
-    assert [a["name"] for a in results["absent"]] == ["node 1"]
-    assert reason in results["absent"][0]["reason"]
-    assert results["rounds"][0]["participants"] == ["client-0000", "client-0002"]
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -309,23 +264,6 @@ def test_a_dropped_round_takes_back_what_was_kept_of_its_answers(tiny: dict, mon
     assert second == [False, True, False]
     assert met[2] == [(number, client) for number in (1, 3) for client in clients]
     assert not any(update.arrays for updates in before for update in updates)
-
-
-def test_nobody_answers_hello(tiny: dict) -> None:
-    with pytest.raises(RunError, match="0 clients answered hello"):
-        run(tiny, broken=lambda node, kind: True)
-
-
-def test_other_backbone_or_code_at_a_client_stops_the_run(tiny: dict) -> None:
-    for key, word in (("backbone-sha256", "other backbone weights"), ("code-sha256", "another copy of the code")):
-
-        def tamper(node: int, kind: Kind, packet: Packet, key: str = key) -> Packet:
-            if node == 1:
-                packet.config[key] = "0" * 64
-            return packet
-
-        with pytest.raises(RunError, match=rf"1 clients have {word}.*client-0001"):
-            run(tiny, tamper=tamper)
 
 
 def test_two_nodes_of_one_name(tiny: dict) -> None:

@@ -18,8 +18,8 @@ from server_app.secure_aggregation.round_sum import RoundSum, SpoiledSum, TooFew
 from server_app.transport.base import Reply
 from task.keys import ConfigError
 from task.message import Kind, Packet, copy_packet, payload_bytes
-from task.secure_sum.crypto import combine, mask, pair_mask
-from task.secure_sum.fixed_point import encode, fraction_bits
+from task.secure_aggregation.crypto import combine, mask, pair_mask
+from task.secure_aggregation.fixed_point import encode, fraction_bits
 
 LARGEST = 1000.0
 MODULUS = 2**64

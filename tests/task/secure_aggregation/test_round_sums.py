@@ -8,7 +8,7 @@ from task.config.parsing import parse
 from task.message import Packet
 from task.prototypes.scatter import ScatterStatistics, sketch_matrix
 from task.prototypes.statistics import ClientStatistics, FisherStatistics, MeanStatistics, SumFrame
-from task.secure_sum.round_sums import RoundSums
+from task.secure_aggregation.round_sums import RoundSums
 
 CLASSES = (7, 2, 5)
 DIM = 6

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cryptography.exceptions import InvalidTag
 
-from task.secure_sum.crypto import (
+from task.secure_aggregation.crypto import (
     SECRET,
     agree,
     combine,
@@ -18,7 +18,7 @@ from task.secure_sum.crypto import (
     split,
     unseal,
 )
-from task.secure_sum.fixed_point import decode, encode, fraction_bits
+from task.secure_aggregation.fixed_point import decode, encode, fraction_bits
 
 MODULUS = 2**64
 
