@@ -204,7 +204,7 @@ def matrices_figure(groups: Sequence[Group]) -> Figure:
     columns = min(len(done), int(12 / side))
     rows = math.ceil(len(done) / columns)
     width, height = max(5.6, side * columns), 0.9 + (side + (0.4 if several else 0.2)) * rows
-    subtitle = "row: after learning the task; column: tested on the task; mean over seeds, %"
+    subtitle = "row: tasks learned; column: task tested; mean over seeds, %"
     figure = make_figure(width, height, "Accuracy on each task after each task", subtitle)
     limits = _limits(np.concatenate([group.matrix.ravel() for group in done]))
     for axes, group in zip(grid(figure, len(done), columns), done, strict=True):
