@@ -4,7 +4,8 @@ q(x) depends on the image and the frozen backbone only, so test images, statisti
 need it once. Its last bits depend on the batch in which it is computed. In memory, therefore, whole batches are cached,
 and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
 of the images in batches of 256; a run that uses the disk takes every query from there, also the run that computes them.
-So results do not depend on what is cached.
+So results do not depend on what is cached. The class token after three quarters of the blocks is stored beside each
+query: it costs no further pass, and FedRDA reads both.
 """
 
 import hashlib
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from task.data.images import Dataset, ImageFiles, Images, Subset
 from task.models.feature_store import stored_features
-from task.models.model import Model
+from task.models.model import Model, early_blocks
 from task.models.preprocessing import prepare
 from task.models.vit import Backbone
 from task.utils.versions import package_version
@@ -32,6 +33,7 @@ log = logging.getLogger(__name__)
 BATCH = 256  # images of one pass without gradient
 CACHE_BYTES = 2**28  # of cached queries in a process: 87,000 queries at D = 768
 WORTH_STORING = 1000  # images of a data set: the queries of fewer are computed in seconds
+EARLY_DEPTH = 0.75  # share of the blocks whose class token is stored too: fedrda-depth, where nobody sets it
 PROGRESS = 10.0  # seconds between two lines in the log
 # a change of one of these files may change q(x)
 CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")
@@ -138,16 +140,24 @@ def _is_stored(model: Model, source: Images) -> bool:
     return bool(model.stored_as) and len(source) >= WORTH_STORING
 
 
+def _stored_blocks(model: Model) -> tuple[int, ...]:
+    """Blocks whose class token is stored beside that of the last one."""
+    if model.early_blocks or not model.backbone.has_class_token:
+        return model.early_blocks
+    return tuple(early_blocks(EARLY_DEPTH, model.backbone))
+
+
 def _table(model: Model, source: Images) -> Tensor:
-    """q(x) of all images, memory-mapped [N, D] on the CPU."""
-    key = (id(source), id(model.backbone), (model.precision, model.early_blocks), torch.get_num_threads())
+    """q(x) of all images, memory-mapped [N, width] on the CPU."""
+    blocks = _stored_blocks(model)
+    key = (id(source), id(model.backbone), (model.precision, blocks), torch.get_num_threads())
     table = _TABLES.get(key)
     if not table or not table.belongs_to(source, model.backbone):
         about = {"belongs-to": model.stored_as, "number": str(len(source))}
-        shape = (len(source), model.width)
+        shape = (len(source), model.backbone.dim * (1 + len(blocks)))
         features = stored_features(_identity(model, source), about, shape, lambda: _compute_all(model, source))
         table = _TABLES[key] = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
-    return table.query
+    return table.query[:, : model.width]
 
 
 def _identity(model: Model, source: Images) -> dict[str, str]:
@@ -163,7 +173,7 @@ def _identity(model: Model, source: Images) -> dict[str, str]:
         "image-size": str(backbone.image_size),
         "normalisation": str(normalisation),
         "precision": model.precision,
-        "early-blocks": str(model.early_blocks),
+        "early-blocks": str(_stored_blocks(model)),
         "batch": str(BATCH),
         "processor": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor,
         "versions": " ".join(f"{name} {package_version(name)}" for name in ("torch", "timm", "pillow")),
@@ -188,13 +198,14 @@ def image_digest(images: Images) -> str:
 
 @torch.no_grad()
 def _compute_all(model: Model, source: Images) -> Tensor:
-    """q(x) of all images in batches of BATCH, float32 [N, D] on the CPU; the log says how far it is."""
-    table = torch.empty(len(source), model.width)
+    """What is stored of all images, in batches of BATCH, float32 [N, D * (1 + early blocks)]; logs how far it is."""
+    blocks = _stored_blocks(model)
+    table = torch.empty(len(source), model.backbone.dim * (1 + len(blocks)))
     log.info("features of %d images are computed once, for all runs on %s", len(source), model.stored_as)
     logged = started = time.monotonic()
     for start in range(0, len(source), BATCH):
         positions = np.arange(start, min(start + BATCH, len(source)))
-        table[start : start + BATCH] = model.query(prepare(source[positions], model.backbone)).cpu()
+        table[start : start + BATCH] = model.query(prepare(source[positions], model.backbone), blocks).cpu()
         if time.monotonic() > logged + PROGRESS:
             logged = time.monotonic()
             done = start + len(positions)

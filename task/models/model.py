@@ -188,10 +188,14 @@ class Model(nn.Module):
         """Index of each head row in :meth:`current_rows`, int64 like ``rows``."""
         return torch.searchsorted(self._rows, rows)
 
-    def query(self, images: Tensor) -> Tensor:
-        """q(x): normalised images [B, 3, H, W] -> features without prompt [B, width]; no gradient."""
+    def query(self, images: Tensor, early_blocks: Sequence[int] | None = None) -> Tensor:
+        """q(x): normalised images [B, 3, H, W] -> features without prompt [B, width]; no gradient.
+
+        ``early_blocks``, if given, replaces the model's own.
+        """
+        blocks = self.early_blocks if early_blocks is None else early_blocks
         with torch.no_grad(), self._autocast():
-            return self.backbone(images, early_blocks=self.early_blocks).float()
+            return self.backbone(images, early_blocks=blocks).float()
 
     @property
     def width(self) -> int:
@@ -355,12 +359,16 @@ def _build_head(config: Config, dim: int) -> Head:
 
 def _early_blocks(config: Config, backbone: Backbone) -> list[int]:
     """The block after which the class token is a feature too, counted from 0; none if that is the last."""
-    block = round(config.options.depth * backbone.depth) - 1
-    if not 0 <= block < backbone.depth - 1:
-        return []
-    if not backbone.has_class_token:
+    blocks = early_blocks(config.options.depth, backbone)
+    if blocks and not backbone.has_class_token:
         key = f"{config.method_row.name}-depth"
         raise ConfigError(
             f"{key} = {config.options.depth:g} needs a class token, which {config.backbone!r} lacks: write {key}=0."
         )
-    return [block]
+    return blocks
+
+
+def early_blocks(depth: float, backbone: Backbone) -> list[int]:
+    """The block that ends the share ``depth`` of all blocks, counted from 0; an empty list if it is the last."""
+    block = round(depth * backbone.depth) - 1
+    return [block] if 0 <= block < backbone.depth - 1 else []
