@@ -10,7 +10,7 @@ from threading import Condition
 from typing import Protocol
 
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from task.keys import ConfigError
 
@@ -142,7 +142,7 @@ def decode(path: str, side: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 
 def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image file in RGB, see :func:`to_rgb`, at its own size.
+    """An image file in RGB, see :func:`to_rgb`, at its own size and the way up that viewers show it.
 
     A JPEG of more than ``max_pixels`` is decoded at a half, a quarter or an eighth of its sides, which takes the memory
     of the small image only. The threads of a process together decode no more than ``max_pixels`` at a time; no format
@@ -157,7 +157,7 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
         with Image.open(path) as image:
             _shrink_to(image, max_pixels)
             with _decoding.take(image.width * image.height, max_pixels):
-                return to_rgb(image)
+                return to_rgb(upright(image))
     except MemoryError:
         raise
     except Exception as error:  # Pillow's readers raise many types
@@ -172,6 +172,15 @@ def _shrink_to(image: Image.Image, max_pixels: int) -> None:
         image.draft(None, (width // factor, height // factor))
     if image.width * image.height > max_pixels:
         raise ValueError(f"it has {width} x {height} pixels, above max-image-pixels = {max_pixels}")
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Turn or mirror an image as its EXIF orientation says; damaged EXIF data counts as none."""
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # Pillow raises many types
+        orientation = 1
+    return ImageOps.exif_transpose(image) if orientation in range(2, 9) else image
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 import task.data.images
 from client_app.client import handle
 from client_app.node import Node
 from task.data.images import UnreadableImage, decode, fit_image, read_rgb
 from task.data.node_images import scan_images
+from task.inference import _rgb
 from task.message import Packet
 from tests.helpers.own_data import OWN, paint
 
@@ -35,6 +36,29 @@ def test_an_ordinary_image_is_scaled_as_a_whole_and_cropped(height: int, width: 
     scaled = np.asarray(image.resize((max(size[1], round(width * scale)), max(size[0], round(height * scale)))))
     top, left = (scaled.shape[0] - size[0]) // 2, (scaled.shape[1] - size[1]) // 2
     assert (fit_image(image, *size) == scaled[top : top + size[0], left : left + size[1]]).all()
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "tiff"])
+def test_an_image_is_turned_as_its_exif_orientation_says(suffix: str, tmp_path: Path) -> None:
+    """Orientation 6: stored on its left side, as by a phone held upright. Left half black: shown, the upper half is."""
+    stored = np.zeros((20, 40, 3), np.uint8)
+    stored[:, 20:] = 255
+    exif, path = Image.Exif(), tmp_path / f"a.{suffix}"
+    exif[ExifTags.Base.Orientation] = 6
+    Image.fromarray(stored).save(path, exif=exif)
+    for image in (read_rgb(str(path)), _rgb(Image.open(path), 10**6)):
+        assert image.size == (20, 40)
+        assert np.asarray(image)[:15].max() < 60
+        assert np.asarray(image)[25:].min() > 200
+
+
+def test_grey_of_16_bits_is_turned_too_and_damaged_exif_data_is_passed_over(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 3
+    Image.fromarray(np.array([[0, 9000]], np.uint16)).save(tmp_path / "grey.png", exif=exif)
+    assert np.asarray(read_rgb(str(tmp_path / "grey.png")))[0, :, 0].tolist() == [255, 0]
+    noise(30, 20).save(tmp_path / "damaged.jpg", exif=b"Exif\0\0no TIFF header")
+    assert read_rgb(str(tmp_path / "damaged.jpg")).size == (20, 30)
 
 
 def test_of_a_long_strip_the_middle_is_scaled(tmp_path: Path) -> None:
