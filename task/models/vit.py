@@ -15,6 +15,8 @@ from task.keys import ConfigError
 from task.models.weights import build_vit
 from task.prompts.base import PromptVectors
 
+MOST_PATCHES = 128  # along a side: 2,048 pixels with patches of 16; attention holds the square of their number
+
 
 class PrefixAttention(nn.Module):
     """timm's attention with key and value vectors put in front of the projected ones.
@@ -192,6 +194,11 @@ def load_vit(name: str, weights: str, image_size: int) -> ViT:
     patch, default_size = vit.patch_embed.patch_size[0], vit.patch_embed.img_size[0]
     if image_size % patch:
         raise ConfigError(f"image-size = {image_size} is not possible: {name!r} needs a multiple of {patch}.")
+    if image_size > MOST_PATCHES * patch:
+        raise ConfigError(
+            f"image-size = {image_size} is not possible: {name!r} cuts images into patches of {patch} x {patch} pixels, "
+            f"and memory grows with the square of their number: at most {MOST_PATCHES * patch}."
+        )
     sha256 = digest(vit)  # before resizing, which rounds differently on different processors
     if image_size and image_size != default_size:
         vit.set_input_size(img_size=(image_size, image_size))

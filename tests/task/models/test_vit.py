@@ -328,6 +328,11 @@ def test_image_size_can_change():
         large(images(2, 32))
 
 
+def test_an_image_of_too_many_patches_is_refused():
+    with pytest.raises(ConfigError, match=r"^image-size = 4000 .*patches of 8 x 8 pixels.*at most 1024"):
+        load_backbone("vit_glyphs", "auto", 4000, "cpu")
+
+
 @pytest.mark.parametrize("size", [31, 33, 4])
 def test_an_image_size_that_is_no_multiple_of_the_patch_is_refused(size):
     with pytest.raises(ConfigError, match=rf"^image-size = {size} .*multiple of 8"):
