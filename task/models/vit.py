@@ -196,7 +196,7 @@ def load_vit(name: str, weights: str, image_size: int) -> ViT:
         raise ConfigError(f"image-size = {image_size} is not possible: {name!r} needs a multiple of {patch}.")
     if image_size > MOST_PATCHES * patch:
         raise ConfigError(
-            f"image-size = {image_size} is not possible: {name!r} cuts images into patches of {patch} x {patch} pixels, "
+            f"image-size = {image_size} is not possible: {name!r} has patches of {patch} x {patch} pixels, "
             f"and memory grows with the square of their number: at most {MOST_PATCHES * patch}."
         )
     sha256 = digest(vit)  # before resizing, which rounds differently on different processors
