@@ -32,7 +32,7 @@ ALL = [(page, words) for page in PAGES for words in commands(page)]
 FCIL = [(page, words[1:]) for page, words in ALL if words[0].endswith("fcil")]
 # what a method's page starts is only checked: every method is run by test_invariants.py
 WALKED = sorted({page for page, _ in FCIL if not page.startswith("docs/methods/")})
-SMALL = ["rounds-per-task=1", "local-epochs=1", "num-clients=2", "image-size=32", "num-tasks=2", "device=cpu"]
+SMALL = ["threads=1", "rounds-per-task=1", "local-epochs=1", "num-clients=2", "image-size=32", "num-tasks=2", "device=cpu"]
 KNOWN = {
     *("fcil", "flwr", "make", "python", "python3", "pip", "source", "export", "cd", "mkdir", "docker", "caddy"),
     *("flower-superlink", "flower-superexec", "flower-supernode"),
