@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-ci lint docs clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/fcil run method=hgp num-clients=10 hgp-batch-size=32
 
 test: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -q
+
+test-ci: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -q -m ci
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

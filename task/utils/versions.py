@@ -2,13 +2,14 @@
 
 import hashlib
 import platform
-from functools import lru_cache
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("fcil", "torch", "torchvision", "timm", "numpy", "flwr", "ray")
 
 
+@cache
 def package_version(name: str) -> str:
     """Installed version of a package, or "absent"."""
     try:
@@ -22,7 +23,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES}
 
 
-@lru_cache(maxsize=1)
+@cache
 def code_sha256() -> str:
     """SHA-256 of all code that clients run, sub-folders included; the server refuses a node with another digest."""
     total = hashlib.sha256()

@@ -15,6 +15,7 @@ from flwr.common.constant import FAB_MAX_SIZE
 
 from tests.helpers.documents import ROOT
 
+pytestmark = pytest.mark.ci  # Flower reads every file of the tree
 MIB = 1024 * 1024
 SHA256 = "dbc99276025edd592b7bdf2bab90022ba8c383c6503432bc9d0a7f613cfb7d08"  # of the weights, whatever files hold them
 FOLDERS = ("task", "client_app", "strategies", "server_app")

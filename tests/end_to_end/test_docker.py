@@ -247,6 +247,7 @@ def answer_to_body(port: int, keys: Path, path: str, size: int, chunked: bool) -
         return connection.getresponse().status
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("chunked", [True, False])
 def test_the_running_proxy_bounds_what_reaches_the_superlink(chunked, tmp_path):
     keys = tmp_path / "keys"
@@ -311,6 +312,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.ci
 def test_the_running_proxy_refuses_all_but_the_fleet(tmp_path):
     keys = tmp_path / "keys"
     make_keys.main([str(keys), "--nodes", "0"])

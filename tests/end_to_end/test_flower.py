@@ -88,6 +88,7 @@ def temporary() -> Iterator[Path]:
         yield Path(folder)
 
 
+@pytest.mark.ci
 @pytest.mark.flower
 def test_a_run_through_flower(tmp_path, temporary):
     run = Fcil(tmp_path, temporary)

@@ -53,10 +53,13 @@ def two_runs(tiny: Values, **changes: Any) -> tuple[Values, Values]:
     return values | {"run-name": "whole"}, values | {"run-name": "cut"}
 
 
+FIRST = ("hgp", "fedrda")  # those that the default tests resume
 REMEMBERING = [name for name, row in METHODS.items() if load_class(row.strategy).refine is not Strategy.refine]
 
 
-@pytest.mark.parametrize("method", ["fedavg", *REMEMBERING])
+@pytest.mark.parametrize(
+    "method", ["fedavg", *(m if m in FIRST else pytest.param(m, marks=pytest.mark.ci) for m in REMEMBERING)]
+)
 def test_a_resumed_run_ends_as_if_nothing_had_happened(method: str, tiny: Values) -> None:
     """Cut in the last round, so that all of a method's memory is needed."""
     uninterrupted, interrupted = two_runs(tiny, method=method)

@@ -26,7 +26,10 @@ from tests.helpers.runs import run, train_message, without_times
 # every prompt with fedavg, every method with its first: the cost of all pairs would buy little
 PAIRS = [(m.name, prompt) for m in METHODS.values() for prompt in m.prompts[: None if m.name == "fedavg" else 1]]
 # methods that a test of another module registers are not the project's
-EVERY = pytest.mark.parametrize(("method", "prompt"), PAIRS, ids=[f"{m}-{p}" for m, p in PAIRS])
+EVERY = pytest.mark.parametrize(
+    ("method", "prompt"),
+    [pytest.param(m, p, id=f"{m}-{p}", marks=() if p == METHODS[m].prompts[0] else pytest.mark.ci) for m, p in PAIRS],
+)
 # of each prompt, what the first task trains
 PROMPT_ARRAYS: dict[str, set[str]] = {
     "none": set(),

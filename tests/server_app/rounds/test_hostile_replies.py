@@ -322,6 +322,7 @@ def test_slightly_indefinite_sums_of_one_client_do_not_end_the_run(honest_rounds
     assert all(np.isfinite(a).all() for a in model.values())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", EVERY)
 def test_mutated_replies_are_refused_or_harmless(name: str, honest_rounds: Callable[[str], HonestRound]) -> None:
     attack(honest_rounds(name), 40)
