@@ -134,9 +134,12 @@ class AFCL(Strategy):
         covariance = Spectrum(within.values / max(freedom, 1), within.vectors)
         if options.head == "discriminant":
             weight, bias = solve_discriminant(covariance, means, shrinkage)
-            return {"weight": weight, "bias": bias}, {"shrinkage": shrinkage}
-        factors = total.factors / (total.counts - 1).clamp(min=1).sqrt()[:, None, None]
-        solution = solve_regularised(covariance, means, factors, options.own_covariance, shrinkage)
+            solution = {"weight": weight, "bias": bias}
+        else:
+            factors = total.factors / (total.counts - 1).clamp(min=1).sqrt()[:, None, None]
+            solution = solve_regularised(covariance, means, factors, options.own_covariance, shrinkage)
+        if options.priors == "counts":
+            solution["bias"] += (total.counts / total.counts.sum()).log()
         return solution, {"shrinkage": shrinkage}
 
     def _within(self, total: ClassSums) -> Tensor:

@@ -221,6 +221,12 @@ class AFCLOptions(Options):
     rank: int = key(
         32, "directions of a class's own covariance", minimum=1, maximum=10_000, only=("head", "regularised")
     )
+    priors: str = key(
+        "equal",
+        "what a class is worth before an image is seen: equal, or counts: as often as it has images",
+        choices=("equal", "counts"),
+        only=("head", "discriminant", "regularised"),
+    )
     random_features: int = key(
         0,
         "M random ReLU features under the head; 0 = none; the server holds 8 M^2 bytes, 3.2 GB at 20,000",

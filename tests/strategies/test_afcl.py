@@ -1,5 +1,6 @@
 """AFCL: the head equals the centralised one, whatever the partition and the order of everything."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,23 @@ def test_the_model_is_the_centralised_regularised_discriminant(partition: str, t
     """With room for all directions of each class: 112 features, at most 40 images."""
     keys = EXACT | {"afcl-head": "regularised", "afcl-rank": 40}
     check_regularised(Pooled(tiny | PARTITIONS[partition] | keys))
+
+
+@pytest.mark.parametrize("head", ["discriminant", "regularised"])
+def test_priors_may_be_the_shares_of_the_classes(head: str, tiny: Values, tmp_path: Path) -> None:
+    """log(n_c / n) is added to the logits, and nothing else changes."""
+    labels = np.arange(6).repeat([10, 20, 30, 40, 50, 60])
+    images = np.random.default_rng(0).integers(0, 256, (len(labels), 16, 16, 3), np.uint8)
+    np.savez(tmp_path / "uneven.npz", images=images, labels=labels)
+    keys = tiny | EXACT | {"dataset": "npz", "data-dir": str(tmp_path / "uneven.npz"), "afcl-head": head}
+    equal, counted = (Pooled(keys | {"afcl-priors": priors, "run-name": priors}) for priors in ("equal", "counts"))
+    shares = np.bincount(counted.rows) / len(counted.rows)
+    assert shares.max() > 4 * shares.min()
+    bias = equal.arrays["head.bias"].astype(np.float64)
+    assert np.abs(counted.arrays["head.bias"] - bias - np.log(shares)).max() < 1e-6 * np.abs(bias).max()
+    assert np.log(shares.max() / shares.min()) > 1e-3 * np.abs(bias).max()
+    others = set(equal.arrays) - {"head.bias"}
+    assert all((equal.arrays[name] == counted.arrays[name]).all() for name in others)
 
 
 def test_early_features_stand_behind_the_last_ones(tiny: Values) -> None:
