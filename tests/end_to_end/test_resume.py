@@ -163,6 +163,7 @@ def test_of_two_runs_of_one_name_the_later_begins_nothing(tiny: Values, monkeypa
     assert "seed: 0\n" in (first[0] / "config.yaml").read_text()
 
 
+@pytest.mark.ci
 def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:
     uninterrupted, interrupted = two_runs(tiny)
     run(uninterrupted)
@@ -255,6 +256,7 @@ def test_other_backbone_weights_are_refused(tiny: Values) -> None:
         run({"resume": str(folder)})
 
 
+@pytest.mark.ci
 def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
     tiny: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:

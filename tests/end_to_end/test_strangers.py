@@ -49,6 +49,7 @@ def post(deployment: Deployment, path: str, size: int) -> int:
         return int(connection.makefile("rb").readline().split()[1])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("path", ["push-messages", "push-object", "activate-node"])
 def test_400_mb_from_a_stranger_do_not_reach_the_memory_of_the_superlink(path: str, deployment: Deployment) -> None:
     superlink = psutil.Process(deployment.processes["superlink"].pid)

@@ -176,6 +176,7 @@ def events(folder):
     return (folder / "log.txt").read_text().splitlines()
 
 
+@pytest.mark.ci
 def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
     path = write(seeds=[0, 1])
     first, half, failed, _ = read_suite(path, {}).runs
@@ -206,6 +207,7 @@ def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
     assert sorted(file.name for file in half.directory.iterdir()) == ["config.yaml", "results.json", "run.log"]
 
 
+@pytest.mark.ci
 def test_finished_runs_of_other_code_are_kept_and_told_of_in_one_line(write, quick, capsys):
     path = write(seeds=[0, 1])
     runs, now = read_suite(path, {}).runs, origin()
@@ -223,6 +225,7 @@ def test_finished_runs_of_other_code_are_kept_and_told_of_in_one_line(write, qui
     assert "first means/seed0" in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_a_failed_run_stops_no_other(write, quick, capsys, tmp_path):
     path = write(variants=[NCM | {"label": "bad"}, HEAD])
     assert cli.main(["bench", str(path)]) == 1
@@ -244,6 +247,7 @@ def test_a_run_that_is_killed_is_a_failed_one(write, quick, monkeypatch, tmp_pat
     assert "FAILED    means/seed0: ended by SIGKILL" in said[2]
 
 
+@pytest.mark.ci
 def test_jobs_are_runs_at_a_time(write, quick, tmp_path):
     variants = [HEAD | {"label": f"v{n}", "learning-rate": 0.1 + n} for n in range(4)]
     quick(pause=2.0)
@@ -322,6 +326,7 @@ def test_a_key_that_a_run_is_too_old_to_have_had_its_default(write):
     assert bench.finished_run(run) is None
 
 
+@pytest.mark.ci
 def test_a_folder_serves_one_suite_at_a_time(write, quick, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     with FileLock(tmp_path / "out" / ".lock"):

@@ -266,6 +266,7 @@ def test_help_loads_nothing_heavy(words):
     assert done.stderr.strip() == ""
 
 
+@pytest.mark.ci
 def test_in_process_runs_need_no_flower(tmp_path):
     words = ["run", "--in-process", *(f"{key}={value}" for key, value in settings(tmp_path, "bare").items())]
     script = "import sys; sys.modules |= dict(flwr=None, ray=None); from server_app.cli.main import main; "
@@ -273,6 +274,7 @@ def test_in_process_runs_need_no_flower(tmp_path):
     assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False).returncode == 0
 
 
+@pytest.mark.ci
 def test_commands_start_where_there_is_no_fcntl(tmp_path):
     """As on Windows, which has no SIGHUP either."""
     script = "import signal, sys; sys.modules |= dict(fcntl=None, resource=None); del signal.SIGHUP\n"

@@ -52,6 +52,7 @@ def test_a_machine_that_can(capsys: pytest.CaptureFixture) -> None:
         assert part in text
 
 
+@pytest.mark.ci
 def test_without_flower_a_run_in_process_is_possible() -> None:
     block = BLOCK.replace(
         "from server_app.cli.main",

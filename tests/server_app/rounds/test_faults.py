@@ -308,6 +308,7 @@ def test_an_existing_run_is_never_overwritten(tiny: dict) -> None:
     assert results_of(folder_of(tiny)) == before
 
 
+@pytest.mark.ci
 def test_a_killed_run_leaves_whole_files_up_to_its_last_round(tiny: dict) -> None:
     """SIGKILL after some lines of rounds.jsonl and the first pictures; then the report is drawn from what is there."""
     values = tiny | {"rounds-per-task": 2000}

@@ -47,6 +47,7 @@ def test_the_log_says_how_far_the_run_is(tiny: Values, caplog: pytest.LogCapture
     assert lines[1][0].endswith("about 0:00 left")
 
 
+@pytest.mark.ci
 @pytest.mark.pictures
 def test_a_run_that_goes_on_can_be_reported(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:
     folder, codes = Path(tiny["output-dir"]) / "run", []

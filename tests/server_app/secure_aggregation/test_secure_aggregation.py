@@ -73,6 +73,7 @@ def test_a_secure_run_equals_a_plain_one_but_for_rounding(tmp_path, method, more
     assert results[1]["metrics"] == pytest.approx(results[0]["metrics"], abs=0.02)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["fedewc", "afcl"])
 def test_later_tasks_follow_from_the_sums_of_earlier_ones(tmp_path, method):
     results, _ = both(tmp_path, method, {"num-tasks": 2, "learning-rate": 1e-4})
@@ -200,6 +201,7 @@ class Listening(FaultyTransport):
         return answer
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["fedavg", "afcl", "fedewc"])
 def test_a_train_answer_holds_nothing_but_hidden_numbers_and_seconds(tmp_path, method):
     """Also of a client without images of the task, whose answer is as long as the others'."""
@@ -253,6 +255,7 @@ def test_the_same_seed_gives_the_same_results_whatever_the_masks(tmp_path):
     assert first == second
 
 
+@pytest.mark.ci
 def test_a_run_that_was_cut_off_goes_on_with_new_secrets(tmp_path):
     """Power goes when keys and shares of the second round have been exchanged."""
     whole = run(keys_of(tmp_path / "whole", "fedewc", **SECURE))

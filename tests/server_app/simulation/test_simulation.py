@@ -250,6 +250,7 @@ subprocess.Popen(command, env={**os.environ, "MARK": mark}, start_new_session=Tr
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_what_a_killed_process_has_started_is_ended(whole_group, tmp_path):
     """Its child ignores SIGTERM and has a child in a session of its own, as Ray's have."""

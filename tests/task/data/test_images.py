@@ -127,6 +127,7 @@ FORMATS: dict[str, tuple[str, dict]] = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures by Linux's /proc")
 @pytest.mark.parametrize("name", FORMATS)
 def test_decoding_takes_at_most_20_bytes_for_each_pixel(name: str, tmp_path: Path) -> None:

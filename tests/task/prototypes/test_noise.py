@@ -178,6 +178,7 @@ def test_what_is_not_finite_is_never_sent_unclipped() -> None:
 # Whole answers and runs
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["hgp", "pip", "afcl", "ncm", "fppl", "hepco", "fedslca", "ccvr"])
 def test_runs_with_noise_refuse_nothing_and_name_their_epsilon(method: str, tiny: dict) -> None:
     values = tiny | PRIVATE | {"method": method, "rounds-per-task": 2 if method == "hgp" else 1}
@@ -257,6 +258,7 @@ WITH_STATISTICS = ["hgp", "pip", "fppl", "fedprok", "ccvr", "hepco", "ncm", "afc
 NOTHING_AT_ALL = ["hgp", "fppl", "hepco", "ncm", "afcl", "fedrda"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("method", "fewest"), [(m, 12) for m in WITH_STATISTICS] + [(m, 10**6) for m in NOTHING_AT_ALL]
 )

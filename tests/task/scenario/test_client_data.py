@@ -211,6 +211,7 @@ def test_every_client_learns_its_own_sequence_and_every_image_is_learned_once(ti
     assert len({tuple(own[0].classes) for own in everything}) > 1
 
 
+@pytest.mark.ci
 def test_asynchronous_methods_draw_alike_and_evaluate_alike_in_both_ways(tiny: dict) -> None:
     drawn = []
     for method in ABLE:

@@ -61,6 +61,7 @@ def test_streams_are_pinned():
     assert torch_rng(7, "partition", 3).initial_seed() == 11338651193761581984
 
 
+@pytest.mark.ci
 def test_streams_do_not_depend_on_the_process():
     code = (
         "from task.utils.seeding import numpy_rng, torch_rng;"
