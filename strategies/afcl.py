@@ -9,7 +9,7 @@ from torch import Tensor
 
 from strategies.base import RoundContext, Strategy, Update
 from strategies.closed_form import (
-    PRIOR,
+    USUAL_SHRINKAGE,
     Spectrum,
     choose_ridge,
     choose_shrinkage,
@@ -129,7 +129,7 @@ class AFCL(Strategy):
         options, means = self.options, total.sums / total.counts.clamp(min=1)[:, None]
         within = self._spectrum(self._within(total))
         unknown = options.sketch or means.shape[1] > MAX_FEATURES
-        shrinkage = options.shrinkage or (PRIOR if unknown else choose_shrinkage(total.counts, means, within))
+        shrinkage = options.shrinkage or (USUAL_SHRINKAGE if unknown else choose_shrinkage(total.counts, means, within))
         freedom = float(total.counts.sum()) - int((total.counts > 0).sum())
         covariance = Spectrum(within.values / max(freedom, 1), within.vectors)
         if options.head == "discriminant":

@@ -15,7 +15,7 @@ GRID = torch.logspace(-10, 1, 45, dtype=torch.float64)  # ridges that are tried,
 SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # shrinkages that are tried
 FOLDS = 5
 ENOUGH = 2000  # features that are classified before the shrinkage is chosen
-PRIOR = 0.01  # the shrinkage where the features do not tell
+USUAL_SHRINKAGE = 0.01  # the shrinkage where the features do not tell
 LIMIT = 20_000_000  # numbers that are drawn at most
 
 
@@ -82,8 +82,8 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
 
     The folds are those of drawn features, see :func:`draw_features`; with few images they are drawn again, until ENOUGH
     have been classified. Among the s within one standard error of the best, the one nearest to the usual s is taken:
-    PRIOR, or 1 if there are fewer images than features. If no class has two images there is no scatter, and with more
-    than LIMIT numbers it is known well: then nothing is drawn and the usual s is taken.
+    USUAL_SHRINKAGE, or 1 if there are fewer images than features. If no class has two images there is no scatter, and
+    with more than LIMIT numbers it is known well: then nothing is drawn and the usual s is taken.
 
     Args:
         counts: [K].
@@ -91,7 +91,7 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
         scatter: about the class means, A of [M, M].
     """
     images, dim = int(counts.sum()), means.shape[1]
-    usual = PRIOR if images > dim else 1.0  # with fewer images most of the scatter was never seen
+    usual = USUAL_SHRINKAGE if images > dim else 1.0  # with fewer images most of the scatter was never seen
     if counts.max() < 2 or images * dim > LIMIT:
         return usual
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)

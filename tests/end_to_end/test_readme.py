@@ -26,6 +26,7 @@ from task.data.load import load_dataset
 from task.data.registry import SOURCES
 from task.methods import METHODS
 from tests.helpers.documents import PAGES, ROOT, blocks, commands, prose, section
+from tests.helpers.marks import rest_in_ci
 from tests.helpers.proxy import make_keys
 
 ALL = [(page, words) for page in PAGES for words in commands(page)]
@@ -98,9 +99,7 @@ def workplace(
     return tmp_path, places
 
 
-@pytest.mark.parametrize(
-    "page", [page if page in FIRST else pytest.param(page, marks=pytest.mark.ci) for page in WALKED]
-)
+@pytest.mark.parametrize("page", rest_in_ci(WALKED, FIRST))
 def test_commands_of_a_page_work_as_written(
     page: str,
     workplace: tuple[Path, dict[str, str]],

@@ -33,6 +33,7 @@ from task.keys import ConfigError
 from task.message import Kind, Packet
 from task.methods import METHODS, load_class
 from task.utils.atomic import write_atomically
+from tests.helpers.marks import rest_in_ci
 from tests.helpers.runs import Values, interrupt, run, without_times
 
 
@@ -53,13 +54,11 @@ def two_runs(tiny: Values, **changes: Any) -> tuple[Values, Values]:
     return values | {"run-name": "whole"}, values | {"run-name": "cut"}
 
 
-FIRST = ("hgp", "fedrda")  # those that the default tests resume
+FIRST = ("fedavg", "hgp", "fedrda")  # those that the default tests resume
 REMEMBERING = [name for name, row in METHODS.items() if load_class(row.strategy).refine is not Strategy.refine]
 
 
-@pytest.mark.parametrize(
-    "method", ["fedavg", *(m if m in FIRST else pytest.param(m, marks=pytest.mark.ci) for m in REMEMBERING)]
-)
+@pytest.mark.parametrize("method", rest_in_ci(["fedavg", *REMEMBERING], FIRST))
 def test_a_resumed_run_ends_as_if_nothing_had_happened(method: str, tiny: Values) -> None:
     """Cut in the last round, so that all of a method's memory is needed."""
     uninterrupted, interrupted = two_runs(tiny, method=method)

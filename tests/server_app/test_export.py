@@ -24,6 +24,7 @@ from task.models.model import Model, build_model
 from task.models.vit import ViT
 from task.models.weights import build_vit
 from task.prompt_kinds import PROMPTS
+from tests.helpers.marks import rest_in_ci
 from tests.helpers.runs import run
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), np.uint8)
@@ -108,7 +109,7 @@ def test_no_file_is_onnx_by_its_name_alone(tmp_path: Path, capsys: pytest.Captur
     assert "--onnx" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("prompt", [p if p == "shared" else pytest.param(p, marks=pytest.mark.ci) for p in PROMPTS])
+@pytest.mark.parametrize("prompt", rest_in_ci(PROMPTS, ["shared"]))
 def test_onnxruntime_agrees_with_torch(prompt: str, tmp_path: Path) -> None:
     predictor = small(prompt)
     write_onnx(predictor, tmp_path / "model.onnx")
