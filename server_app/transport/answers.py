@@ -34,7 +34,7 @@ def patiently(call: Callable[..., Result], *arguments: object) -> Result:
     """Call the SuperLink, and repeat the call while it fails, as when its database is locked for over five seconds.
 
     Raises:
-        RunError: it has failed six times in a row.
+        RunError: it has failed six times in a row, or nobody answers there.
     """
     for pause in (*PAUSES, None):
         try:
@@ -43,6 +43,8 @@ def patiently(call: Callable[..., Result], *arguments: object) -> Result:
             if error.response.status_code < 500:
                 raise
             answer = f"the SuperLink answers {error.response.status_code} to {error.request.url.path}"
+        except httpx.TransportError as error:  # Flower has tried again for 15 seconds
+            raise RunError(f"the SuperLink does not answer ({error}). Resume the run when it does.") from error
         if pause is not None:
             log.warning("%s; trying again in %g s", answer, pause)
             time.sleep(pause)

@@ -226,3 +226,14 @@ def test_what_the_superlink_refuses_is_not_asked_for_again(monkeypatch):
     monkeypatch.setattr(grid, "GetNodes", failing(1, 403)(grid.GetNodes))
     with pytest.raises(httpx.HTTPStatusError):
         GridTransport(grid).nodes()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_superlink_that_is_gone_ends_the_run_in_words(name, monkeypatch):
+    def unreachable(*arguments: object):
+        raise httpx.ConnectTimeout("The handshake operation timed out")
+
+    grid = ObjectGrid(echo)
+    monkeypatch.setattr(grid, name, unreachable)
+    with pytest.raises(RunError, match=r"does not answer \(The handshake operation timed out\)\. Resume the run"):
+        GridTransport(grid).nodes(), asked(GridTransport(grid))
