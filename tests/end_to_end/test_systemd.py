@@ -184,7 +184,7 @@ def test_files_that_the_readme_installs_exist() -> None:
 
 @pytest.mark.parametrize("unit", [*SERVER, *NODE, "fcil-health"])
 def test_only_the_main_command_reads_credentials(unit: str) -> None:
-    """systemd 252 hides them from all others: there the SuperLink answered and its service never counted as started."""
+    """Systemd 252 hides them from all others: there the SuperLink answered and its service never counted as started."""
     for key, commands in read(f"{unit}.service").items():
         assert key == "ExecStart" or not any("CREDENTIALS_DIRECTORY" in command for command in commands)
 
