@@ -31,7 +31,7 @@ def _main() -> None:
     folder = parser.parse_args().folder
     data = digits(folder, side=8, max_pixels=64)
     parts = (data.train_images, data.test_images)
-    images = np.stack([np.asarray(part[i]) for part in parts for i in range(len(part))])
+    images = np.concatenate([part[np.arange(len(part))] for part in parts])
     labels = np.concatenate([data.train_labels, data.test_labels])
     folds = draw_folds(labels)
     for fold in range(FOLDS):

@@ -37,6 +37,7 @@ class Clients:
     number: int
     lost: int
     one_process: bool = True
+    largest_answer: int = 0  # not looked at
     seconds: float = 0.0
     bytes: Counter[str] = field(default_factory=Counter)  # of all clients, by message and direction
 

@@ -16,6 +16,7 @@ from server_app.rounds.reply_checks import (
     check_reply,
     check_sum,
     find_excessive,
+    largest_answer,
 )
 from server_app.run_files.results import RoundReport
 from server_app.secure_aggregation.round_sum import RoundSum, SpoiledSum, TooFewClients
@@ -59,6 +60,11 @@ class RoundAggregator:
         self._shapes = {name: tuple(value.shape) for name, value in model.trained_state().items()}
         self._dim = model.head.weight.shape[1]
         self._classes = learnable_classes(config, context.schedule, context.task)
+
+    def largest_answer(self) -> int:
+        """Bytes that no honest answer of the round can have."""
+        clients = list(self._clients.values())
+        return largest_answer(clients, self._shapes, self._dim, self._classes, self._config)
 
     def collect(self, replies: Iterable[Reply], report: RoundReport, measure: Measure) -> None:
         """Use all answers of the round, one from each drawn client; ``report`` gets bytes, idle clients and failures.

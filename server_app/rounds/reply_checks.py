@@ -7,7 +7,7 @@ import numpy as np
 
 from server_app.clients.client_info import MAX_IMAGES, ClientInfo, failure
 from server_app.errors import one_line
-from server_app.transport.base import Reply
+from server_app.transport.base import SMALL_ANSWER, Reply
 from strategies.base import RoundContext, Update
 from task.config.schema import Config
 from task.message import Arrays, Packet
@@ -71,6 +71,17 @@ def check_reply(
         raise InvalidReply(f"statistics {sorted(packet.statistics)} came; none were expected")
     # a new dict: a method may remove large statistics from it
     return Update(client.name, examples, packet.arrays, dict(packet.statistics), packet.metrics)
+
+
+def largest_answer(
+    clients: Sequence[ClientInfo], shapes: Shapes, dim: int, classes: Sequence[int], config: Config
+) -> int:
+    """Bytes that an honest answer to a train message of these clients cannot have; arguments as :func:`check_reply`."""
+    kind = load_class(config.method_row.statistics)()
+    counts = np.max([client.class_counts[list(classes)] for client in clients], axis=0)
+    statistics = kind.expected(counts, shapes, dim, config)
+    numbers = sum(map(math.prod, statistics.values())) * np.dtype(kind.number_type(config.options)).itemsize
+    return SMALL_ANSWER + 4 * sum(map(math.prod, shapes.values())) + numbers
 
 
 def check_sum(answer: Packet, clients: Sequence[ClientInfo], classes: Sequence[int], config: Config) -> Update | None:

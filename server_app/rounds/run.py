@@ -200,6 +200,7 @@ class Run:
             train = self._packet("train", context, clients, aggregator.sent_arrays)
             aggregator.collect_sum(self._round_sum(clients, report), train, report)
             return aggregator
+        self.transport.largest_answer = aggregator.largest_answer()
         replies = self.exchange("train", context, clients, aggregator.sent_arrays)
         aggregator.collect(replies, report, measure)
         return aggregator

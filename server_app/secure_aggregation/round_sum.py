@@ -11,7 +11,7 @@ import numpy as np
 from server_app.clients.client_info import ClientInfo, failure
 from server_app.errors import one_line
 from server_app.run_files.results import RoundReport
-from server_app.transport.base import Transport
+from server_app.transport.base import SMALL_ANSWER, Transport
 from task.message import SECURE_SUM, Kind, Packet
 from task.secure_aggregation.crypto import SEALED, SECRET, combine, is_key, mask, pair_mask, public_key
 from task.secure_aggregation.fixed_point import decode
@@ -56,6 +56,7 @@ class RoundSum:
             TooFewClients: a message was answered by fewer clients than the threshold.
             SpoiledSum: a lost client had shared something else than its key.
         """
+        self._transport.largest_answer = SMALL_ANSWER + 8 * length
         keys = dict(self._ask("keys", dict.fromkeys(self._clients, Packet()), "keys", (2, SECRET)))
         self._keys = self._usable_keys(keys)
         self._everyone = self._require_enough(self._keys, "sent keys")

@@ -21,6 +21,7 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.superlink.grid import HttpGrid
 
 from server_app.errors import RunError
+from server_app.transport.base import SMALL_ANSWER
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ Answer = Message | Exception  # an exception says why an answer cannot be read
 Result = TypeVar("Result")
 
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between tries
+_OBJECT_BYTES = 1000  # that an object takes in memory beside its content
 
 
 def patiently(call: Callable[..., Result], *arguments: object) -> Result:
@@ -57,6 +59,7 @@ def patiently(call: Callable[..., Result], *arguments: object) -> Result:
 class WholeAnswers:
     """Answers of a grid that keeps them whole in this process's memory, as in a simulation."""
 
+    largest = SMALL_ANSWER  # not looked at: the clients of a simulation are this machine's own
     batch = 16  # answers that are taken, and held in memory, together
 
     def __init__(self, grid: Grid) -> None:
@@ -78,11 +81,13 @@ class _Upload:
     message_id: str  # of the answer
     missing: list[str]
     contents: dict[str, bytes] = field(default_factory=dict)
+    size: int = 0  # bytes that the contents take
 
 
 class HttpAnswers:
     """Answers from a SuperLink, which hands them out once, object by object."""
 
+    largest = SMALL_ANSWER  # bytes of an answer; of a larger one nothing is kept
     batch = 1
 
     def __init__(self, grid: HttpGrid) -> None:
@@ -131,13 +136,21 @@ class HttpAnswers:
             if not response.object_available:
                 return None
             upload.contents[upload.missing.pop()] = response.object_content
+            upload.size += len(response.object_content) + _OBJECT_BYTES
+            if upload.size > self.largest:
+                self._confirm(upload)
+                return ValueError(f"it has more than the {self.largest / 1e6:.0f} MB that the run's messages can have")
         return None if upload.missing else self._decode(upload)
 
-    def _decode(self, upload: _Upload) -> Answer:
+    def _confirm(self, upload: _Upload) -> None:
+        """Let the SuperLink delete the answer."""
         request = ConfirmMessageReceivedRequest(
             node=self._grid.node, run_id=self._grid.run.run_id, message_object_id=upload.message_id
         )
         patiently(self._grid._runtime_client.ConfirmMessageReceived, request)
+
+    def _decode(self, upload: _Upload) -> Answer:
+        self._confirm(upload)
         try:
             answer = inflate_object_from_contents(upload.message_id, upload.contents)
         except Exception as error:  # whatever the node has sent

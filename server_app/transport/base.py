@@ -6,6 +6,8 @@ from typing import Protocol
 
 from task.message import Kind, Packet
 
+SMALL_ANSWER = 2**26  # bytes that every answer may have, beside the arrays that a train message asks for
+
 
 @dataclass(frozen=True)
 class Reply:
@@ -23,9 +25,14 @@ class Reply:
 
 
 class Transport(Protocol):
-    """Nodes, send and receive; ``one_process`` says whether the nodes compute in the server's own process."""
+    """Nodes, send and receive; ``one_process`` says whether the nodes compute in the server's own process.
+
+    ``largest_answer`` is set by the run, in bytes: a node that sends more has failed, and no more of it is kept. Where
+    the nodes are of the server's own machine, nothing looks at it.
+    """
 
     one_process: bool
+    largest_answer: int
 
     def nodes(self) -> list[int]:
         """Handles of the connected nodes, in any order; a node keeps its handle while it stays connected."""

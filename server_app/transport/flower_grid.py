@@ -12,7 +12,7 @@ from flwr.superlink.grid import HttpGrid
 from client_app.flower_records import from_records, message_type, to_records
 from server_app.errors import one_line
 from server_app.transport.answers import Answer, Answers, HttpAnswers, WholeAnswers, patiently
-from server_app.transport.base import Reply
+from server_app.transport.base import SMALL_ANSWER, Reply
 from task.message import Kind, Packet, payload_bytes
 
 _CHECK_INTERVAL = 10.0  # seconds between two checks for restarted nodes
@@ -31,6 +31,7 @@ class GridTransport:
     """
 
     one_process = False
+    largest_answer = SMALL_ANSWER
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -58,6 +59,7 @@ class GridTransport:
             RunError: the SuperLink fails again and again.
         """
         envelopes = _envelopes(kind, packets, timeout)
+        self._answers.largest = self.largest_answer
         exchange = _Exchange(self._grid, self._answers, self._unanswered, envelopes, timeout)
         try:
             while not exchange.finished() and (waited := exchange.seconds_waited()) < timeout:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from client_app.client import handle
 from client_app.node import Node
-from server_app.transport.base import Reply
+from server_app.transport.base import SMALL_ANSWER, Reply
 from task.message import Kind, Packet, Scalar, copy_packet, payload_bytes
 
 log = logging.getLogger(__name__)
@@ -19,6 +19,7 @@ class InProcessTransport:
     """
 
     one_process = True
+    largest_answer = SMALL_ANSWER
 
     def __init__(
         self,

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from task.data.images import MAX_PIXELS, ImageFiles
+from task.data.images import MAX_PIXELS, ImageFiles, readable_formats
 from task.keys import ConfigError
 
 _SYSTEM_FOLDERS = ("@eaDir", "__MACOSX")  # made by operating systems, with copies of images
-_UNREADABLE = {"BUFR", "EMF", "GRIB", "HDF5", "MPEG", "WMF"}  # formats that Pillow registers but cannot read
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
@@ -44,10 +43,9 @@ def _refuse(error: OSError) -> None:
 
 @lru_cache(maxsize=1)
 def _endings() -> tuple[str, ...]:
-    """File name endings of the images that Pillow can read."""
-    formats = Image.registered_extensions()  # must come first: it loads Image.OPEN
-    readable = Image.OPEN.keys() - _UNREADABLE
-    return tuple(ending for ending, kind in formats.items() if kind in readable)
+    """File name endings of the images that are read."""
+    readable = readable_formats()
+    return tuple(ending for ending, kind in Image.registered_extensions().items() if kind in readable)
 
 
 def class_folders(path: Path) -> list[Path]:

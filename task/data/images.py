@@ -16,6 +16,8 @@ from task.keys import ConfigError
 
 CACHE_BYTES = 2**29  # decoded images kept by one ImageFiles: 3,500 of 224 x 224, or 43,000 of 64 x 64
 MAX_PIXELS = 50_000_000  # default of the run key max-image-pixels
+# others hide an image of another size in their own (ICO), or decode before they say how large it is
+_FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 _LONGEST = 10  # a scaled image is at most so many sides of the result long; of a longer strip only the middle is scaled
 _STRIP = 2**20  # pixels that are stretched at a time
 
@@ -132,6 +134,13 @@ class _PixelBudget:
 _decoding = _PixelBudget()
 
 
+@lru_cache(maxsize=1)
+def readable_formats() -> tuple[str, ...]:
+    """Pillow's names of the image formats that are read."""
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
 def decode(path: str, side: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """An image file as uint8 [side, side, 3]: shorter side to ``side`` pixels (bicubic), centre crop, RGB.
 
@@ -149,12 +158,12 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     takes more than 20 bytes for each of them.
 
     Raises:
-        UnreadableImage: the file is missing, truncated, no image, or has more pixels than that by its header.
+        UnreadableImage: the file is missing, truncated, not of :func:`readable_formats`, or has more pixels by its header.
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path):
             raise ValueError("it is a folder, a pipe, a socket or a device")  # opening it could wait for ever
-        with Image.open(path) as image:
+        with Image.open(path, formats=readable_formats()) as image:
             _shrink_to(image, max_pixels)
             with _decoding.take(image.width * image.height, max_pixels):
                 return to_rgb(upright(image))

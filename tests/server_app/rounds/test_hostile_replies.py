@@ -18,7 +18,7 @@ from server_app.errors import RunError
 from server_app.rounds.aggregation import RoundAggregator
 from server_app.rounds.run import Run
 from server_app.run_files.results import RoundReport
-from server_app.transport.base import Reply
+from server_app.transport.base import SMALL_ANSWER, Reply
 from server_app.transport.in_process import InProcessTransport
 from strategies.base import RoundContext, Update
 from strategies.closed_form import Spectrum, solve_ridge
@@ -53,6 +53,7 @@ class Given:
     """A transport whose clients answer what a test says."""
 
     replies: Sequence[Reply] = ()
+    largest_answer: int = SMALL_ANSWER
 
     def nodes(self) -> list[int]:
         return [r.node for r in self.replies]
@@ -325,7 +326,17 @@ def test_slightly_indefinite_sums_of_one_client_do_not_end_the_run(honest_rounds
 @pytest.mark.ci
 @pytest.mark.parametrize("name", EVERY)
 def test_mutated_replies_are_refused_or_harmless(name: str, honest_rounds: Callable[[str], HonestRound]) -> None:
-    attack(honest_rounds(name), 40)
+    honest_round = honest_rounds(name)
+    assert_below_the_largest_answer(honest_round)
+    attack(honest_round, 40)
+
+
+def assert_below_the_largest_answer(honest_round: HonestRound) -> None:
+    run, clients = honest_round.run, honest_round.run.registry.clients
+    aggregator = RoundAggregator(run.config, run.strategy, run.model, honest_round.context, clients)
+    names_and_metrics = 10_000
+    sizes = [reply.bytes_up for reply in honest_round.honest]
+    assert 0 < max(sizes) <= aggregator.largest_answer() - SMALL_ANSWER + names_and_metrics
 
 
 @pytest.mark.slow

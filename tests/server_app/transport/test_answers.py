@@ -176,6 +176,20 @@ def test_an_answer_of_very_many_objects_does_not_hold_up_the_others(monkeypatch)
     assert time.monotonic() - began < 5
 
 
+def test_an_answer_larger_than_the_runs_messages_fails_its_node_and_is_not_kept():
+    grid = ObjectGrid(echo)
+    grid.spoil[N[0]] = in_crumbs  # 20,000 objects; of a thousand bytes each beside their content
+    transport = GridTransport(grid)
+    transport.largest_answer = 2_000_000
+    errors = [r.error for r in asked(transport)]
+    assert errors[1:] == ["", ""]
+    assert errors[0] == "unreadable answer: ValueError: it has more than the 2 MB that the run's messages can have"
+    assert grid.calls.count("PullObject") < 2100
+    assert grid.calls.count("ConfirmMessageReceived") == 3
+    assert not transport.busy()
+    assert not transport._answers._uploads
+
+
 def test_an_upload_that_breaks_off_is_named():
     grid = ObjectGrid(echo)
     grid.spoil[N[2]] = lambda objects: Objects(objects.tree, dict(list(objects.contents.items())[1:]))

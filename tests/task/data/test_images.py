@@ -79,6 +79,20 @@ def test_a_file_of_too_many_pixels_is_refused_by_its_header(tmp_path: Path) -> N
         read_rgb(str(tmp_path / "header.png"), 599)
 
 
+def test_a_format_that_hides_another_image_is_not_opened(tmp_path: Path) -> None:
+    """The header of an icon may say 16 x 16, and Pillow decodes a PNG of any size in it while it opens the file."""
+    path, small, large = tmp_path / "icon.png", tmp_path / "small.ico", tmp_path / "large.png"
+    Image.new("L", (16, 16)).save(small, sizes=[(16, 16)])
+    Image.new("L", (3000, 3000)).save(large)
+    head = bytearray(small.read_bytes()[:22])
+    head[14:18] = large.stat().st_size.to_bytes(4, "little")
+    path.write_bytes(head + large.read_bytes())
+    with Image.open(path) as icon:  # so it would be
+        assert icon.size == (3000, 3000)
+    with pytest.raises(UnreadableImage, match=r"icon.png.*cannot identify image file"):
+        read_rgb(str(path), 1000)
+
+
 def test_a_large_jpeg_is_decoded_at_a_smaller_scale(tmp_path: Path) -> None:
     path, image = str(tmp_path / "large.jpg"), noise(160, 240)
     image.save(path, quality=95)

@@ -147,7 +147,7 @@ def test_nodes_may_share_a_folder_for_what_they_remember(data: Path, tmp_path: P
 
 
 def test_a_machine_without_memory_is_not_a_damaged_file(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: str) -> None:
+    def full(path: str, formats: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(Image, "open", full)
@@ -188,7 +188,7 @@ def test_deep_grey_is_stretched_and_not_cut_off(mode: str, kind: type, tmp_path:
 
 def test_what_a_reader_raises_is_an_unreadable_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paint(tmp_path, 1)
-    monkeypatch.setattr(Image, "open", lambda path: (_ for _ in ()).throw(RuntimeError("Failed to decode frame 0")))
+    monkeypatch.setattr(Image, "open", lambda path, formats: (_ for _ in ()).throw(RuntimeError("Failed to decode frame 0")))
     with pytest.raises(UnreadableImage, match=r"000.png.*Failed to decode"):
         decode(str(tmp_path / "000.png"), 8)
 
