@@ -19,6 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+_AUTHORITY_DAYS = 3650  # the authority must outlive every certificate that it signs
 # this machine, and the names of the two servers in compose.yml
 OWN_HOSTS = ("localhost", "127.0.0.1", "::1", "superlink", "proxy")
 
@@ -40,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     host = "name or address that nodes use; may be repeated"
     parser.add_argument("--host", action="append", default=[], type=host_name, help=host)
     parser.add_argument("--nodes", type=int, default=2, help="node keys to make (default 2)")
-    parser.add_argument("--days", type=int, default=365, help="days until the certificates expire (default 365)")
+    parser.add_argument(
+        "--days", type=int, default=365, help="days until the server's certificate expires (default 365)"
+    )
     given = parser.parse_args(arguments)
     if given.nodes < 0 or given.days < 1:
         parser.error("--nodes must be at least 0 and --days at least 1")
@@ -80,7 +83,7 @@ def authority_and_server(hosts: Sequence[str], days: int) -> dict[str, bytes]:
 
     Args:
         hosts: DNS names and IP addresses that the certificate is valid for.
-        days: until both expire.
+        days: until the server's certificate expires; that of the authority does in ten years, or as late.
 
     Returns:
         PEM files by name: ca.crt, ca.key, server.crt, server.key.
@@ -88,7 +91,7 @@ def authority_and_server(hosts: Sequence[str], days: int) -> dict[str, bytes]:
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     of_authority = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
     ca = (
-        _unsigned("fcil development CA", authority.public_key(), days)
+        _unsigned("fcil development CA", authority.public_key(), max(days, _AUTHORITY_DAYS))
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs_certificates=True), critical=True)
         .add_extension(of_authority, critical=False)

@@ -200,7 +200,12 @@ class Config:
     start_timeout: float = key(
         15.0, "seconds to wait for each further one of num-clients nodes to connect", above=0, affects="waiting"
     )
-    round_timeout: float = key(3600.0, "seconds to wait for the answers of a round", above=0, affects="waiting")
+    round_timeout: float = key(
+        3600.0,
+        "seconds to wait for the answers to one message of a round: training, or evaluation",
+        above=0,
+        affects="waiting",
+    )
 
     min_class_count: int = key(
         0,

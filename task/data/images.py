@@ -158,7 +158,7 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     takes more than 20 bytes for each of them.
 
     Raises:
-        UnreadableImage: the file is missing, truncated, not of :func:`readable_formats`, or has more pixels by its header.
+        UnreadableImage: the file is missing, truncated, not of :func:`readable_formats`, or too large by its header.
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path):

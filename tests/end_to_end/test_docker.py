@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import socket
+import sqlite3
 import ssl
 import subprocess
 import sys
@@ -181,6 +182,25 @@ def test_the_dockerfile_passes_its_linter():
 
 
 # the proxy: first its configuration read, then itself running where there is one
+
+
+def test_what_the_containers_write_is_their_owners_alone():
+    [line] = re.findall(r"^ENTRYPOINT (.*)$", (DOCKER / "Dockerfile").read_text(), re.MULTILINE)
+    command = [*json.loads(line), "sh", "-c", 'umask; echo "$@"', "sh", "two words", "$HOME"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0077\ntwo words $HOME\n"
+
+
+def test_the_backup_of_a_database_in_use_is_whole(tmp_path):
+    [code] = [c[-1] for c in commands("docs/guides/operations.md") if ".backup(" in c[-1]]
+    code = code.replace("/app/state", str(tmp_path))
+    with closing(sqlite3.connect(tmp_path / "state.db")) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("CREATE TABLE node (id)")
+        database.execute("INSERT INTO node VALUES (7)")
+        database.commit()
+        subprocess.run([sys.executable, "-c", code], check=True)
+    with closing(sqlite3.connect(tmp_path / "backup.db")) as backup:
+        assert backup.execute("SELECT id FROM node").fetchall() == [(7,)]
 
 
 def test_the_proxy_forwards_fleet_paths_only_as_configured():

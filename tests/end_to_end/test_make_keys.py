@@ -19,6 +19,7 @@ from tests.helpers.documents import blocks
 from tests.helpers.proxy import make_keys
 
 ROOT = Path(__file__).parents[2]
+CERTIFICATES = ("ca.crt", "server.crt")
 
 
 def by_hand(folder: Path, renewed: bool = False) -> None:
@@ -66,6 +67,13 @@ def test_a_renewed_certificate_is_trusted_by_nodes_as_they_are(tmp_path):
     assert (folder / "ca.crt").read_bytes() == before["ca.crt"]
     assert all((folder / name).read_bytes() != before[name] for name in ("server.crt", "server.key"))
     assert handshake(folder, folder / "ca.crt", "localhost") == "TLSv1.3"
+
+
+def test_the_authority_outlives_ten_certificates_of_the_server(keys, tmp_path):
+    by_hand(tmp_path / "keys")
+    for folder in (keys, tmp_path / "keys"):
+        end = {n: x509.load_pem_x509_certificate((folder / n).read_bytes()).not_valid_after_utc for n in CERTIFICATES}
+        assert (end["ca.crt"] - end["server.crt"]).days in range(3285, 3286 + 1)
 
 
 def test_two_authorities_in_one_file_are_both_trusted(tmp_path):

@@ -188,7 +188,11 @@ def test_deep_grey_is_stretched_and_not_cut_off(mode: str, kind: type, tmp_path:
 
 def test_what_a_reader_raises_is_an_unreadable_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paint(tmp_path, 1)
-    monkeypatch.setattr(Image, "open", lambda path, formats: (_ for _ in ()).throw(RuntimeError("Failed to decode frame 0")))
+
+    def broken(path: str, formats: object) -> None:
+        raise RuntimeError("Failed to decode frame 0")
+
+    monkeypatch.setattr(Image, "open", broken)
     with pytest.raises(UnreadableImage, match=r"000.png.*Failed to decode"):
         decode(str(tmp_path / "000.png"), 8)
 
