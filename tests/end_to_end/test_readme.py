@@ -44,7 +44,7 @@ SMALL = [
     "device=cpu",
 ]
 KNOWN = {
-    *("fcil", "flwr", "make", "python", "python3", "pip", "source", "export", "cd", "mkdir", "docker", "caddy"),
+    *("fcil", "flwr", "make", "python", "python3", "pip", "source", "export", "cd", "mkdir", "docker", "echo", "caddy"),
     *("flower-superlink", "flower-superexec", "flower-supernode"),
     *("openssl", "ssh-keygen", "umask", "chmod", "sed", "install", "cp", "systemctl", "systemd-sysusers", "sqlite3"),
     *("ray", "git"),
