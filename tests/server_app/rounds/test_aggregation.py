@@ -13,7 +13,7 @@ import pytest
 from server_app.rounds.aggregation import RoundAggregator
 from server_app.rounds.run import Run, run_experiment
 from server_app.run_files.results import RoundReport
-from server_app.transport.base import Reply
+from server_app.transport.base import SMALL_ANSWER, Reply
 from server_app.transport.in_process import InProcessTransport
 from strategies.base import RoundContext, Update
 from task.config.parsing import parse
@@ -44,6 +44,31 @@ class Counting(InProcessTransport):
                 self.alive.append(weakref.ref(max(reply.packet.arrays.values(), key=np.size)))
                 self.most = max(self.most, sum(ref() is not None for ref in self.alive))
             yield reply
+
+
+class Measuring(InProcessTransport):
+    """Compares each answer with the largest one that the run allows beside what every answer may have."""
+
+    spare: dict[Kind, list[int]]
+
+    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+        allowed = self.largest_answer - SMALL_ANSWER
+        for reply in super().exchange(kind, packets, timeout):
+            self.spare.setdefault(kind, []).append(allowed - reply.bytes_up)
+            yield reply
+
+
+@pytest.mark.parametrize(
+    ("method", "secure"), [("hgp", "off"), ("afcl", "off"), ("fedavg", "pairwise"), ("afcl", "pairwise")]
+)
+def test_the_run_says_how_large_an_answer_can_be(method: str, secure: str, tiny: Values) -> None:
+    """Names and metrics come on top, and are few."""
+    config = parse(tiny | {"method": method, "secure-aggregation": secure, "num-clients": 4})
+    transport = Measuring(config.flat(), config.num_clients)
+    transport.spare = {}
+    run_experiment(config, transport)
+    assert transport.spare["hello"][0] < 0  # nothing is allowed beside it yet
+    assert all(-10_000 < spare < 30_000 for spare in transport.spare["train"])
 
 
 def results(values: Values, transport: type[FaultyTransport] = FaultyTransport, **faults: Any) -> Values:
