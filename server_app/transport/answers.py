@@ -5,9 +5,10 @@ up to two hours for the objects of an answer that its node has begun to send, an
 be decoded: the others of the call are lost. So this module makes the same requests one by one.
 """
 
+import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -16,7 +17,11 @@ from flwr.app import Message
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_children_ids_from_object_content,
+    get_object_type_from_object_content,
+    iterate_object_tree,
+)
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.superlink.grid import HttpGrid
 
@@ -139,7 +144,7 @@ class HttpAnswers:
             upload.size += len(response.object_content) + _OBJECT_BYTES
             if upload.size > self.largest:
                 self._confirm(upload)
-                return ValueError(f"it has more than the {self.largest / 1e6:.0f} MB that the run's messages can have")
+                return self._too_large()
         return None if upload.missing else self._decode(upload)
 
     def _confirm(self, upload: _Upload) -> None:
@@ -149,13 +154,38 @@ class HttpAnswers:
         )
         patiently(self._grid._runtime_client.ConfirmMessageReceived, request)
 
+    def _too_large(self) -> ValueError:
+        return ValueError(f"it has more than the {self.largest / 1e6:.0f} MB that the run's messages can have")
+
     def _decode(self, upload: _Upload) -> Answer:
         self._confirm(upload)
         try:
+            if _unfolded_bytes(upload.contents) > self.largest:
+                return self._too_large()
             answer = inflate_object_from_contents(upload.message_id, upload.contents)
         except Exception as error:  # whatever the node has sent
             return error
         return answer if isinstance(answer, Message) else TypeError(f"a {type(answer).__name__} and no message")
+
+
+def _unfolded_bytes(contents: Mapping[str, bytes]) -> int:
+    """Bytes of all arrays of an answer, given its objects by id.
+
+    An object travels once and can be named any number of times: a chunk in its array, an array in its record. Each name
+    is a copy once the answer is decoded.
+
+    Raises:
+        Exception: an object is not what it says, as Flower's own reader would find.
+    """
+    kinds = {name: get_object_type_from_object_content(content) for name, content in contents.items()}
+    bodies = {
+        n: json.loads(contents[n].partition(b"\x00")[2]) for n, k in kinds.items() if k in ("Array", "ArrayRecord")
+    }
+    sizes = dict.fromkeys(contents, 0)
+    for name in (n for n in bodies if kinds[n] == "Array"):
+        chunks = [len(contents[chunk]) for chunk in get_object_children_ids_from_object_content(contents[name])]
+        sizes[name] = sum(chunks[i] for i in bodies[name]["arraychunk_ids"])
+    return sum(sizes[array] for n in bodies if kinds[n] == "ArrayRecord" for array in bodies[n].values())
 
 
 Answers = WholeAnswers | HttpAnswers

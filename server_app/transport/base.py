@@ -6,7 +6,7 @@ from typing import Protocol
 
 from task.message import Kind, Packet
 
-SMALL_ANSWER = 2**26  # bytes that every answer may have, beside the arrays that a train message asks for
+SMALL_ANSWER = 2**24  # bytes that every answer may have, beside the arrays that a train message asks for
 
 
 @dataclass(frozen=True)

@@ -199,6 +199,7 @@ def test_the_backup_of_a_database_in_use_is_whole(tmp_path):
         database.execute("INSERT INTO node VALUES (7)")
         database.commit()
         subprocess.run([sys.executable, "-c", code], check=True)
+    assert (tmp_path / "backup.db").stat().st_mode & 0o777 == 0o600
     with closing(sqlite3.connect(tmp_path / "backup.db")) as backup:
         assert backup.execute("SELECT id FROM node").fetchall() == [(7,)]
 

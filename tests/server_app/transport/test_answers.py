@@ -1,5 +1,6 @@
 """Answers from a SuperLink, object by object: malformed, held back, or asked for while its database is locked."""
 
+import json
 import random
 import time
 
@@ -188,6 +189,37 @@ def test_an_answer_larger_than_the_runs_messages_fails_its_node_and_is_not_kept(
     assert grid.calls.count("ConfirmMessageReceived") == 3
     assert not transport.busy()
     assert not transport._answers._uploads
+
+
+def named_again(kind: bytes):
+    """The same answer, in which one chunk, or one array, is named a thousand times; no object is larger for it."""
+
+    def spoil(objects: Objects) -> Objects:
+        name, content = next((n, c) for n, c in objects.contents.items() if c.startswith(kind + b" "))
+        head, _, body = content.partition(DIVIDER)
+        said = json.loads(body)
+        if kind == b"Array":
+            said["arraychunk_ids"] *= 1000
+        else:
+            said |= {f"w{i}": array for i, array in enumerate([*said.values()] * 1000)}
+        body = json.dumps(said).encode()
+        return replaced(objects, name, b" ".join([*head.split(b" ")[:2], b"%d" % len(body)]) + DIVIDER + body)
+
+    return spoil
+
+
+@pytest.mark.parametrize("kind", [b"Array", b"ArrayRecord"])
+def test_what_is_named_again_and_again_is_not_copied(kind: bytes) -> None:
+    grid = ObjectGrid(echo)
+    grid.spoil[N[0]] = named_again(kind)
+    transport = GridTransport(grid)
+    transport.largest_answer = 150_000
+    assert [r.error for r in asked(transport)] == [
+        "unreadable answer: ValueError: it has more than the 0 MB that the run's messages can have",
+        *("", ""),
+    ]
+    assert grid.calls.count("ConfirmMessageReceived") == 3
+    assert not transport.busy()
 
 
 def test_an_upload_that_breaks_off_is_named():
