@@ -205,7 +205,13 @@ def test_data_of_the_command_line_say_what_they_are(write, path, kind):
     assert {run.config.dataset for run in given.runs} == {"cifar100"}
 
 
-def test_suites_of_the_project_can_be_read():
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "suites").glob("*.yaml")))
+def test_every_suite_of_the_project_can_be_read(name):
+    without_data = name in ("cifar100-closed-form.yaml", "cifar100-full.yaml")
+    assert read_suite(ROOT / "suites" / name, {"data-dir": "/data"} if without_data else {}).runs
+
+
+def test_suites_of_the_project_are_what_they_say():
     cpu = read_suite(ROOT / "suites" / "cifar100-cpu.yaml", {})
     assert {run.config.method for run in cpu.runs} == set(METHODS)
     seeds = {name: sorted({run.seed for run in cpu.runs if run.variant == name}) for name in ("hgp", "fedewc")}
