@@ -205,6 +205,7 @@ def test_data_of_the_command_line_say_what_they_are(write, path, kind):
     assert {run.config.dataset for run in given.runs} == {"cifar100"}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "suites").glob("*.yaml")))
 def test_every_suite_of_the_project_can_be_read(name):
     without_data = name in ("cifar100-closed-form.yaml", "cifar100-full.yaml")
