@@ -177,15 +177,15 @@ def _unfolded_bytes(contents: Mapping[str, bytes]) -> int:
     Raises:
         Exception: an object is not what it says, as Flower's own reader would find.
     """
-    kinds = {name: get_object_type_from_object_content(content) for name, content in contents.items()}
-    bodies = {
-        n: json.loads(contents[n].partition(b"\x00")[2]) for n, k in kinds.items() if k in ("Array", "ArrayRecord")
-    }
-    sizes = dict.fromkeys(contents, 0)
-    for name in (n for n in bodies if kinds[n] == "Array"):
-        chunks = [len(contents[chunk]) for chunk in get_object_children_ids_from_object_content(contents[name])]
-        sizes[name] = sum(chunks[i] for i in bodies[name]["arraychunk_ids"])
-    return sum(sizes[array] for n in bodies if kinds[n] == "ArrayRecord" for array in bodies[n].values())
+    sizes, records = dict.fromkeys(contents, 0), []
+    for name, content in contents.items():
+        kind, body = get_object_type_from_object_content(content), content.partition(b"\x00")[2]
+        if kind == "ArrayRecord":
+            records.append(json.loads(body))
+        elif kind == "Array":
+            chunks = [len(contents[chunk]) for chunk in get_object_children_ids_from_object_content(content)]
+            sizes[name] = sum(chunks[i] for i in json.loads(body)["arraychunk_ids"])
+    return sum(sizes[array] for record in records for array in record.values())
 
 
 Answers = WholeAnswers | HttpAnswers
