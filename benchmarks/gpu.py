@@ -119,12 +119,14 @@ class TimedTransport(InProcessTransport):
 
     deadline = float("inf")
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterable[Reply]:
         """As :class:`InProcessTransport`, but for a TimeOver after the deadline."""
         for node, packet in packets.items():
             if time.monotonic() > self.deadline:
                 raise TimeOver
-            yield from super().exchange(kind, {node: packet}, timeout)
+            yield from super().exchange(kind, {node: packet}, timeout, largest_answer)
 
 
 DRAWS = (torch.multinomial, torch.randn, torch.randperm, torch.Tensor.normal_)  # what servers draw on their device

@@ -37,7 +37,6 @@ class Clients:
     number: int
     lost: int
     one_process: bool = True
-    largest_answer: int = 0  # not looked at
     seconds: float = 0.0
     bytes: Counter[str] = field(default_factory=Counter)  # of all clients, by message and direction
 
@@ -52,7 +51,9 @@ class Clients:
         """None."""
         return set()
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterator[Reply]:
         """Ask each client in turn, and count."""
         for node, packet in packets.items():
             started = time.process_time()

@@ -44,7 +44,7 @@ from server_app.run_files.resume import require_same_backbone
 from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
 from server_app.run_files.writers import write_config, write_model
 from server_app.secure_aggregation.round_sum import RoundSum
-from server_app.transport.base import Reply, Transport
+from server_app.transport.base import SMALL_ANSWER, Reply, Transport
 from strategies.base import RoundContext, Strategy, Update
 from task.config.checks import require_few
 from task.config.parsing import ignored_keys
@@ -200,8 +200,10 @@ class Run:
             train = self._packet("train", context, clients, aggregator.sent_arrays)
             aggregator.collect_sum(self._round_sum(clients, report), train, report)
             return aggregator
-        self.transport.largest_answer = aggregator.largest_answer()
-        replies = self.exchange("train", context, clients, aggregator.sent_arrays)
+        # a message would start a process on a node that has nothing to train on
+        replies = self.exchange(
+            "train", context, aggregator.clients_to_ask(), aggregator.sent_arrays, aggregator.largest_answer()
+        )
         aggregator.collect(replies, report, measure)
         return aggregator
 
@@ -211,11 +213,17 @@ class Run:
         return RoundSum(self.transport, clients, threshold, self.config.round_timeout, report)
 
     def exchange(
-        self, kind: Kind, context: RoundContext, clients: Sequence[ClientInfo], arrays: Arrays
+        self,
+        kind: Kind,
+        context: RoundContext,
+        clients: Sequence[ClientInfo],
+        arrays: Arrays,
+        largest_answer: int = SMALL_ANSWER,
     ) -> Iterable[Reply]:
         """Send a train or evaluate message to clients; replies come in any order, see :class:`Transport`."""
         packet = self._packet(kind, context, clients, arrays)
-        return self.transport.exchange(kind, {client.node: packet for client in clients}, self.config.round_timeout)
+        packets = {client.node: packet for client in clients}
+        return self.transport.exchange(kind, packets, self.config.round_timeout, largest_answer)
 
     def _packet(self, kind: Kind, context: RoundContext, clients: Sequence[ClientInfo], arrays: Arrays) -> Packet:
         return Packet(

@@ -1,6 +1,7 @@
 """One round's sum over clients: the server's side of the messages in :mod:`task.secure_aggregation`."""
 
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -56,7 +57,6 @@ class RoundSum:
             TooFewClients: a message was answered by fewer clients than the threshold.
             SpoiledSum: a lost client had shared something else than its key.
         """
-        self._transport.largest_answer = SMALL_ANSWER + 8 * length
         keys = dict(self._ask("keys", dict.fromkeys(self._clients, Packet()), "keys", (2, SECRET)))
         self._keys = self._usable_keys(keys)
         self._everyone = self._require_enough(self._keys, "sent keys")
@@ -102,7 +102,8 @@ class RoundSum:
         """Node and array ``name`` of each usable answer, as they come; the reason of every other one is noted."""
         dtype = np.dtype(np.uint64 if name == "hidden" else np.uint8)
         timeout = self._timeout * (_SMALL if kind in SECURE_SUM else 1 - 3 * _SMALL)
-        for reply in self._transport.exchange(kind, packets, timeout):
+        largest = SMALL_ANSWER + dtype.itemsize * math.prod(shape)
+        for reply in self._transport.exchange(kind, packets, timeout, largest):
             self._report.bytes_up += reply.bytes_up
             self._report.bytes_down += reply.bytes_down
             answer, problem = reply.packet or Packet(), failure(reply)

@@ -26,7 +26,6 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.superlink.grid import HttpGrid
 
 from server_app.errors import RunError
-from server_app.transport.base import SMALL_ANSWER
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,6 @@ def patiently(call: Callable[..., Result], *arguments: object) -> Result:
 class WholeAnswers:
     """Answers of a grid that keeps them whole in this process's memory, as in a simulation."""
 
-    largest = SMALL_ANSWER  # not looked at: the clients of a simulation are this machine's own
     batch = 16  # answers that are taken, and held in memory, together
 
     def __init__(self, grid: Grid) -> None:
@@ -74,8 +72,11 @@ class WholeAnswers:
         """Returns all ids, because only :meth:`take` shows which messages have an answer."""
         return list(message_ids)
 
-    def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
-        """Answers that have come, each with the id of its message; Flower itself answers for nodes that are gone."""
+    def take(self, message_ids: Sequence[str], until: float, largest: int) -> list[tuple[str, Answer]]:
+        """Answers that have come, each with the id of its message; Flower itself answers for nodes that are gone.
+
+        They are here already, so neither ``until`` nor ``largest`` is used, see :class:`HttpAnswers`.
+        """
         return [(m.metadata.reply_to_message_id, m) for m in self._grid.pull_messages(message_ids)]
 
 
@@ -92,7 +93,6 @@ class _Upload:
 class HttpAnswers:
     """Answers from a SuperLink, which hands them out once, object by object."""
 
-    largest = SMALL_ANSWER  # bytes of an answer; of a larger one nothing is kept
     batch = 1
 
     def __init__(self, grid: HttpGrid) -> None:
@@ -118,18 +118,19 @@ class HttpAnswers:
                 self._uploads[answered] = _Upload(message.metadata.message_id, missing)
         return [message_id for message_id in message_ids if message_id in self._uploads]
 
-    def take(self, message_ids: Sequence[str], until: float) -> list[tuple[str, Answer]]:
+    def take(self, message_ids: Sequence[str], until: float, largest: int) -> list[tuple[str, Answer]]:
         """Answers that are complete before ``until`` (monotonic time): each decoded, or the error if it cannot be.
 
-        The next call goes on with those that are incomplete.
+        Of an answer of more than ``largest`` bytes nothing is kept. The next call goes on with those that are
+        incomplete.
         """
-        answers = [(message_id, self._fetch(self._uploads[message_id], until)) for message_id in message_ids]
+        answers = [(message_id, self._fetch(self._uploads[message_id], until, largest)) for message_id in message_ids]
         whole = [(message_id, answer) for message_id, answer in answers if answer is not None]
         for message_id, _ in whole:
             del self._uploads[message_id]
         return whole
 
-    def _fetch(self, upload: _Upload, until: float) -> Answer | None:
+    def _fetch(self, upload: _Upload, until: float, largest: int) -> Answer | None:
         """The answer; None while something of it is missing."""
         while upload.missing and time.monotonic() < until:
             request = PullObjectRequest(
@@ -142,10 +143,10 @@ class HttpAnswers:
                 return None
             upload.contents[upload.missing.pop()] = response.object_content
             upload.size += len(response.object_content) + _OBJECT_BYTES
-            if upload.size > self.largest:
+            if upload.size > largest:
                 self._confirm(upload)
-                return self._too_large()
-        return None if upload.missing else self._decode(upload)
+                return _too_large(largest)
+        return None if upload.missing else self._decode(upload, largest)
 
     def _confirm(self, upload: _Upload) -> None:
         """Let the SuperLink delete the answer."""
@@ -154,18 +155,19 @@ class HttpAnswers:
         )
         patiently(self._grid._runtime_client.ConfirmMessageReceived, request)
 
-    def _too_large(self) -> ValueError:
-        return ValueError(f"it has more than the {self.largest / 1e6:.0f} MB that the run's messages can have")
-
-    def _decode(self, upload: _Upload) -> Answer:
+    def _decode(self, upload: _Upload, largest: int) -> Answer:
         self._confirm(upload)
         try:
-            if _unfolded_bytes(upload.contents) > self.largest:
-                return self._too_large()
+            if _unfolded_bytes(upload.contents) > largest:
+                return _too_large(largest)
             answer = inflate_object_from_contents(upload.message_id, upload.contents)
         except Exception as error:  # whatever the node has sent
             return error
         return answer if isinstance(answer, Message) else TypeError(f"a {type(answer).__name__} and no message")
+
+
+def _too_large(largest: int) -> ValueError:
+    return ValueError(f"it has more than the {largest / 1e6:.3g} MB that the run's messages can have")
 
 
 def _unfolded_bytes(contents: Mapping[str, bytes]) -> int:

@@ -25,14 +25,9 @@ class Reply:
 
 
 class Transport(Protocol):
-    """Nodes, send and receive; ``one_process`` says whether the nodes compute in the server's own process.
-
-    ``largest_answer`` is set by the run, in bytes: a node that sends more has failed, and no more of it is kept. Where
-    the nodes are of the server's own machine, nothing looks at it.
-    """
+    """Nodes, send and receive; ``one_process`` says whether the nodes compute in the server's own process."""
 
     one_process: bool
-    largest_answer: int
 
     def nodes(self) -> list[int]:
         """Handles of the connected nodes, in any order; a node keeps its handle while it stays connected."""
@@ -40,12 +35,14 @@ class Transport(Protocol):
     def busy(self) -> set[int]:
         """Handles of nodes that have not answered a message of an earlier exchange yet."""
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = SMALL_ANSWER
+    ) -> Iterable[Reply]:
         """Send one packet to each node; yields one reply per addressed node as they come, in any order.
 
         The messages are sent when the first reply is requested, and the caller must iterate to the end. Replies are
-        not kept here. A node that failed, vanished or did not answer within ``timeout`` seconds yields a reply with
-        ``error``.
+        not kept here. A node that failed, vanished, did not answer within ``timeout`` seconds or sends more than
+        ``largest_answer`` bytes yields a reply with ``error``.
         """
 
 

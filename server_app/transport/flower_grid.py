@@ -31,7 +31,6 @@ class GridTransport:
     """
 
     one_process = False
-    largest_answer = SMALL_ANSWER
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
@@ -46,7 +45,9 @@ class GridTransport:
         """Nodes without an answer when the last exchange ended."""
         return {envelope.node for envelope in self._unanswered.values()}
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = SMALL_ANSWER
+    ) -> Iterator[Reply]:
         """Send one packet to each node; yields one reply per addressed node as they come.
 
         A packet that several nodes get is serialised once. The time that the caller spends between two replies does
@@ -59,8 +60,7 @@ class GridTransport:
             RunError: the SuperLink fails again and again.
         """
         envelopes = _envelopes(kind, packets, timeout)
-        self._answers.largest = self.largest_answer
-        exchange = _Exchange(self._grid, self._answers, self._unanswered, envelopes, timeout)
+        exchange = _Exchange(self._grid, self._answers, self._unanswered, envelopes, timeout, largest_answer)
         try:
             while not exchange.finished() and (waited := exchange.seconds_waited()) < timeout:
                 exchange.send()
@@ -104,8 +104,9 @@ class _Exchange:
         unanswered: dict[str, _Envelope],
         envelopes: list[_Envelope],
         timeout: float,
+        largest_answer: int,
     ) -> None:
-        self._grid, self._answers, self._timeout = grid, answers, timeout
+        self._grid, self._answers, self._timeout, self._largest_answer = grid, answers, timeout, largest_answer
         self._unanswered = unanswered
         self._waiting = {envelope.node: envelope for envelope in envelopes}
         self._sent: dict[str, _Envelope] = {}  # by id of the message
@@ -177,7 +178,7 @@ class _Exchange:
         answers = []
         message_ids = [i for i in message_ids if i in self._sent or i in self._unanswered]
         until = time.monotonic() + min(_TURN, self._timeout + _GRACE - self.seconds_waited())
-        for message_id, answer in self._answers.take(message_ids, until) if message_ids else []:
+        for message_id, answer in self._answers.take(message_ids, until, self._largest_answer) if message_ids else []:
             self._unanswered.pop(message_id, None)
             if envelope := self._sent.pop(message_id, None):
                 self._any_reply = True

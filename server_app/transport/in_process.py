@@ -19,7 +19,6 @@ class InProcessTransport:
     """
 
     one_process = True
-    largest_answer = SMALL_ANSWER
 
     def __init__(
         self,
@@ -45,7 +44,9 @@ class InProcessTransport:
         """None: each node answers before the next one is asked."""
         return set()
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = SMALL_ANSWER
+    ) -> Iterable[Reply]:
         """Hand one packet to each node in the order of ``packets``; none can be late, so ``timeout`` is not used.
 
         Raises:

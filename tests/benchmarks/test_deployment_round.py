@@ -2,13 +2,13 @@
 
 import pytest
 
-from benchmarks.deployment_round import NAMES, Watch, settings
+from benchmarks.deployment_round import NAMES, Watch, empty
 from server_app.clients.sampling import sample_clients
 from task.config.parsing import parse
 
 
 def test_the_node_with_the_classes_is_not_asked(tmp_path):
-    values = settings(4, tmp_path)
+    values = empty(4, tmp_path)
     config = parse(values)
     for server_round in range(1, 5):
         assert sample_clients(NAMES, config, server_round) == ["east", "north", "south"]

@@ -56,8 +56,10 @@ class Failing(InProcessTransport):
         super().__init__(values, nodes)
         self._failed = failed
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
-        replies = super().exchange(kind, packets, timeout)
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterable[Reply]:
+        replies = super().exchange(kind, packets, timeout, largest_answer)
         if kind != "train" or not packets:
             return replies
         failed = self._failed[int(next(iter(packets.values())).config["server-round"]) - 1]  # type: ignore[arg-type]

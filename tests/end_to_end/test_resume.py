@@ -129,7 +129,7 @@ def test_two_processes_cannot_write_one_run(tiny: Values, monkeypatch: pytest.Mo
     first, second = (InProcessTransport(config.flat(), 3) for _ in range(2))
     original, refused = first.exchange, list[str]()
 
-    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0) -> Iterable[Reply]:
         if kind == "train":
             with pytest.raises(ConfigError, match="another process is at") as caught:
                 run_experiment(config, second)
@@ -151,7 +151,7 @@ def test_of_two_runs_of_one_name_the_later_begins_nothing(tiny: Values, monkeypa
     second = InProcessTransport(parse(tiny).flat(), 3)
     original, first = second.exchange, []
 
-    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0) -> Iterable[Reply]:
         if not first:
             first.append(run_experiment(parse(tiny), InProcessTransport(parse(tiny).flat(), 3)))
         return original(kind, packets, timeout)
@@ -193,7 +193,7 @@ def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_returns(
     monkeypatch.setattr(transport, "nodes", lambda: list(connected))
     original = transport.exchange
 
-    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+    def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0) -> Iterable[Reply]:
         if kind == "train":
             connected[:] = [0, 1, 2]
         return original(kind, packets, timeout)

@@ -47,7 +47,9 @@ class Changing(FaultyTransport):
     def nodes(self) -> list[int]:
         return [n for n in [*super().nodes(), *self.aliases] if n not in self.hidden]
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterable[Reply]:
         server_round = next(iter(packets.values())).config.get("server-round", 0) if packets else 0
         if kind == "train" and server_round in self.before:
             self.before.pop(server_round)()  # type: ignore[call-overload]
@@ -56,6 +58,6 @@ class Changing(FaultyTransport):
             if node in self.hidden:
                 replies.append(Reply(node, None, "gone", 0, 0))
             else:
-                [reply] = super().exchange(kind, {self.aliases.get(node, node): packet}, timeout)
+                [reply] = super().exchange(kind, {self.aliases.get(node, node): packet}, timeout, largest_answer)
                 replies.append(Reply(node, reply.packet, reply.error, reply.bytes_down, reply.bytes_up))
         return replies

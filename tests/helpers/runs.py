@@ -93,12 +93,14 @@ class FaultyTransport(InProcessTransport):
         super().__init__(values, num_clients, node_settings)
         self.tamper, self.broken = tamper, broken
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterator[Reply]:
         for node, packet in packets.items():
             if self.broken(node, kind):
                 yield Reply(node, None, f"no answer within {timeout:g} s", payload_bytes(packet), 0)
             else:
-                [reply] = super().exchange(kind, {node: packet}, timeout)
+                [reply] = super().exchange(kind, {node: packet}, timeout, largest_answer)
                 answer = self.tamper(node, kind, reply.packet)
                 yield Reply(node, answer, "", reply.bytes_down, payload_bytes(answer))
                 del reply, answer
@@ -111,10 +113,12 @@ class PowerCut(InProcessTransport):
         super().__init__(config.flat(), config.num_clients or 4)
         self._cut_in_round = cut_in_round
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterable[Reply]:
         if kind == "train" and any(p.config["server-round"] == self._cut_in_round for p in packets.values()):
             raise PowerCutError
-        return super().exchange(kind, packets, timeout)
+        return super().exchange(kind, packets, timeout, largest_answer)
 
 
 def interrupt(values: Values, cut_in_round: int) -> Path:

@@ -29,8 +29,10 @@ class Recording(FaultyTransport):
         self.down: dict[int, list[Arrays]] = defaultdict(list)
         self.up: dict[int, list[Packet]] = defaultdict(list)
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
-        for reply in super().exchange(kind, packets, timeout):
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterable[Reply]:
+        for reply in super().exchange(kind, packets, timeout, largest_answer):
             if kind == "train":
                 server_round = int(str(packets[reply.node].config["server-round"]))
                 self.down[server_round].append({n: a.copy() for n, a in packets[reply.node].arrays.items()})

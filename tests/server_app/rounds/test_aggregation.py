@@ -2,7 +2,7 @@
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ Values = dict[str, Any]
 class Backwards(FaultyTransport):
     """The last node that is asked answers first."""
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
-        yield from reversed(list(super().exchange(kind, packets, timeout)))
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterator[Reply]:
+        yield from reversed(list(super().exchange(kind, packets, timeout, largest_answer)))
 
 
 class Counting(InProcessTransport):
@@ -37,9 +39,11 @@ class Counting(InProcessTransport):
     alive: list[weakref.ref[np.ndarray]]
     most = 0
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterator[Reply]:
         self.alive = []
-        for reply in super().exchange(kind, packets, timeout):
+        for reply in super().exchange(kind, packets, timeout, largest_answer):
             if kind == "train" and reply.packet:
                 self.alive.append(weakref.ref(max(reply.packet.arrays.values(), key=np.size)))
                 self.most = max(self.most, sum(ref() is not None for ref in self.alive))
@@ -51,9 +55,11 @@ class Measuring(InProcessTransport):
 
     spare: dict[Kind, list[int]]
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
-        allowed = self.largest_answer - SMALL_ANSWER
-        for reply in super().exchange(kind, packets, timeout):
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterator[Reply]:
+        allowed = largest_answer - SMALL_ANSWER
+        for reply in super().exchange(kind, packets, timeout, largest_answer):
             self.spare.setdefault(kind, []).append(allowed - reply.bytes_up)
             yield reply
 
@@ -69,6 +75,57 @@ def test_the_run_says_how_large_an_answer_can_be(method: str, secure: str, tiny:
     run_experiment(config, transport)
     assert transport.spare["hello"][0] < 0  # nothing is allowed beside it yet
     assert all(-10_000 < spare < 30_000 for spare in transport.spare["train"])
+
+
+class Asked(InProcessTransport):
+    """Notes which nodes get train messages."""
+
+    nodes_asked: list[list[int]]
+
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterable[Reply]:
+        if kind == "train":
+            self.nodes_asked.append(list(packets))
+        return super().exchange(kind, packets, timeout, largest_answer)
+
+
+def asked_nodes(values: Values) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    """Nodes that get a train message in each round, and the lines of rounds.jsonl."""
+    config = parse(values)
+    transport = Asked(config.flat(), config.num_clients)
+    transport.nodes_asked = []
+    run = run_experiment(config, transport)
+    lines = (run / "rounds.jsonl").read_text().splitlines()
+    return transport.nodes_asked, [json.loads(line) for line in lines]
+
+
+UNEVEN: Values = {"num-clients": 7, "partition": "dirichlet", "dirichlet-beta": 0.02}
+
+
+def test_a_client_with_nothing_to_train_on_gets_no_message(tiny: Values) -> None:
+    """What it holds is known from hello."""
+    asked, rounds = asked_nodes(tiny | UNEVEN)
+    names = [f"client-{i:04d}" for i in range(7)]
+    assert [[names[i] for i in nodes] for nodes in asked] == [
+        [name for name in names if name not in line["idle"]] for line in rounds
+    ]
+    assert rounds[0]["idle"] == ["client-0001", "client-0003", "client-0005"]
+    assert not any(line["failures"] for line in rounds)
+
+
+def test_a_round_in_which_nobody_has_anything_to_train_on_passes(tiny: Values) -> None:
+    asked, rounds = asked_nodes(tiny | UNEVEN | {"clients-per-round": 1, "rounds-per-task": 4, "seed": 1})
+    empty = [line for line in rounds if line["idle"] == line["participants"]]
+    assert empty
+    assert all(line["bytes_down"] == line["bytes_up"] == 0 for line in empty)
+    assert [len(nodes) for nodes in asked] == [int(line not in empty) for line in rounds]
+
+
+def test_in_a_secure_sum_every_client_is_asked(tiny: Values) -> None:
+    """Whoever adds nothing must not be told from the others."""
+    asked, _ = asked_nodes(tiny | UNEVEN | {"method": "fedavg", "secure-aggregation": "pairwise"})
+    assert all(nodes == list(range(7)) for nodes in asked)
 
 
 def results(values: Values, transport: type[FaultyTransport] = FaultyTransport, **faults: Any) -> Values:

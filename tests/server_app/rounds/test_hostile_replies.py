@@ -53,7 +53,6 @@ class Given:
     """A transport whose clients answer what a test says."""
 
     replies: Sequence[Reply] = ()
-    largest_answer: int = SMALL_ANSWER
 
     def nodes(self) -> list[int]:
         return [r.node for r in self.replies]
@@ -61,7 +60,9 @@ class Given:
     def busy(self) -> set[int]:
         return set()
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterable[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterable[Reply]:
         return list(self.replies)
 
 

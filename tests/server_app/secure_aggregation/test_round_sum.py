@@ -44,7 +44,9 @@ class Clients:
         self.secrets[node] = dict(self.nodes[node].memory)
         return Packet({"hidden": hide_in_sum(self.vectors[node], LARGEST, packet, self.nodes[node])})
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterator[Reply]:
         for node, packet in packets.items():
             self.sent[kind, node] = copy_packet(packet)
             if node in self.lost.get(kind, ()):
@@ -415,9 +417,11 @@ class SlowClients(Clients):
 
     waited = 0.0
 
-    def exchange(self, kind: Kind, packets: Mapping[int, Packet], timeout: float) -> Iterator[Reply]:
+    def exchange(
+        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterator[Reply]:
         self.waited += timeout if self.lost[kind] & set(packets) else 0.0
-        yield from super().exchange(kind, packets, timeout)
+        yield from super().exchange(kind, packets, timeout, largest_answer)
 
 
 def test_clients_that_are_lost_one_after_the_other_use_the_time_of_a_round_once() -> None:

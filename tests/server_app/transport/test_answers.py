@@ -13,15 +13,21 @@ from flwr.superlink.grid import HttpGrid
 
 from server_app.errors import MAX_REASON, RunError
 from server_app.transport import answers, flower_grid
-from server_app.transport.base import Reply, sort_replies
+from server_app.transport.base import SMALL_ANSWER, Reply, sort_replies
 from server_app.transport.flower_grid import GridTransport
 from tests.helpers.flower import N, echo, packet
 from tests.helpers.objects import DIVIDER, ObjectGrid, Objects, answered, mutated, replaced
 
 
-def asked(transport: GridTransport, timeout: float = 5, nodes: int = 3, mark: int = 1) -> list[Reply]:
+def asked(
+    transport: GridTransport,
+    timeout: float = 5,
+    nodes: int = 3,
+    mark: int = 1,
+    largest_answer: int = SMALL_ANSWER,
+) -> list[Reply]:
     packets = {n: packet(mark + i) for i, n in enumerate(N[:nodes])}  # equal ones would share their objects
-    return sort_replies(transport.exchange("train", packets, timeout), packets)
+    return sort_replies(transport.exchange("train", packets, timeout, largest_answer), packets)
 
 
 def spoilt(kind: bytes, body: bytes):
@@ -181,8 +187,7 @@ def test_an_answer_larger_than_the_runs_messages_fails_its_node_and_is_not_kept(
     grid = ObjectGrid(echo)
     grid.spoil[N[0]] = in_crumbs  # 20,000 objects; of a thousand bytes each beside their content
     transport = GridTransport(grid)
-    transport.largest_answer = 2_000_000
-    errors = [r.error for r in asked(transport)]
+    errors = [r.error for r in asked(transport, largest_answer=2_000_000)]
     assert errors[1:] == ["", ""]
     assert errors[0] == "unreadable answer: ValueError: it has more than the 2 MB that the run's messages can have"
     assert grid.calls.count("PullObject") < 2100
@@ -213,9 +218,8 @@ def test_what_is_named_again_and_again_is_not_copied(kind: bytes) -> None:
     grid = ObjectGrid(echo)
     grid.spoil[N[0]] = named_again(kind)
     transport = GridTransport(grid)
-    transport.largest_answer = 150_000
-    assert [r.error for r in asked(transport)] == [
-        "unreadable answer: ValueError: it has more than the 0 MB that the run's messages can have",
+    assert [r.error for r in asked(transport, largest_answer=150_000)] == [
+        "unreadable answer: ValueError: it has more than the 0.15 MB that the run's messages can have",
         *("", ""),
     ]
     assert grid.calls.count("ConfirmMessageReceived") == 3
