@@ -1,21 +1,22 @@
-"""Seconds of a round in which no node has anything to train, and where they go: real Flower programs on loopback.
+"""Seconds of a round of three nodes with nothing to train, and of one with 12 images each: real programs on loopback.
 
-python -m benchmarks.deployment_round                 6 rounds of three nodes
+python -m benchmarks.deployment_round                 6 rounds of each kind
 python -m benchmarks.deployment_round --poll 1        the programs that start clients look for work every second
 python -m benchmarks.deployment_round --parts         processor seconds of what a client's process does, without Flower
 
-A fourth node holds the only class of the task; the seed is one that does not draw it. The clock's figures are those of
-the node that answers last in each round, so they add up to the round. The first round, in which nodes install the app,
-is left out.
+For the empty rounds a fourth node holds the only class of the task; the seed is one that does not draw it. The steps
+of the other rounds are those of the node that answers last, so they add up to the round. The first round of each kind,
+in which nodes install the app, is left out.
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -40,9 +41,19 @@ PARTS = {
 }
 
 
-def settings(rounds: int, folder: Path) -> dict[str, Scalar]:
+def messages(rounds: int, folder: Path) -> dict[str, Scalar]:
+    """A run in which three nodes train in every round."""
+    return OWN | {
+        "num-clients": len(NAMES) - 1,
+        "num-tasks": 1,
+        "rounds-per-task": rounds + 1,  # the last one evaluates too
+        "output-dir": str(folder / "runs"),
+    }
+
+
+def empty(rounds: int, folder: Path) -> dict[str, Scalar]:
     """A run whose first ``rounds`` rounds ask the first three nodes only."""
-    values: dict[str, Scalar] = OWN | {
+    values = OWN | {
         "num-clients": len(NAMES),
         "clients-per-round": len(NAMES) - 1,
         "rounds-per-task": rounds + 1,
@@ -108,38 +119,57 @@ class Loopback(Network):
         return super()._variables(name) | poll
 
 
-def measure(rounds: int, folder: Path, poll: float) -> Watch:
-    """Start the programs and watch ``rounds`` empty rounds; all ends with the last of them."""
-    network = Loopback(folder)
-    network.poll = poll
-    with network:
-        for i, name in enumerate(NAMES):
+@contextlib.contextmanager
+def deployed(rounds: int, folder: Path, poll: float, *, train: bool) -> Iterator[tuple[Network, Path]]:
+    """Start the programs and a run; gives its rounds.jsonl once its first messages are due."""
+    folder.mkdir()
+    with Loopback(folder) as network:
+        network.poll = poll
+        for i, name in enumerate(NAMES[:-1] if train else NAMES):
             paint(folder / "data" / name / ("ant" if name == NAMES[-1] else "bee"), 12)
             network.start_node(i, f'name="{name}" data-dir="{folder}/data/{name}" state-dir="{folder}/state/{name}"')
-        network.submit(settings(rounds, folder))
-        lines = folder / "runs" / "run" / "rounds.jsonl"
+        network.submit(messages(rounds, folder) if train else empty(rounds, folder))
+        yield network, folder / "runs" / "run" / "rounds.jsonl"
+
+
+def print_empty(rounds: int, folder: Path, poll: float) -> None:
+    """Seconds of rounds in which nobody has an image of the task's classes."""
+    with deployed(rounds, folder, poll, train=False) as (_, lines):
+        ends: list[float] = []
+
+        def ended() -> bool:
+            written = len(lines.read_text().splitlines()) if lines.exists() else 0
+            ends.extend([time.time()] * (written - len(ends)))
+            return written >= rounds
+
+        until(ended, "rounds do not end", pause=0.02)
+    seconds = [later - earlier for earlier, later in pairwise(ends[:rounds])]
+    print(f"{len(seconds)} empty rounds, seconds by the clock: {spread(seconds)}")
+
+
+def print_messages(rounds: int, folder: Path, poll: float) -> None:
+    """Where the seconds of rounds go in which three nodes train on 12 images each."""
+    with deployed(rounds, folder, poll, train=True) as (network, lines):
         until(lambda: network.count_in_log("supernode-0", "Receiving: train message"), "no training", pause=0.02)
         watch = Watch(network)
 
         def ended() -> bool:
             watch.look(lines)
-            return len(watch.ended) == rounds
+            return len(watch.ended) >= rounds
 
         until(ended, "rounds do not end", pause=0.05)
-        return watch
-
-
-def print_rounds(watch: Watch) -> None:
-    """Means over all rounds but the first."""
-    rounds = len(watch.ended) - 1
-    steps = [watch.steps(r) for r in range(1, rounds + 1)]
-    each = [later - earlier for earlier, later in pairwise(watch.ended)]
-    print(f"{rounds} empty rounds, seconds by the clock: {sum(each) / rounds:.1f} ({min(each):.1f} to {max(each):.1f})")
+    steps = [watch.steps(r) for r in range(1, rounds)]
+    each = [later - earlier for earlier, later in pairwise(watch.ended[:rounds])]
+    print(f"{len(each)} rounds with 12 images on each node, seconds by the clock: {spread(each)}")
     for name, seconds in zip(STEPS, zip(*steps, strict=True), strict=True):
-        print(f"  {name}: {sum(seconds) / rounds:.1f}")
-    per_client = (watch.processor[-1] - watch.processor[0]) / rounds / (len(NAMES) - 1)
+        print(f"  {name}: {sum(seconds) / len(steps):.1f}")
+    per_client = (watch.processor[rounds - 1] - watch.processor[0]) / len(steps) / (len(NAMES) - 1)
     print(f"processor seconds of a client's process: {per_client:.1f}")
-    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+
+
+def spread(seconds: Sequence[float]) -> str:
+    """Mean, least and largest."""
+    return f"{sum(seconds) / len(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
 
 
 def print_parts() -> None:
@@ -164,7 +194,9 @@ def main() -> None:
         print_parts()
         return
     with tempfile.TemporaryDirectory() as folder:
-        print_rounds(measure(args.rounds, Path(folder), args.poll))
+        print_empty(args.rounds, Path(folder) / "empty", args.poll)
+        print_messages(args.rounds, Path(folder) / "messages", args.poll)
+    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":
