@@ -141,6 +141,8 @@ class Bench:
             seconds = time.monotonic() - self._started_at[run.name]
             self._seconds.setdefault(run.variant, []).append(seconds)
             outcome = f"final average accuracy {ended.metrics['final_average_accuracy']:.1%}, {_minutes(seconds)}"
+            lost = sum(len(entry["failures"]) for entry in ended.results["rounds"])
+            outcome += f", answers that failed: {lost}" * (lost > 0)
             self._say(f"finished  {run.name}: {outcome}; {self._remaining()}")
         else:
             log = run.directory / "run.log"

@@ -17,7 +17,7 @@ from server_app.doctor.finding import GB, Finding
 from server_app.simulation.superlink import default_workers
 from strategies.base import RoundContext
 from task.config.schema import Config
-from task.data.load import default_augmentation, load_dataset
+from task.data.load import default_augmentation, load_dataset, require_readable
 from task.data.node_images import Inventory, open_inventory, scan_images
 from task.keys import ConfigError
 from task.message import Packet
@@ -93,6 +93,7 @@ def _read_data(config: Config) -> Finding:
     else:
         share, limit = config.validation_share, config.max_image_pixels
         data = load_dataset(config.dataset, config.data_dir, side, share, config.seed, limit)
+        require_readable(data, config.dataset)
     for images, labels in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
         images[np.unique(labels, return_index=True)[1]]
     text = f"data {config.dataset}: {len(data.train_labels)} training and {len(data.test_labels)} test images, "

@@ -12,7 +12,7 @@ from task.config.parsing import set_num_clients
 from task.config.schema import APPEARING, Config
 from task.data.class_names import class_ids
 from task.data.images import Dataset
-from task.data.load import default_augmentation
+from task.data.load import default_augmentation, require_readable
 from task.models.feature_cache import store_queries
 from task.models.model import Model, build_model
 from task.scenario.client_data import client_task_data
@@ -36,6 +36,8 @@ def connect_clients(config: Config, transport: Transport) -> tuple[Config, Clien
     """
     backbone = build_model(config, []).backbone
     dataset = None if config.own_data else build_scenario(config).dataset
+    if dataset:
+        require_readable(dataset, config.dataset)
     # a resumed run goes on without nodes that are gone: at night nobody may be there to start them
     minimum = config.quorum if config.resume else None
     nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, minimum)

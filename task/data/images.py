@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
@@ -20,6 +21,7 @@ MAX_PIXELS = 50_000_000  # default of the run key max-image-pixels
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 _LONGEST = 10  # a scaled image is at most so many sides of the result long; of a longer strip only the middle is scaled
 _STRIP = 2**20  # pixels that are stretched at a time
+Image.MAX_IMAGE_PIXELS = None  # max-image-pixels is the limit; Pillow's own would also warn below it
 
 
 class UnreadableImage(ConfigError):
@@ -107,9 +109,35 @@ class ImageFiles:
             batch[row] = self._decoded(self.paths[position])
         return batch
 
+    def problem(self, position: int) -> str:
+        """Why a file cannot be read; empty if it can."""
+        try:
+            self._decoded(self.paths[position])
+        except UnreadableImage as error:
+            return str(error)
+        return ""
+
     @cached_property
     def _decoded(self) -> Callable[[str], np.ndarray]:
         return lru_cache(CACHE_BYTES // (3 * self.side**2))(partial(decode, side=self.side, max_pixels=self.max_pixels))
+
+
+def resolve_source(images: Images, positions: np.ndarray) -> tuple[Images, np.ndarray]:
+    """The source that ``images`` are a part of, and their positions in it, int64 [N]."""
+    source = images
+    while isinstance(source, Subset):
+        positions = source.positions[positions]
+        source = source.source
+    return source, positions
+
+
+def find_unreadable(images: Images) -> list[str]:
+    """Decode every image file once and say which cannot be read, and why; what fits stays decoded for the run."""
+    source, positions = resolve_source(images, np.arange(len(images)))
+    if not isinstance(source, ImageFiles):
+        return []
+    with ThreadPoolExecutor() as pool:
+        return [problem for problem in pool.map(source.problem, positions.tolist()) if problem]
 
 
 class _PixelBudget:
@@ -204,7 +232,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
         image.load()
         return image
     if not image.mode.startswith(("I", "F")):
-        return image.convert("RGB")
+        transparent = image.mode == "P" and "transparency" in image.info  # converted at once, Pillow warns of it
+        return (image.convert("RGBA") if transparent else image).convert("RGB")
     return Image.fromarray(_stretch(np.asarray(image))).convert("RGB")
 
 

@@ -3,17 +3,22 @@
 The classes and images of a published data set are counted; other numbers than the published ones are refused.
 """
 
+import logging
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from task.data.images import MAX_PIXELS, Dataset
+from task.data.images import MAX_PIXELS, Dataset, UnreadableImage, find_unreadable
 from task.data.published import IncompleteError
 from task.data.registry import SOURCES, Source
 from task.data.splits import split_validation
 from task.keys import ConfigError
+
+log = logging.getLogger(__name__)
+
+_NAMED = 5  # files in one error
 
 
 @lru_cache(maxsize=2)
@@ -41,6 +46,22 @@ def load_dataset(
                 f"{names}; give more images."
             )
     return dataset
+
+
+def require_readable(dataset: Dataset, name: str) -> None:
+    """Decode each file of a user's own folder once: a damaged one would end the run when its turn comes.
+
+    Published sets, of which there are large ones, are only counted.
+
+    Raises:
+        UnreadableImage: names the first five files that cannot be read, and says how many more there are.
+    """
+    if SOURCES[name].classes:
+        return
+    log.info("reading %d images", len(dataset.train_labels) + len(dataset.test_labels))
+    problems = find_unreadable(dataset.train_images) + find_unreadable(dataset.test_images)
+    if problems:
+        raise UnreadableImage(" ".join(problems[:_NAMED]) + f" {len(problems)} files in all." * (len(problems) > 1))
 
 
 def default_augmentation(dataset: Dataset, asked: str) -> str:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from task.data.images import Dataset, ImageFiles, Images, Subset
+from task.data.images import Dataset, ImageFiles, Images, resolve_source
 from task.models.feature_store import stored_features
 from task.models.model import Model, early_blocks
 from task.models.preprocessing import prepare
@@ -107,7 +107,7 @@ def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor 
     """
     if not model.reuses_query or not len(positions):
         return None
-    source, of_source = _source(images, positions)
+    source, of_source = resolve_source(images, positions)
     if _is_stored(model, source):
         return _table(model, source)[torch.from_numpy(of_source)].to(model.device)
     batches = [positions[start : start + BATCH] for start in range(0, len(positions), BATCH)]
@@ -120,20 +120,11 @@ def store_queries(model: Model, dataset: Dataset) -> bool:
     Raises:
         ConfigError: they cannot be stored.
     """
-    parts = [_source(images, np.empty(0, np.int64))[0] for images in (dataset.train_images, dataset.test_images)]
+    parts = [resolve_source(images, np.empty(0, np.int64))[0] for images in (dataset.train_images, dataset.test_images)]
     stored = [images for images in parts if model.reuses_query and _is_stored(model, images)]
     for images in stored:
         _table(model, images)
     return bool(stored)
-
-
-def _source(images: Images, positions: np.ndarray) -> tuple[Images, np.ndarray]:
-    """The source that ``images`` are a part of, and their positions in it: stored queries serve every split."""
-    source = images
-    while isinstance(source, Subset):
-        positions = source.positions[positions]
-        source = source.source
-    return source, positions
 
 
 def _is_stored(model: Model, source: Images) -> bool:

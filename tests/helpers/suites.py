@@ -30,6 +30,7 @@ def run_results(accuracies, seconds=60.0, up=1000, status="finished"):
             "bytes_down_per_client_round": 500,
         },
         "seconds": {"total": seconds},
+        "rounds": [{"failures": []}, {"failures": [{"name": "client-0001", "reason": "gone"}]}],
     }
 
 

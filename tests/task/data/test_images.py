@@ -1,10 +1,13 @@
 """Image files that are no ordinary ones: huge, long, pipes; and the memory that decoding takes."""
 
 import os
+import shutil
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,11 +18,15 @@ from PIL import ExifTags, Image
 import task.data.images
 from client_app.client import handle
 from client_app.node import Node
+from server_app.rounds.run import run_experiment
+from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
 from task.data.images import UnreadableImage, decode, fit_image, read_rgb
 from task.data.node_images import scan_images
 from task.inference import _rgb
 from task.message import Packet
 from tests.helpers.own_data import OWN, paint
+from tests.helpers.runs import Values
 
 
 def noise(height: int, width: int) -> Image.Image:
@@ -77,6 +84,43 @@ def test_a_file_of_too_many_pixels_is_refused_by_its_header(tmp_path: Path) -> N
     (tmp_path / "header.png").write_bytes((tmp_path / "whole.png").read_bytes()[:45])
     with pytest.raises(UnreadableImage, match=r"header.png.* 20 x 30 pixels, above max-image-pixels = 599"):
         read_rgb(str(tmp_path / "header.png"), 599)
+
+
+def test_the_limit_is_the_keys_not_pillows(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Pillow warns above 89 million pixels, and refuses above 179."""
+    for width in (10_000, 30_000):
+        header = b"IHDR" + struct.pack(">IIBBBBB", width, 10_000, 8, 2, 0, 0, 0)
+        path = tmp_path / f"{width}.png"
+        checksum = struct.pack(">I", zlib.crc32(header))
+        path.write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\r" + header + checksum + bytes(4) + b"IDAT")
+        with pytest.raises(UnreadableImage, match=f"{width} x 10000 pixels, above max-image-pixels = 50000000"):
+            read_rgb(str(path))
+    assert not recwarn.list
+
+
+def test_a_transparent_palette_is_read_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    image = Image.fromarray(np.array([[0, 1]], np.uint8), "P")
+    image.putpalette([10, 20, 30, 40, 50, 60])
+    image.save(tmp_path / "a.png", transparency=bytes([0, 128]))
+    assert np.asarray(read_rgb(str(tmp_path / "a.png"))).tolist() == [[[10, 20, 30], [40, 50, 60]]]
+    assert not recwarn.list
+
+
+def test_a_file_that_cannot_be_read_is_found_before_a_run_begins(tmp_path: Path, tiny: Values) -> None:
+    for name in ("ant", "bee"):
+        paint(tmp_path / "data" / name, 10)
+    values = tiny | {"dataset": "folder", "data-dir": str(tmp_path / "data"), "num-tasks": 1, "num-clients": 2}
+    values |= {"output-dir": str(tmp_path / "runs")}
+    files = sorted((tmp_path / "data").rglob("*.png"))
+    for file in files[::5]:
+        file.write_bytes(file.read_bytes()[:45])
+    with pytest.raises(UnreadableImage, match=r"bee.*replace it or take it away. 4 files in all\.") as caught:
+        run_experiment(parse(values), InProcessTransport(values, 2))
+    assert all(str(file) in str(caught.value) for file in files[::5])
+    assert not list((tmp_path / "runs").glob("*/*"))
+    for file in files[::5]:
+        shutil.copy(files[1], file)
+    run_experiment(parse(values), InProcessTransport(parse(values).flat(), 2))
 
 
 def test_a_format_that_hides_another_image_is_not_opened(tmp_path: Path) -> None:
