@@ -127,7 +127,9 @@ def _rounds_of(run: Path, name: str) -> Iterator[str]:
     """Rounds of a run that the client ``name`` answered, the newest first; strange files as in :func:`_read`."""
     try:
         for line in reversed(read_lines(run / "rounds.jsonl")):
-            if name in line["participants"] and name not in [failure["name"] for failure in line["failures"]]:
+            failed = [failure["name"] for failure in line["failures"]]
+            # nobody is asked in a round in which all are idle
+            if name in line["participants"] and name not in failed and line["idle"] != line["participants"]:
                 yield f"{run.name}: task {line['task']}, round {line['round']}"
     except (OSError, *_STRANGE) as error:
         log.warning("%s is passed over, it is not as a run writes it: %r", run / "rounds.jsonl", error)

@@ -66,17 +66,15 @@ class RoundAggregator:
         clients = list(self._clients.values())
         return largest_answer(clients, self._shapes, self._dim, self._classes, self._config)
 
-    def clients_to_ask(self) -> list[ClientInfo]:
-        """The drawn clients that hold an image of a class which can be learned now, by their answers to hello."""
-        return [client for client in self._clients.values() if client.class_counts[self._classes].any()]
+    def anything_to_train(self) -> bool:
+        """Whether a drawn client holds an image of a class that can be learned now, by the answers to hello."""
+        return any(client.class_counts[self._classes].any() for client in self._clients.values())
 
     def collect(self, replies: Iterable[Reply], report: RoundReport, measure: Measure) -> None:
-        """Use one answer from each of :meth:`clients_to_ask`; ``report`` gets bytes, idle clients and failures.
+        """Use all answers of the round, one from each drawn client; ``report`` gets bytes, idle clients and failures.
 
         ``measure`` gives the entropies of an accepted update's responses, and is called while its arrays are there.
         """
-        asked = {client.name for client in self.clients_to_ask()}
-        report.idle += [client.name for client in self._clients.values() if client.name not in asked]
         waiting: list[Update] = []
         for reply in replies:
             report.bytes_up += reply.bytes_up

@@ -200,10 +200,11 @@ class Run:
             train = self._packet("train", context, clients, aggregator.sent_arrays)
             aggregator.collect_sum(self._round_sum(clients, report), train, report)
             return aggregator
-        # a message would start a process on a node that has nothing to train on
-        replies = self.exchange(
-            "train", context, aggregator.clients_to_ask(), aggregator.sent_arrays, aggregator.largest_answer()
-        )
+        # messages would only start processes on the nodes; but a node that owes an answer needs the time
+        if not aggregator.anything_to_train() and not self.transport.busy():
+            report.idle = list(report.participants)
+            return aggregator
+        replies = self.exchange("train", context, clients, aggregator.sent_arrays, aggregator.largest_answer())
         aggregator.collect(replies, report, measure)
         return aggregator
 

@@ -196,7 +196,7 @@ class Config:
     )
     evaluate: str = key("server", "who evaluates: the server, or each client its part", choices=("server", "clients"))
     federated_bias: bool = key(False, "measure the local models of each task too: an evaluation per client and task")
-    quorum: int = key(1, "clients that must answer in every round", minimum=1)
+    quorum: int = key(1, "clients that must answer in every round in which any is asked", minimum=1)
     start_timeout: float = key(
         15.0, "seconds to wait for each further one of num-clients nodes to connect", above=0, affects="waiting"
     )

@@ -313,7 +313,7 @@ def test_a_node_that_comes_back_under_another_name_is_one_client_still(keys: Val
     values = keys | {"rounds-per-task": 2}
     transport = Changing(parse(values).flat(), {1: leave, 2: lambda: transport.hidden.clear()})
     results = run(values, transport)
-    assert results["rounds"][0]["idle"] == ["west"]
+    assert results["rounds"][0]["failures"] == [{"name": "west", "reason": "gone"}]
     assert [r["participants"][-1] for r in results["rounds"]] == ["west", "west", "xeno", "xeno"]
     assert [c["name"] for c in results["clients"]] == ["north", "south", "xeno"]
 

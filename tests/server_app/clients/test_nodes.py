@@ -51,7 +51,7 @@ def make_run(folder: Path, age: float, node_id: int, *rounds: dict) -> None:
     said = {"name": "north", "node_id": str(node_id), "free_disk": 4_000_000_000, "versions": [folder.name]}
     (folder / "nodes.json").write_text(json.dumps([said | {"said_at": NOON - age}]))
     os.utime(folder / "nodes.json", (NOON - age, NOON - age))
-    lines = [{"task": 1, "round": i + 1, "failures": [], **each} for i, each in enumerate(rounds)]
+    lines = [{"task": 1, "round": i + 1, "failures": [], "idle": [], **each} for i, each in enumerate(rounds)]
     (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -75,7 +75,7 @@ def test_what_a_node_said_last_is_of_the_newest_run_and_its_round_of_the_newest_
     here = {"participants": ["north"]}
     failed = here | {"failures": [{"name": "north", "reason": "gone"}]}
     make_run(tmp_path / "old", 300, NORTH.node_id, here, here, {"participants": ["south"]}, failed)
-    make_run(tmp_path / "new", 200, NORTH.node_id, failed)
+    make_run(tmp_path / "new", 200, NORTH.node_id, failed, here | {"idle": ["north"]})  # nobody was asked in that
     make_run(tmp_path / "newest", 100, 12345, here)  # the same name, but another node
     north = next(n for n in list_nodes("fcil", tmp_path) if n.name == "north")
     assert north.registered_as == "north hospital"
