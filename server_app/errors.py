@@ -28,7 +28,7 @@ def describe_os_error(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return (
             f"the disk is full, {error.filename or 'a file of the run'} could not be written ({error.strerror}): make "
-            "room and go on with resume and the run's folder, or name another output-dir."
+            "room, then go on with resume if the run's folder has a checkpoint, or begin anew in another output-dir."
         )
     return str(error) or type(error).__name__
 

@@ -77,8 +77,8 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         return load_resumed_keys({**values, "resume": str(expand_home(str(values["resume"]), "resume").absolute())})
     keys = dict(values)
     for name in keys_affecting("files"):  # the workers' working directory is the project's
-        if isinstance(keys.get(name), str) and keys[name] and Path(str(keys[name])).exists():
-            keys[name] = str(Path(str(keys[name])).resolve())
+        if keys.get(name):
+            keys[name] = _resolve(name, str(keys[name]))
     if not parse(keys).num_clients:
         from task.data.image_folders import class_folders
 
@@ -86,3 +86,11 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         nodes = class_folders(expand_home(str(keys.get("data-dir") or "nowhere"), "data-dir")) if own else []
         keys["num-clients"] = len(nodes) or DEFAULT_CLIENTS  # a number, so that the server waits for all of them
     return keys
+
+
+def _resolve(name: str, text: str) -> str:
+    """An absolute path where the path is there."""
+    try:
+        return str(Path(text).resolve()) if Path(text).exists() else text
+    except OSError as error:
+        raise ConfigError(f"{name} = {text[:100]!r} cannot be read: {error.strerror}.") from error

@@ -147,6 +147,8 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
         with safe_open(file, framework="numpy") as content:
             metadata = ModelMetadata.read(content.metadata() or {})
             arrays = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        if spoiled := [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]:
+            raise ValueError(f"{spoiled[0]} holds values that are not finite")
         return arrays, metadata, parse(metadata.config)
     except OSError as error:
         raise ModelError(
@@ -155,7 +157,7 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
         ) from error
     except ConfigError as error:
         raise ModelError(f"{file} is of another version: {error}") from error
-    except (SafetensorError, KeyError, ValueError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{file} is damaged or no model of fcil run or fcil export ({error!r}).") from error
 
 

@@ -117,17 +117,23 @@ def _read_number(config: Mapping[str, Any], name: str) -> int:
 def _read_name(config: Mapping[str, Any], name: str) -> str:
     text = config.get(name)
     if not _is_name(text):
-        raise ValueError(f"its {name} is no printable text of 1 to {MAX_NAME} characters")
+        raise ValueError(f"its {name} is {_shown(text)}; a printable text of 1 to {MAX_NAME} characters was expected")
     return str(text)
 
 
 def _read_names(config: Mapping[str, Any], name: str, max_length: int) -> tuple[str, ...]:
     texts = config.get(name)
-    if not isinstance(texts, list) or len(texts) > max_length or not all(map(_is_name, texts)):
-        raise ValueError(
-            f"its {name} are no list of at most {max_length} printable texts of 1 to {MAX_NAME} characters"
-        )
+    if not isinstance(texts, list) or len(texts) > max_length:
+        raise ValueError(f"its {name} are no list of at most {max_length} texts")
+    for text in texts:
+        if not _is_name(text):
+            expected = f"printable texts of 1 to {MAX_NAME} characters were expected"
+            raise ValueError(f"among its {name} is {_shown(text)}; {expected}")
     return tuple(texts)
+
+
+def _shown(text: Any) -> str:
+    return ascii(text if not isinstance(text, str) else text[:40])[:60]
 
 
 def _is_name(text: Any) -> bool:

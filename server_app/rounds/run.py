@@ -37,10 +37,10 @@ from server_app.rounds.setup import (
     wait_for_new_classes,
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
-from server_app.run_files.on_end import tell_operator
+from server_app.run_files.on_end import require_hook, tell_operator
 from server_app.run_files.paths import lock_run, require_writable, run_directory
 from server_app.run_files.results import Results, RoundReport
-from server_app.run_files.resume import require_same_backbone
+from server_app.run_files.resume import require_same_backbone, require_same_keys
 from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
 from server_app.run_files.writers import write_config, write_model
 from server_app.secure_aggregation.round_sum import RoundSum
@@ -48,7 +48,7 @@ from server_app.transport.base import SMALL_ANSWER, Reply, Transport
 from strategies.base import RoundContext, Strategy, Update
 from task.config.checks import require_few
 from task.config.parsing import ignored_keys
-from task.config.schema import Config
+from task.config.schema import Config, known_keys
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
@@ -74,6 +74,7 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
     torch.set_num_threads(config.threads)
     directory = run_directory(config)
     require_writable(directory)
+    require_hook(config.on_end)
     log.info("results go to %s", directory)
     if unread := ignored_keys(config):
         log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
@@ -274,7 +275,8 @@ class Run:
             aggregator.undo()
             report.dropped = True
         if context.ends_task and all(r.dropped for r in self.results.rounds if r.task == report.task):
-            reason = aggregator.spoiled or "lower the server's learning rate."
+            steps = [k for k in known_keys() if k.startswith(f"{self.config.method}-") and k.endswith("learning-rate")]
+            reason = aggregator.spoiled or f"lower the step size of the server ({', '.join(steps)})."
             raise RunError(f"no round of task {report.task} gave a usable model: {reason}")
 
     def _evaluate(self, context: RoundContext, report: RoundReport) -> None:
@@ -316,14 +318,14 @@ class Run:
     def _restore(self, checkpoint: Mapping[str, Any]) -> int:
         """Go back to the end of the last saved round; returns its number."""
         require_same_backbone(self.directory, self.model.backbone.sha256)
+        require_same_keys(self.config, checkpoint["keys"])
         context = RoundContext(self.scenario.schedule, checkpoint["round"])
         self.model = build_model(self.config, self.scenario.task_sizes(context.task))
         try:
             self.model.load(checkpoint["arrays"])
         except ValueError as error:
             raise ConfigError(
-                f"resume = {str(self.directory)!r}: its checkpoint is not that of the run keys in its config.yaml "
-                f"({error}); put back what was changed there."
+                f"resume = {str(self.directory)!r}: its checkpoint does not fit images or code of now ({error})."
             ) from error
         vars(self.strategy).update(checkpoint["strategy"])
         self.results.restore(checkpoint["results"])
@@ -363,6 +365,7 @@ class Run:
             "strategy": attributes,
             "results": self.results.export_state(),
             "plan": self.plan,
+            "keys": self.config.flat(),
         }
         write_checkpoint(self.directory / "checkpoint", context.server_round, state)
 

@@ -15,6 +15,7 @@ from task.utils.atomic import write_atomically
 log = logging.getLogger(__name__)
 
 KEEP_LAST = 2
+PARTS = {"round", "arrays", "strategy", "results", "plan", "keys"}  # of a state
 
 
 def write_checkpoint(folder: Path, server_round: int, state: dict[str, Any]) -> None:
@@ -34,8 +35,11 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     """
     path, content = find_checkpoint(folder)
     try:
-        return pickle.loads(content)
-    except (ImportError, AttributeError) as error:
+        state = pickle.loads(content)
+        if missing := PARTS - state.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        return state
+    except Exception as error:  # a pickle that this code does not know raises nearly any kind
         raise ConfigError(
             f"resume: {path} was written by other code ({error}): go on with that code, or start the run anew."
         ) from error
@@ -55,7 +59,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, bytes]:
         digest, content = raw[:32], raw[32:]
         if hashlib.sha256(content).digest() == digest:
             return path, content
-        log.warning("%s is damaged: going on from the checkpoint before it", path)
+        log.warning("%s is damaged", path)
     raise ConfigError(
         f"resume: {folder} holds no whole checkpoint: its first round never ended, or all are damaged. Start it anew."
     )

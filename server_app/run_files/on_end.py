@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import threading
@@ -11,17 +12,41 @@ import urllib.request
 from pathlib import Path
 from tempfile import TemporaryFile
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 from server_app.errors import one_line, reason_of
+from task.keys import ConfigError
 
 log = logging.getLogger(__name__)
 
 PATIENCE = 30.0  # seconds for the operator's command or URL
+_WEB = ("http://", "https://")
 _QUOTED = 250  # bytes that are quoted of a command's output: the last, where programs put the reason
 
 
 class HookError(RuntimeError):
     """The operator's command or URL did not do what it should; the message names no secret."""
+
+
+def require_hook(hook: str) -> None:
+    """Check before the run that there is such a command, or that the URL can be one.
+
+    Raises:
+        ConfigError: quotes ``hook`` as it was typed, as variables are for secrets.
+    """
+    target = os.path.expandvars(hook)
+    words = shlex.split(target)
+    if target.startswith(_WEB):
+        try:
+            usable = bool(urlsplit(target).hostname) and target.isascii() and len(words) == 1
+        except ValueError:
+            usable = False
+        if not usable:
+            raise ConfigError(f"on-end = {hook!r} is no URL: it needs a host, and no blank or letter beyond ASCII.")
+    elif words and not shutil.which(words[0]):
+        raise ConfigError(
+            f"on-end = {hook!r}: there is no such command on the server, or its variable is not set there."
+        )
 
 
 def tell_operator(hook: str, directory: Path, error: BaseException | None = None) -> None:
@@ -36,7 +61,7 @@ def tell_operator(hook: str, directory: Path, error: BaseException | None = None
     event = {"run": directory.name, "status": status, "error": reason, "directory": str(directory)}
     content, target = json.dumps(event).encode(), os.path.expandvars(hook)
     try:
-        if target.startswith(("http://", "https://")):
+        if target.startswith(_WEB):
             _post(target, content)
         elif target.strip():
             _run_command(shlex.split(target), content, quotes_errors=target == hook)
@@ -52,8 +77,8 @@ def _post(url: str, content: bytes) -> None:
     problems: list[Exception] = []
 
     def post() -> None:
-        request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
         try:
+            request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
             urllib.request.urlopen(request, timeout=PATIENCE).close()
         except Exception as error:
             problems.append(error)

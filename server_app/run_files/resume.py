@@ -9,7 +9,7 @@ import yaml
 from server_app.errors import one_line
 from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import read_results, resolve_output_dir
-from task.config.schema import OF_THE_SERVER, keys_affecting, known_keys
+from task.config.schema import OF_THE_SERVER, Config, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
@@ -57,11 +57,28 @@ def require_same_backbone(directory: Path, backbone_sha256: str) -> None:
         log.warning("the run began with other code or versions: it may end otherwise than without the interruption")
 
 
+def require_same_keys(config: Config, saved: Mapping[str, Scalar]) -> None:
+    """Check that the checkpoint is of a run with these keys, ``saved``, but for those that change no result.
+
+    Raises:
+        ConfigError: names a key that differs.
+    """
+    free, now = keys_affecting("waiting", *OF_THE_SERVER), config.flat()
+    for name, value in saved.items():
+        if name not in free and now.get(name) != value:
+            raise ConfigError(
+                f"resume = {config.resume!r}: its checkpoint was made with {name} = {value!r}, its config.yaml says "
+                f"{now.get(name)!r}; put back what was changed there."
+            )
+
+
 def _read_saved_keys(directory: Path) -> dict[str, Scalar]:
     try:
         saved = yaml.safe_load((directory / "config.yaml").read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"resume = {str(directory)!r} is no folder of a run ({one_line(str(error))}).") from error
-    if not isinstance(saved, dict) or not {"method", "backbone-sha256"} <= saved.keys():
-        raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run.")
+    missing = {"method", "backbone-sha256"} - (saved.keys() if isinstance(saved, dict) else set())
+    if missing:
+        lacks = ", ".join(sorted(missing))
+        raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run, it lacks {lacks}.")
     return saved

@@ -1,11 +1,7 @@
 """A user's own data: arrays in an .npz file or a folder of .npy files, or a folder of images per class."""
 
-import zlib
 from collections import Counter
-from lzma import LZMAError
 from pathlib import Path
-from tokenize import TokenError
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -14,9 +10,6 @@ from task.data.image_folders import class_folders, images_by_class, require_clas
 from task.data.images import Dataset, ImageFiles
 from task.data.splits import HELD_OUT, draw_held_out, select_by_digest, split_dataset
 from task.keys import ConfigError
-
-# RuntimeError: encrypted, or packed in a way that Python does not know; TokenError: the header of an array is damaged
-UNREADABLE = (OSError, ValueError, EOFError, MemoryError, RuntimeError, TokenError, zlib.error, LZMAError, BadZipFile)
 
 
 def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dataset:
@@ -32,28 +25,36 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     """
     try:
         arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
-    except UNREADABLE as error:
+    except Exception as error:  # of a damaged file NumPy and zipfile raise nearly any kind
         what = "folder of .npy files" if path.is_dir() else ".npz file"
         reason = " ".join(str(error).split())
         if isinstance(error, ValueError) and "pickle" in reason:  # NumPy advises to run the code that a file may hold
             reason = "it is damaged, or holds more than arrays of numbers and texts"
         raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({reason}).") from error
+    if "class_names" in arrays:
+        _check_names(arrays["class_names"], path)
     images, labels = _check_arrays(arrays, path)
     names = arrays.get("class_names", np.arange(labels.max() + 1))
-    _check_names(names, path)
     if "split" in arrays:
-        test = np.asarray(arrays["split"]) == 1
+        test = _read_split(arrays["split"], labels, path)
     elif by_content:
         test = select_by_digest([image.tobytes() for image in images])
     else:
         test = draw_held_out(labels, HELD_OUT, 0, "npz")
-    if (
-        test.shape != labels.shape
-        or arrays.get("split", test).dtype.kind not in "biuf"
-        or (test.all() or not test.any()) > by_content
-    ):
-        raise ConfigError(f"data-dir = {str(path)!r}: split does not fit the {len(labels)} labels.")
+    if (test.all() or not test.any()) > by_content:
+        raise ConfigError(
+            f"data-dir = {str(path)!r}: {test.sum()} of its {len(test)} images are test images (split = 1)."
+        )
     return split_dataset(test, images, labels, tuple(map(str, names)))
+
+
+def _read_split(split: np.ndarray, labels: np.ndarray, path: Path) -> np.ndarray:
+    if split.shape != labels.shape or split.dtype.kind not in "biuf":
+        raise ConfigError(
+            f"data-dir = {str(path)!r}: split must be a number for each of the {len(labels)} labels, 1 for a test "
+            f"image and 0 for one to train on; it is {split.dtype} {list(split.shape)}."
+        )
+    return np.asarray(split) == 1
 
 
 def _check_names(names: np.ndarray, path: Path) -> None:
@@ -67,23 +68,31 @@ def _check_names(names: np.ndarray, path: Path) -> None:
 
 
 def _npz_file(path: Path) -> dict[str, np.ndarray]:
-    if path.exists() and not path.is_file():
-        raise ValueError("it is a pipe, a socket or a device")  # opening it could wait for ever
+    _require_file(path)
     file = np.load(path, allow_pickle=False)
     if isinstance(file, np.ndarray):
         raise ValueError("it holds one array without a name")
     with file:
         arrays = {name: file[name] for name in file.files}
+    if foreign := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise ValueError(f"{foreign[0]!r} in it is no array")
     names = arrays.get("class_names", np.empty(0))
     return arrays | ({"class_names": np.char.decode(names, "utf-8")} if names.dtype.kind == "S" else {})
 
 
 def _npy_folder(path: Path) -> dict[str, np.ndarray]:
-    arrays = {p.stem: np.load(p, mmap_mode="r", allow_pickle=False) for p in path.glob("*.npy")}
-    names = path / "class_names.txt"
-    if names.is_file():
+    files, names = list(path.glob("*.npy")), path / "class_names.txt"
+    for file in [*files, names]:
+        _require_file(file)
+    arrays = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in files}
+    if names.exists():
         arrays["class_names"] = np.array(names.read_text(encoding="utf-8").splitlines())
     return arrays
+
+
+def _require_file(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path.name} is a folder, a pipe, a socket or a device")  # opening a pipe could wait for ever
 
 
 def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -99,6 +108,8 @@ def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray
     # without names, the classes are those of the labels
     if labels.min() < 0 or labels.max() >= arrays.get("class_names", labels).size:
         limits = f"they go from {labels.min()} to {labels.max()}"
+        if "class_names" in arrays:
+            limits += f", and there are {len(arrays['class_names'])} class_names"
         raise ConfigError(f"data-dir = {str(path)!r}: labels must start at 0 and leave no number out; {limits}.")
     return images, np.array(labels, np.int64)
 

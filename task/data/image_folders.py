@@ -49,9 +49,12 @@ def _endings() -> tuple[str, ...]:
 
 
 def class_folders(path: Path) -> list[Path]:
-    """Folders directly below ``path``, sorted by name, hidden ones left out; empty if there is no such path."""
+    """Folders directly below ``path``, sorted by name, hidden ones left out; empty if there is no such path.
+
+    A link that leads nowhere is one too: the folder may be on a disk that is not there.
+    """
     entries = sorted(path.iterdir(), key=lambda p: p.name) if path.is_dir() else []
-    return [p for p in entries if p.is_dir() and not _hidden(p.name)]
+    return [p for p in entries if (p.is_dir() or (p.is_symlink() and not p.exists())) and not _hidden(p.name)]
 
 
 def require_classes(folders: Sequence[Path]) -> None:

@@ -180,9 +180,12 @@ def _list_files(root: Path, split: bool) -> tuple[list[str], list[str]]:
     problems: dict[str, str] = {}
     for folder in folders:
         errors: list[OSError] = []
-        files += sorted(image_files(folder, errors.append))
+        found = sorted(image_files(folder, errors.append))
+        files += found
         problems |= {f"{_relative(error.filename or folder, root)}/": str(error) for error in errors}
-    _log_left_out([f"{problem}: give this node's user the right to read it" for problem in problems.values()])
+        if not found and not errors:
+            log.warning("the class folder %s holds no image: is its disk there?", folder)
+    _log_left_out([f"{problem}: this node's user must be able to read it" for problem in problems.values()])
     return [_relative(path, root) for path in files], sorted(problems)
 
 

@@ -15,7 +15,7 @@ from task.keys import ConfigError
 from task.models.weights import build_vit
 from task.prompts.base import PromptVectors
 
-MOST_PATCHES = 128  # along a side: 2,048 pixels with patches of 16; attention holds the square of their number
+MOST_PATCHES = 64  # along a side: 1,024 pixels with patches of 16; attention holds the square of their number
 
 
 class PrefixAttention(nn.Module):

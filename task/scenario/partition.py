@@ -115,7 +115,7 @@ def quantity(problem: Problem, *, classes_per_client: int) -> Partition:
         if classes and not fewest <= classes_per_client <= len(classes):
             raise ValueError(
                 f"classes-per-client={classes_per_client}: allowed are {fewest} to {len(classes)} for the "
-                f"{len(classes)} classes of task {t} and {problem.num_clients} clients, so that every class has a "
+                f"{len(classes)} classes of task {t + 1} and {problem.num_clients} clients, so that every class has a "
                 "holder; change classes-per-client, the number of clients or the number of tasks"
             )
     return _deal_by_class(problem, "quantity", lambda num_classes: classes_per_client)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import re
 import resource
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 
 import pytest
 import safetensors.numpy
+import yaml
 
 from server_app.cli.main import main
 from server_app.errors import RunError
@@ -227,8 +229,8 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
         load_resumed_keys({"resume": str(folder)})
     config = (folder / "config.yaml").read_bytes()
     for content, words in [
-        (config.replace(b"method: ", b"methods: "), "config.yaml is not that of a run"),
-        (config.replace(b"backbone-sha256: ", b"backbone: "), "config.yaml is not that of a run"),
+        (config.replace(b"method: ", b"methods: "), "config.yaml is not that of a run, it lacks method"),
+        (config.replace(b"backbone-sha256: ", b"backbone: "), "not that of a run, it lacks backbone-sha256"),
         (b"just words", "is not that of a run"),
         (b"\xff\xfe", "no folder of a run"),
         (b"a: [", r"no folder of a run \(while parsing.*\)\.$"),
@@ -241,9 +243,11 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
 def test_a_changed_config_yaml_is_named(tiny: Values) -> None:
     folder = interrupt(two_runs(tiny)[1], 3)
     text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("num-tasks: 2", "num-tasks: 3"))
-    with pytest.raises(ConfigError, match=r"its checkpoint is not that of the run keys in its config\.yaml"):
-        run({"resume": str(folder)})
+    for key, now in (("num-tasks", 3), ("seed", 7)):
+        began = yaml.safe_load(text)[key]
+        (folder / "config.yaml").write_text(text.replace(f"\n{key}: {began}\n", f"\n{key}: {now}\n"))
+        with pytest.raises(ConfigError, match=f"was made with {key} = {began}, its config.yaml says {now}; put back"):
+            run({"resume": str(folder)})
 
 
 def test_other_backbone_weights_are_refused(tiny: Values) -> None:
@@ -360,9 +364,12 @@ def test_another_version_of_the_code_is_named(tiny: Values, caplog: pytest.LogCa
     assert "other code or versions" in caplog.text
 
 
-def test_a_checkpoint_of_other_code_is_named(tmp_path: Path) -> None:
-    """It pickles classes by name, and this one names a module that is not here."""
-    content = b"cstrategies.teachers\nTeachers\n."
+@pytest.mark.parametrize(
+    "content",
+    [b"cstrategies.teachers\nTeachers\n.", pickle.dumps({}), pickle.dumps([1]), b"none"],
+    ids=["a module that is not here", "nothing", "a list", "no pickle"],
+)
+def test_a_checkpoint_of_other_code_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "1.ckpt").write_bytes(hashlib.sha256(content).digest() + content)
     with pytest.raises(ConfigError, match="written by other code"):
         read_checkpoint(tmp_path)

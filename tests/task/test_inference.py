@@ -141,6 +141,31 @@ def test_a_trained_backbone_needs_no_other_weights(tiny: dict, tmp_path: Path) -
     assert (load_predictor(directory).predict(np.zeros((1, 16, 16, 3), np.uint8)).probabilities == before).all()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"config": [1]}, {"class_ids": None}, {"class_names": ["one"]}, {"task_sizes": 7}, {"image_shape": [8]}],
+    ids=lambda change: next(iter(change)),
+)
+def test_metadata_of_another_kind_are_refused(change: dict, tiny: dict, tmp_path: Path) -> None:
+    file = untrained(tmp_path / "model", tiny, [6, 6]) / MODEL
+    arrays = safetensors.torch.load_file(file)
+    with safetensors.safe_open(file, framework="np") as content:
+        metadata = content.metadata() | {name: json.dumps(value) for name, value in change.items()}
+    safetensors.torch.save_file(arrays, file, metadata)
+    with pytest.raises(ModelError, match="damaged or no model"):
+        load_predictor(file)
+
+
+def test_a_model_that_is_not_finite_is_refused(tiny: dict, tmp_path: Path) -> None:
+    file = untrained(tmp_path / "model", tiny, [6, 6]) / MODEL
+    arrays = safetensors.torch.load_file(file)
+    with safetensors.safe_open(file, framework="np") as content:
+        metadata = content.metadata()
+    safetensors.torch.save_file(arrays | {"head.bias": torch.full((12,), torch.nan)}, file, metadata)
+    with pytest.raises(ModelError, match=r"head\.bias holds values that are not finite"):
+        load_predictor(file)
+
+
 def test_what_is_no_model_is_named(tiny: dict, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"absent.*first round"):
         load_predictor(tmp_path / "absent")

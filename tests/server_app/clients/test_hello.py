@@ -14,7 +14,7 @@ from tests.helpers.runs import run
 Change = Callable[[Packet], object]
 
 HELLO: dict[str, tuple[Change, str]] = {
-    "no name": (lambda p: p.config.pop("name"), "its name is no printable text"),
+    "no name": (lambda p: p.config.pop("name"), "its name is None; a printable text of 1 to 200"),
     "no counts": (lambda p: p.arrays.clear(), "class_counts"),
     "counts of another length": (lambda p: p.arrays.update(class_counts=np.ones(3, np.int64)), "class_counts"),
     "negative counts": (lambda p: p.arrays.update(class_counts=-p.arrays["class_counts"]), "class_counts"),
@@ -29,16 +29,19 @@ HELLO: dict[str, tuple[Change, str]] = {
     "a number for versions": (lambda p: p.config.update(versions=3), "its versions are no list"),
     "a version that clears the screen": (
         lambda p: p.config.update(versions=["\x1b[2J"]),
-        "its versions are no list",
+        r"among its versions is '\x1b[2J'; printable texts",
     ),
     "a name that clears the screen": (
         lambda p: p.config.update(name="\x1b[2Jclient-0000"),
-        "its name is no printable text",
+        r"its name is '\x1b[2Jclient-0000'; a printable text",
     ),
-    "no letter in its name": (lambda p: p.config.update(name=" "), "its name is no printable text"),
-    "a name without end": (lambda p: p.config.update(name="x" * 10**6), "its name is no printable text"),
-    "a number for a digest": (lambda p: p.config.update({"code-sha256": 5}), "its code-sha256 is no printable text"),
-    "a device of two lines": (lambda p: p.config.update(device="cpu\ncpu"), "its device is no printable text"),
+    "no letter in its name": (lambda p: p.config.update(name=" "), "its name is ' '; a printable text"),
+    "a name without end": (lambda p: p.config.update(name="x" * 10**6), f"its name is '{'x' * 40}'; a printable text"),
+    "a number for a digest": (lambda p: p.config.update({"code-sha256": 5}), "its code-sha256 is 5; a printable text"),
+    "a device of two lines": (
+        lambda p: p.config.update(device="cpu\ncpu"),
+        r"its device is 'cpu\ncpu'; a printable text",
+    ),
 }
 
 

@@ -4,6 +4,7 @@ import http.server
 import json
 import logging
 import os
+import re
 import shlex
 import socket
 import sys
@@ -50,12 +51,31 @@ def test_a_run_that_does_not_come_to_its_first_round_is_reported_too(tiny: Value
     assert json.loads((tmp_path / "event").read_text())["status"] == "failed"
 
 
-def test_a_command_that_is_not_there_changes_no_outcome(
+@pytest.mark.parametrize("hook", ["no-such-program --now", "$NO_SUCH_HOOK", "https://", "http://[::1", "http://a b/"])
+def test_what_cannot_work_is_refused_before_the_first_round(hook: str, tiny: Values, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^on-end = {re.escape(repr(hook))}"):
+        run(tiny | {"on-end": hook})
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_a_command_that_is_gone_at_the_end_changes_no_outcome(
     tiny: Values, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(tiny | {"on-end": "no-such-program --now"})
+    command = tmp_path / "tell"
+    command.write_text(f"#!{sys.executable}")
+    command.chmod(0o700)
+    run(tiny | {"on-end": f"{command} --now"}, broken=lambda node, kind: bool(command.unlink(missing_ok=True)))
     assert results_of(tmp_path / "runs" / "run")["status"] == "finished"
-    assert "on-end = 'no-such-program --now' did not work: FileNotFoundError. No such file" in caplog.text
+    assert f"on-end = '{command} --now' did not work: FileNotFoundError. No such file" in caplog.text
+
+
+def test_a_url_that_is_none_is_logged_without_the_secret_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SECRET_HOOK", "http://[token-123")
+    tell_operator("$SECRET_HOOK", tmp_path)
+    assert "on-end = '$SECRET_HOOK' did not work: ValueError" in caplog.text
+    assert "token-123" not in caplog.text
 
 
 def test_a_command_that_hangs_is_killed_with_what_it_started(

@@ -109,8 +109,9 @@ def test_unusable_folders_of_arrays(tmp_path: Path) -> None:
         ({"labels": np.arange(40) % 4 - 1}, "start at 0"),
         ({"labels": np.arange(40) % 4 * 2}, "no training"),
         ({"labels": np.arange(40) * 10**15}, "leave no number out"),
-        ({"split": np.zeros(40)}, "split"),
-        ({"split": np.eye(40)}, "split"),
+        ({"split": np.zeros(40)}, "0 of its 40 images are test images (split = 1)"),
+        ({"split": np.eye(40)}, "a number for each of the 40 labels, 1 for a test image"),
+        ({"labels": np.arange(40) % 4 + 1, "class_names": np.array(["a", "b"])}, "and there are 2 class_names"),
         ({"class_names": np.array([["ant"], ["bee"], ["cat"], ["dog"]])}, "of shape [4, 1]"),
         ({"class_names": np.array(["ant", "bee", "ant", "dog"])}, "shown, not ['ant']"),
         ({"class_names": np.array(["ant", "bee", "", "dog"])}, "shown, not ['']"),
@@ -162,13 +163,37 @@ def test_an_npz_that_python_cannot_unpack(offset: int, value: int, tmp_path: Pat
         load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0)
 
 
+def test_an_npz_with_a_member_that_is_no_array(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("notes.csv", "a,b")
+    with pytest.raises(ConfigError, match=r"is not a readable \.npz file \('notes\.csv' in it is no array\)"):
+        load_dataset("npz", path, 32, 0.0, 0)
+
+
+@pytest.mark.parametrize("name", ["split.npy", "class_names.txt"])
+def test_a_pipe_among_the_files_is_not_opened(name: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "images.npy", np.zeros((4, 8, 8, 3), np.uint8))
+    np.save(tmp_path / "labels.npy", np.array([0, 0, 1, 1]))
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match=f"{name} is a folder, a pipe"):
+        load_dataset("npz", str(tmp_path), 32, 0.0, 0)
+
+
+def test_a_class_folder_that_is_a_link_to_nowhere(tmp_path: Path) -> None:
+    write_folder(tmp_path / "flat")
+    (tmp_path / "flat" / "class9").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(ConfigError, match=r"the classes \['class9'\] hold no image file"):
+        load_dataset("folder", str(tmp_path / "flat"), 16, 0.0, 0)
+
+
 def write_header(file: IO[bytes], shape: tuple[int, ...]) -> None:
     """An array's header that promises this shape, and few bytes of it."""
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
     file.write(bytes(1000))
 
 
-@pytest.mark.parametrize("images", [10**8, 10**12, 10**17])
+@pytest.mark.parametrize("images", [10**8, 10**12, 10**17, 10**30])
 def test_a_header_that_promises_too_much(images: int, tmp_path: Path) -> None:
     shape = (images, 8, 8, 3)
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive, archive.open("images.npy", "w") as file:

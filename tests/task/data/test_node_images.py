@@ -20,7 +20,7 @@ from server_app.transport.base import Reply
 from task.config.parsing import parse
 from task.data.images import ImageFiles, Images, Subset, UnreadableImage, decode
 from task.data.load import load_dataset
-from task.data.node_images import load_inventory, open_inventory, scan_images
+from task.data.node_images import load_inventory, open_inventory, scan_images, unreadable_classes
 from task.data.splits import select_by_digest
 from task.keys import ConfigError
 from task.message import Packet
@@ -140,6 +140,16 @@ def test_what_was_trained_on_is_what_the_latest_run_says(tmp_path: Path) -> None
     assert f"cat/{name}.png" not in scan_images(str(root), state, 0.0, "third").held_out
 
 
+def test_a_class_whose_disk_is_not_there_is_named(data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (data / "owl").symlink_to(tmp_path / "unmounted")
+    (data / "fox").mkdir()
+    inventory = scan_images(str(data), tmp_path / "state", 0.05)
+    assert inventory.unreadable == ("owl/",)
+    assert unreadable_classes(inventory) == ["owl"]
+    assert "No such file or directory" in caplog.text
+    assert f"the class folder {data / 'fox'} holds no image" in caplog.text
+
+
 def test_nodes_may_share_a_folder_for_what_they_remember(data: Path, tmp_path: Path) -> None:
     paint(tmp_path / "other" / "owl", 3)
     inventories = [scan_images(str(place), tmp_path / "state", 0.0, "run") for place in (data, tmp_path / "other")]
@@ -211,7 +221,7 @@ def test_npz_names_are_texts_and_may_have_no_image(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not a readable \.npz"):
         open_inventory(scan_images(str(path), tmp_path / "other", 0.0), 3)
     np.savez(path, images=images, labels=np.zeros(4, int), split=np.array(["train", "train", "train", "test"]))
-    with pytest.raises(ConfigError, match="split does not fit"):
+    with pytest.raises(ConfigError, match="split must be a number for each of the 4 labels"):
         open_inventory(scan_images(str(path), tmp_path / "other", 0.0), 4)
 
 

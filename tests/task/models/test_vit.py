@@ -329,7 +329,7 @@ def test_image_size_can_change():
 
 
 def test_an_image_of_too_many_patches_is_refused():
-    with pytest.raises(ConfigError, match=r"^image-size = 4000 .*patches of 8 x 8 pixels.*at most 1024"):
+    with pytest.raises(ConfigError, match=r"^image-size = 4000 .*patches of 8 x 8 pixels.*at most 512"):
         load_backbone("vit_glyphs", "auto", 4000, "cpu")
 
 
