@@ -45,7 +45,7 @@ def seconds(method: str, augmentation: str, keys: dict[str, Scalar], reuse: bool
     settings |= {"num-tasks": TASKS, "rounds-per-task": ROUNDS, "num-clients": CLIENTS} | SHORT.get(method, {}) | keys
     without_cache = nullcontext() if reuse else patch.object(Model, "reuses_query", False)
     with tempfile.TemporaryDirectory() as folder, without_cache, patch("time.perf_counter", clock):
-        queries.CACHE = queries.QueryCache(queries.CACHE_BYTES)
+        queries.CACHE = queries.BatchCache(queries.CACHE_BYTES)
         config = parse(settings | {"output-dir": folder, "run-name": "run"})
         directory = run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
         results = json.loads((directory / "results.json").read_text())

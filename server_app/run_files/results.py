@@ -133,6 +133,8 @@ class Results:
             self.matrix[task][j] = _accuracy(correct[classes].sum(), total[classes].sum())
         self.samples = [int(total[classes].sum()) for classes in self.tasks[: task + 1]]
         self.seen[task] = _accuracy(correct.sum(), total.sum())
+        if task == 0 and self.cpu_started is not None:
+            self.seconds["cpu_first_task"] = time.process_time() - self.cpu_started
         self.per_class = {name: _accuracy(*n) for name, *n in zip(self.class_names, correct, total, strict=True)}
 
     def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:

@@ -1,21 +1,20 @@
 """Features and confusion counts of images; every accuracy of the papers follows from the counts."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from task.data.images import Dataset, Images
-from task.models.feature_cache import BATCH, Inputs, cached_query, load_inputs
+from task.models.feature_cache import BATCH, Inputs, adapted_features, cached_query, load_inputs
 from task.models.model import Model
 
 
-def iterate_batches(model: Model, images: Images, positions: np.ndarray) -> Iterator[tuple[np.ndarray, Inputs]]:
-    """Batches of ``positions`` [B] in order, and the model's inputs of these images without augmentation."""
-    for start in range(0, len(positions), BATCH):
-        batch = positions[start : start + BATCH]
-        yield batch, load_inputs(model, images, batch, cached_query(model, images, batch))
+def _batches(positions: np.ndarray) -> list[np.ndarray]:
+    return [positions[start : start + BATCH] for start in range(0, len(positions), BATCH)]
+
+
+def _inputs(model: Model, images: Images, batch: np.ndarray) -> Inputs:
+    return load_inputs(model, images, batch, cached_query(model, images, batch))
 
 
 @torch.no_grad()
@@ -23,9 +22,15 @@ def extract_features(model: Model, images: Images, positions: np.ndarray) -> Ten
     """f(x) of the images at ``positions`` [N] -> float32 [N, D] on the model's device, no augmentation."""
     training = model.backbone.training
     model.backbone.eval()  # so that features neither depend on the batch nor change running means
-    features = [model.features(*inputs) for _, inputs in iterate_batches(model, images, positions)]
+    features = [model.features(*_inputs(model, images, batch)) for batch in _batches(positions)]
     model.backbone.train(training)
     return torch.cat(features) if features else torch.empty(0, model.width, device=model.device)
+
+
+def _logits(model: Model, images: Images, batch: np.ndarray) -> Tensor:
+    if model.adapts:
+        return model.head(adapted_features(model, images, batch))
+    return model(*_inputs(model, images, batch))
 
 
 @torch.no_grad()
@@ -37,7 +42,7 @@ def confusion_counts(model: Model, dataset: Dataset, order: np.ndarray, position
     """
     labels, classes = dataset.test_labels, len(dataset.class_names)
     counts = np.zeros((classes, classes), np.int64)
-    for batch, inputs in iterate_batches(model, dataset.test_images, dataset.test_positions(order, positions)):
-        predicted = order[model(*inputs).argmax(dim=1).cpu().numpy()]
+    for batch in _batches(dataset.test_positions(order, positions)):
+        predicted = order[_logits(model, dataset.test_images, batch).argmax(dim=1).cpu().numpy()]
         np.add.at(counts, (labels[batch], predicted), 1)
     return counts

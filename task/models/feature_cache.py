@@ -1,10 +1,11 @@
-"""Queries q(x) of images without augmentation, computed once: per process in memory, or for all runs on disk.
+"""Features of images without augmentation, computed once: per process in memory, queries also for all runs on disk.
 
 q(x) depends on the image and the frozen backbone only, so test images, statistics and training without augmentation
 need it once. Its last bits depend on the batch in which it is computed. In memory, therefore, whole batches are cached,
 and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
 of the images in batches of 256; a run that uses the disk takes every query from there, also the run that computes them.
-So results do not depend on what is cached. The class token after three quarters of the blocks is stored beside each
+So results do not depend on what is cached. Where a prompt learns in the first task only, f(x) of test images is kept in
+memory too. The class token after three quarters of the blocks is stored beside each
 query: it costs no further pass, and FedRDA reads both.
 """
 
@@ -13,6 +14,7 @@ import logging
 import platform
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -23,7 +25,7 @@ from torch import Tensor
 
 from task.data.images import Dataset, ImageFiles, Images, resolve_source
 from task.models.feature_store import stored_features
-from task.models.model import Model, early_blocks
+from task.models.model import Model, early_blocks, to_arrays
 from task.models.preprocessing import prepare
 from task.models.vit import Backbone
 from task.utils.versions import package_version
@@ -50,7 +52,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """Queries of a batch or of all images, and the images and the backbone that they belong to.
+    """Features of a batch or of all images, and the images and the backbone that they belong to.
 
     The cache finds them by the objects' ids. A new object may get the id of a deleted one, so the objects are compared
     too.
@@ -58,41 +60,45 @@ class CachedBatch:
 
     images: weakref.ref[Images]
     backbone: weakref.ref[Backbone]
-    query: Tensor
+    features: Tensor
 
     def belongs_to(self, images: Images, backbone: Backbone) -> bool:
-        """Whether they are queries of these images by this backbone."""
+        """Whether they are features of these images by this backbone."""
         return self.images() is images and self.backbone() is backbone
 
 
-class QueryCache:
-    """The queries that were used last, at most ``limit`` bytes."""
+class BatchCache:
+    """Features of the batches that were used last, at most ``limit`` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
         self._batches: dict[tuple[int, int, Arithmetic, bytes], CachedBatch] = {}  # the last used at the end
 
-    def query(self, model: Model, images: Images, positions: np.ndarray) -> Tensor:
-        """q(x) of the images at ``positions``, int64 [B] -> [B, D] on the model's device; read only."""
-        digest = hashlib.sha256(positions.tobytes()).digest()
+    def get(
+        self, model: Model, images: Images, positions: np.ndarray, compute: Callable[[], Tensor], prompt: bytes = b""
+    ) -> Tensor:
+        """What ``compute`` gives for the images at ``positions``, int64 [B] -> [B, width]; read only.
+
+        ``prompt`` tells prompts apart, where it depends on them.
+        """
+        digest = hashlib.sha256(positions.tobytes()).digest() + prompt
         key = (id(images), id(model.backbone), (model.precision, model.early_blocks), digest)
         batch = self._pop(key)
         if not batch or not batch.belongs_to(images, model.backbone):
-            query = model.query(prepare(images[positions], model.backbone))
-            batch = CachedBatch(weakref.ref(images), weakref.ref(model.backbone), query)
+            batch = CachedBatch(weakref.ref(images), weakref.ref(model.backbone), compute())
         self._batches[key] = batch
-        self.size += batch.query.nbytes
+        self.size += batch.features.nbytes
         while self.size > self.limit:
             self._pop(next(iter(self._batches)))
-        return batch.query
+        return batch.features
 
     def _pop(self, key: tuple[int, int, Arithmetic, bytes]) -> CachedBatch | None:
         batch = self._batches.pop(key, None)
-        self.size -= batch.query.nbytes if batch else 0
+        self.size -= batch.features.nbytes if batch else 0
         return batch
 
 
-CACHE = QueryCache(CACHE_BYTES)
+CACHE = BatchCache(CACHE_BYTES)
 _TABLES: dict[tuple[int, int, Arithmetic, int], CachedBatch] = {}  # of data sets that are stored on disk
 
 
@@ -111,7 +117,23 @@ def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor 
     if _is_stored(model, source):
         return _table(model, source)[torch.from_numpy(of_source)].to(model.device)
     batches = [positions[start : start + BATCH] for start in range(0, len(positions), BATCH)]
-    return torch.cat([CACHE.query(model, images, batch) for batch in batches])
+    return torch.cat([_query(model, images, batch) for batch in batches])
+
+
+def _query(model: Model, images: Images, batch: np.ndarray) -> Tensor:
+    return CACHE.get(model, images, batch, lambda: model.query(prepare(images[batch], model.backbone)))
+
+
+@torch.no_grad()
+def adapted_features(model: Model, images: Images, batch: np.ndarray) -> Tensor:
+    """f(x) of a batch without augmentation, for a model that :attr:`~task.models.model.Model.adapts`: [B, width]."""
+    arrays = to_arrays(model.prompt.state_dict())
+    prompt = hashlib.sha256(b"".join(array.tobytes() for array in arrays.values())).digest()
+
+    def compute() -> Tensor:
+        return model.features(*load_inputs(model, images, batch, cached_query(model, images, batch)))
+
+    return CACHE.get(model, images, batch, compute, prompt)
 
 
 def store_queries(model: Model, dataset: Dataset) -> bool:
@@ -148,7 +170,7 @@ def _table(model: Model, source: Images) -> Tensor:
         shape = (len(source), model.backbone.dim * (1 + len(blocks)))
         features = stored_features(_identity(model, source), about, shape, lambda: _compute_all(model, source))
         table = _TABLES[key] = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
-    return table.query[:, : model.width]
+    return table.features[:, : model.width]
 
 
 def _identity(model: Model, source: Images) -> dict[str, str]:

@@ -208,6 +208,11 @@ class Model(nn.Module):
         return type(self.prompt) is not Prompt
 
     @property
+    def adapts(self) -> bool:
+        """Whether the prompt learns in the first task only, so that f(x) of a test image never changes afterwards."""
+        return self.local_head is not None and self.prompted
+
+    @property
     def reuses_query(self) -> bool:
         """Whether a cached q(x) is of use: the prompt reads it, or it is f(x). False if the backbone is trained."""
         return self.trained_backbone is None and (self.prompt.needs_query or not self.prompted)

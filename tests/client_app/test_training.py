@@ -375,7 +375,7 @@ class Oracle:
     def __init__(self):
         self.backbone = Pixels(1, mean=0.0, std=1 / 255)
         self.sizes = []
-        self.reuses_query = False
+        self.reuses_query = self.adapts = False
         self.prompted = True
 
     def __call__(self, images, query=None):

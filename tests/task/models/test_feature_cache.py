@@ -15,7 +15,7 @@ from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.models import feature_cache as queries
 from task.models.evaluation import confusion_counts, extract_features
-from task.models.feature_cache import QueryCache, cached_query
+from task.models.feature_cache import BatchCache, cached_query
 from task.models.model import Model, build_model
 from task.models.vit import ViT
 from task.prompt_kinds import PROMPTS
@@ -30,7 +30,7 @@ UNASKED = ("shared", "lora")  # the prompts that neither read q(x) nor leave it 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch):
     """Every test begins with nothing known."""
-    fresh = QueryCache(2**20)
+    fresh = BatchCache(2**20)
     monkeypatch.setattr(queries, "CACHE", fresh)
     return fresh
 
@@ -104,6 +104,29 @@ def test_an_evaluation_passes_old_images_no_second_time(tiny, passes):
     assert queries_per_task[1] <= len(labels) - first + first % queries.BATCH
 
 
+@pytest.mark.parametrize("prompt", ["lora", "dualprompt"])
+def test_a_model_that_has_adapted_passes_no_test_image_twice(tiny, passes, prompt):
+    """Its head may change as it will; a prompt of other numbers has other features."""
+    config = parse(tiny | {"method": "afcl", "prompt": prompt})
+    scenario, model = build_scenario(config), build_model(config, [6, 6])
+    torch.nn.init.normal_(model.head.weight)
+    labels, order = scenario.dataset.test_labels, np.array([c for task in scenario.schedule.tasks for c in task])
+
+    def evaluate():
+        before = sum(passes[True])
+        counts = confusion_counts(model, scenario.dataset, order, np.arange(len(labels)))
+        return counts, sum(passes[True]) - before
+
+    first, passed = evaluate()
+    assert passed == len(labels)
+    again, passed = evaluate()
+    assert (again.tolist(), passed) == (first.tolist(), 0)
+    model.head.weight.data.neg_()
+    assert evaluate()[0].tolist() != first.tolist()
+    next(model.prompt.parameters()).data.normal_()
+    assert evaluate()[1] == len(labels)
+
+
 def test_training_without_augmentation_reuses_the_queries(tiny, passes):
     """Two epochs, then statistics: q(x) once per image, f(x) three times."""
     config = parse(tiny | {"method": "fppl", "augmentation": "none", "local-epochs": 2})
@@ -126,7 +149,7 @@ def test_what_is_known_changes_no_bit(tiny, tmp_path, monkeypatch, prompt):
     """A cache that keeps all, one that keeps little and one that keeps nothing."""
     results, models = [], []
     for limit in (2**30, 20_000, 0):
-        monkeypatch.setattr(queries, "CACHE", QueryCache(limit))
+        monkeypatch.setattr(queries, "CACHE", BatchCache(limit))
         values = {"method": "fedavg", "prompt": prompt, "augmentation": "none", "run-name": str(limit)}
         results.append(without_times(run(tiny | values | {"rounds-per-task": 2})))
         models.append(safetensors.numpy.load_file(tmp_path / "runs" / str(limit) / "model.safetensors"))
@@ -139,7 +162,7 @@ def test_no_more_than_the_limit_is_kept_and_the_last_used_stay(tiny, monkeypatch
     monkeypatch.setattr(queries, "BATCH", 5)
     _, scenario, model = built(tiny, "none")
     images, width = scenario.dataset.train_images, 4 * 5 * model.backbone.dim
-    cache = QueryCache(3 * width + width // 2)
+    cache = BatchCache(3 * width + width // 2)
     monkeypatch.setattr(queries, "CACHE", cache)
 
     def computed(start, stop):
