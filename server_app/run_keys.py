@@ -77,7 +77,7 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         return load_resumed_keys({**values, "resume": str(expand_home(str(values["resume"]), "resume").absolute())})
     keys = dict(values)
     for name in keys_affecting("files"):  # the workers' working directory is the project's
-        if keys.get(name):
+        if isinstance(keys.get(name), str) and keys[name]:
             keys[name] = _resolve(name, str(keys[name]))
     if not parse(keys).num_clients:
         from task.data.image_folders import class_folders

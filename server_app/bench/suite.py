@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from server_app.report.others import OtherResult, read_others
+from server_app.report.runs import data_name
 from server_app.run_files.paths import resolve_output_dir
 from server_app.run_keys import complete_run_keys
 from task.config.parsing import parse, reads_key
@@ -65,7 +66,7 @@ class PlannedRun:
     @property
     def setting(self) -> str:
         """Data set and partition; runs of one setting can be compared."""
-        return ", ".join(filter(None, [self.config.dataset, self.partition]))
+        return ", ".join(filter(None, [data_name(self.config.dataset, self.config.data_dir), self.partition]))
 
 
 @dataclass(frozen=True)

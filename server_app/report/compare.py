@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -98,11 +99,40 @@ def mean_sd(values: Iterable[float]) -> tuple[float, float]:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group by data set, method and the run keys of the protocol; the best final average accuracy comes first.
 
-    Within one data set and method, the keys that differ (prompt, partition's parameter) become part of the label.
+    Runs of a suite have its labels. Others are named by their method; within one data set and method, the keys that
+    differ (prompt, partition's parameter) become part of the label.
     """
+    average = "final_average_accuracy"
+    groups = _group_by_folder(runs) or _group_by_keys(runs)
+    return sorted(groups, key=lambda g: (g.setting, -np.nan_to_num(g.mean_sd(average)[0], nan=-1), g.label))
+
+
+def _group_by_folder(runs: Sequence[Run]) -> list[Group]:
+    """Groups of runs that all lie in a suite's folders LABEL/seed0, LABEL/seed1, ...; empty if they do not.
+
+    Of the labels the parts that all have in common are left out.
+    """
+    if not all(re.fullmatch(r"seed\d+", run.folder.name) for run in runs):
+        return []
+    labels = [run.folder.resolve().parent.parts for run in runs]
+    start = _shared(labels)
+    end = _shared([label[start:][::-1] for label in labels])
+    groups: dict[tuple[str, str], Group] = {}
+    for run, parts in zip(runs, labels, strict=True):
+        label = "/".join(parts[start : len(parts) - end]) or run.results["method"]
+        groups.setdefault((run.data_name, label), Group(run.data_name, label, [])).runs.append(run)
+    return list(groups.values())
+
+
+def _shared(labels: Sequence[tuple[str, ...]]) -> int:
+    """How many parts at the beginning of all labels are the same."""
+    return len(list(takewhile(lambda parts: len(set(parts)) == 1, zip(*labels, strict=False))))
+
+
+def _group_by_keys(runs: Sequence[Run]) -> list[Group]:
     families: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
-        families.setdefault((run.results["dataset"], run.results["method"]), []).append(run)
+        families.setdefault((run.data_name, run.results["method"]), []).append(run)
     groups: dict[tuple[str, str], Group] = {}
     same_protocol = keys_affecting("seed", *SAME_RESULT)
     for (dataset, method), family in families.items():
@@ -112,8 +142,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
             settings = ", ".join(f"{name} {run.settings.get(name, 'unknown')}" for name in differing)
             label = f"{method} ({settings})" if settings else method
             groups.setdefault((dataset, label), Group(dataset, label, [])).runs.append(run)
-    average = "final_average_accuracy"
-    return sorted(groups.values(), key=lambda g: (g.setting, -np.nan_to_num(g.mean_sd(average)[0], nan=-1), g.label))
+    return list(groups.values())
 
 
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:

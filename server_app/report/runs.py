@@ -20,6 +20,15 @@ LISTS = (*MATRICES, "tasks", "class_names", "clients", "rounds")
 OBJECTS = ("metrics", "per_class_accuracy", "federated_bias", "communication", "seconds", "environment")
 
 
+def data_name(dataset: str, data_dir: str) -> str:
+    """What tables and pictures call a data set.
+
+    >>> data_name("npz", "/data/scans.npz"), data_name("folder", "/data/pets/"), data_name("digits", "")
+    ('scans', 'pets', 'digits')
+    """
+    return Path(data_dir).stem or dataset if dataset in ("npz", "folder") else dataset
+
+
 @dataclass(frozen=True)
 class Run:
     """A run, read for its report. Of its T tasks, k are finished. All accuracies are fractions.
@@ -51,6 +60,11 @@ class Run:
         return self.results["tasks"]
 
     @property
+    def data_name(self) -> str:
+        """Name of the data set; of images of one's own that of their file or folder."""
+        return data_name(self.results["dataset"], str(self.settings.get("data-dir", "")))
+
+    @property
     def finished(self) -> bool:
         """Whether the run is recorded as finished and has all its tasks."""
         return self.results["status"] == "finished" and len(self.matrix) == len(self.seen)
@@ -58,7 +72,7 @@ class Run:
     @property
     def title(self) -> str:
         """Method and data set."""
-        return f"{self.results['method']} on {self.results['dataset']}"
+        return f"{self.results['method']} on {self.data_name}"
 
     @property
     def status(self) -> str:

@@ -74,7 +74,7 @@ def make_run(tmp_path):
 
     def make(name="run", config=None, **changes):
         folder = tmp_path / name
-        folder.mkdir()
+        folder.mkdir(parents=True)
         (folder / "results.json").write_text(json.dumps(results(**changes)))
         if config is not None:
             (folder / "config.yaml").write_text(yaml.safe_dump(config))
@@ -547,6 +547,14 @@ def test_seeds_are_averaged(seeds, tmp_path):
     table = (output / "table.md").read_text().splitlines()
     assert [cell.strip() for cell in table[2].strip("|").split("|")] == row
     assert len({line.count("|") for line in table[:3]}) == 1
+
+
+def test_runs_of_a_suite_keep_its_labels(make_run):
+    runs = [make_run(f"{label}/beta-0.5/seed{seed}", seed=seed) for label in ("hgp", "hgp-32") for seed in (0, 1)]
+    groups = group_runs([load_run(folder) for folder in runs])
+    assert sorted((group.label, len(group.runs)) for group in groups) == [("hgp", 2), ("hgp-32", 2)]
+    (alone,) = group_runs([load_run(folder) for folder in runs[:2]])
+    assert (alone.setting, alone.label) == ("digits", "hgp")
 
 
 def test_curve_and_point_of_the_comparison(seeds):
