@@ -1,11 +1,14 @@
 """Features on disk: each image passes the backbone once for all runs, and results do not depend on what is there."""
 
+import copy
 import json
 import logging
 import os
+import platform
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -27,10 +30,11 @@ from task.models import feature_cache, feature_store
 from task.models.evaluation import extract_features
 from task.models.feature_cache import cached_query, image_digest
 from task.models.feature_store import clear_store, list_stored, stored_features
-from task.models.model import build_model
+from task.models.model import Model, build_model
 from task.models.vit import ViT
 from task.models.weights import build_vit
 from task.scenario.scenario import build_scenario
+from task.utils.versions import package_version
 from tests.helpers.flower import LoopbackGrid
 from tests.helpers.own_data import OWN
 from tests.helpers.own_data import store as put_images
@@ -160,6 +164,88 @@ def test_other_settings_have_features_of_their_own(values, passed, more):
     torch.set_num_threads(1)
     assert sum(passed) == 2 * number_of_images(values)
     assert len(list_stored()) == 2
+
+
+Change = Callable[[pytest.MonkeyPatch, Model, np.ndarray], object]
+
+
+def put(owner: object, name: str, value: object) -> Change:
+    """Replace an attribute of a module or class."""
+    return lambda patch, model, images: patch.setattr(owner, name, value)
+
+
+def put_version(package: str) -> Change:
+    """Another version of one package."""
+    return put(feature_cache, "package_version", lambda name: "0.0" if name == package else package_version(name))
+
+
+def put_code(path: str) -> Change:
+    """One more line in one file of the package."""
+    read, changed = Path.read_bytes, Path(feature_cache.__file__).parents[1] / path
+    return put(Path, "read_bytes", lambda self: read(self) + b"\n" if self == changed else read(self))
+
+
+def of_backbone(name: str, value: object) -> Change:
+    return lambda patch, model, images: setattr(model.backbone, name, value)
+
+
+def of_model(name: str, value: object) -> Change:
+    return lambda patch, model, images: setattr(model, name, value)
+
+
+# entry of a stored file's identity, what is changed of it, and how
+CHANGES: list[tuple[str, str, Change]] = [
+    ("images", "a pixel", lambda patch, model, images: np.bitwise_xor.at(images, (-1, 0, 0, 0), 1)),
+    ("backbone", "name", of_model("backbone_name", "another")),
+    ("backbone-sha256", "weights", of_backbone("sha256", "0" * 64)),
+    ("image-size", "side", of_backbone("image_size", 24)),
+    ("normalisation", "mean", of_backbone("mean", torch.full((1, 3, 1, 1), 0.1))),
+    ("normalisation", "std", of_backbone("std", torch.full((1, 3, 1, 1), 0.1))),
+    ("precision", "precision", of_model("precision", "bf16")),
+    ("early-blocks", "a block", of_model("early_blocks", (0,))),
+    ("batch", "size", put(feature_cache, "BATCH", 128)),
+    ("processor", "threads", put(torch, "get_num_threads", lambda: 99)),
+    ("processor", "machine", put(platform, "machine", lambda: "another")),
+    ("processor", "instructions", put(torch.backends.cpu, "get_cpu_capability", lambda: "another")),
+    *(("versions", package, put_version(package)) for package in ("torch", "timm", "pillow")),
+    *(("code", path, put_code(path)) for path in ("models/preprocessing.py", "models/vit.py", "data/images.py")),
+]
+
+
+@pytest.fixture
+def stored_abouts(values: dict, monkeypatch: pytest.MonkeyPatch) -> Callable[[Change | None], list[dict[str, str]]]:
+    """Stores features of four images, changes one thing, stores them again; what the stored files say of themselves."""
+    monkeypatch.setattr(feature_cache, "_compute_all", lambda model, source: torch.zeros(len(source), 1))
+    model, images = build_model(parse(values | {"method": "ncm"}), [2]), np.zeros((4, 16, 16, 3), np.uint8)
+    model._shared = [copy.deepcopy(model.backbone)]  # the process's own is that of all later tests
+
+    def store_twice(change: Change | None) -> list[dict[str, str]]:
+        cached_query(model, images, np.arange(4))
+        monkeypatch.setattr(feature_cache, "_TABLES", {})
+        if change:
+            change(monkeypatch, model, images)
+        cached_query(model, images, np.arange(4))
+        return [dict(file.about) for file in list_stored()]
+
+    return store_twice
+
+
+@pytest.mark.parametrize(("entry", "change"), [pytest.param(e, c, id=f"{e}-{what}") for e, what, c in CHANGES])
+def test_whatever_the_bits_depend_on_makes_another_file(
+    stored_abouts: Callable[[Change | None], list[dict[str, str]]], entry: str, change: Change
+) -> None:
+    """Each change shows in its entry alone, so a file is shared wrongly as soon as the entry is left out."""
+    abouts = stored_abouts(change)
+    assert len(abouts) == 2
+    one, other = abouts
+    assert {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)} == {entry}
+
+
+def test_all_entries_of_a_file_are_among_the_changes(
+    stored_abouts: Callable[[Change | None], list[dict[str, str]]],
+) -> None:
+    (about,) = stored_abouts(None)
+    assert set(about) - {"belongs-to", "number"} == {entry for entry, _, _ in CHANGES}
 
 
 def test_one_changed_pixel_makes_other_features(values, passed):
