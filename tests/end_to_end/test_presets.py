@@ -9,10 +9,11 @@ import timm
 import yaml
 from flwr.common.config import parse_config_args
 
+from server_app.bench.suite import PlannedRun, read_suite
 from server_app.cli import main as cli
 from server_app.cli.common import MISTAKE, OK
 from server_app.run_keys import read_words
-from task.config.parsing import parse
+from task.config.parsing import ignored_keys, parse
 from task.config.schema import FROM_SCRATCH, Config
 from task.data.registry import SOURCES
 from task.keys import ConfigError
@@ -62,6 +63,31 @@ PUBLISHED = {
 }
 # fmt: on
 
+# of each row of suites/cifar100-full.yaml, what follows the preset of its setting
+NO_PROMPT = ("prompt=none", "prompt-length=auto", "prompt-pool=auto", "rounds-per-task=1")
+ROWS: dict[str, tuple[str, ...]] = {
+    "hgp": (),
+    "fedavg": ("method=fedavg",),
+    "ccvr": ("method=ccvr",),
+    "fppl": (),
+    "fedavg-fused": ("method=fedavg",),
+    "pip-dualprompt": (),
+    "pip-l2p": ("prompt=l2p",),
+    "fedavg-dualprompt": ("method=fedavg", "fedavg-mean=plain"),
+    "fedavg-l2p": ("method=fedavg", "fedavg-mean=plain", "prompt=l2p"),
+    "hepco": (),
+    "fedavg-decomposed-plain": ("method=fedavg",),
+    "fedprok": (),
+    "fedavg-resnet": ("method=fedavg",),
+    "ncm": ("method=ncm", *NO_PROMPT),
+    "afcl": ("method=afcl", *NO_PROMPT),
+}
+ON_PURPOSE: dict[str, dict[str, Scalar]] = {  # where a row or a backbone of the suite is not its preset's
+    "fedavg-decomposed-plain": {"fedavg-mean": "plain"},  # HePCo's own first step; the preset has the paper's baseline
+    "deit-ti": {"backbone": "deit_tiny_patch16_224.fb_in1k"},
+}
+OF_A_RUN = {"data-dir", "output-dir", "run-name", "seed"}  # which no preset fixes
+
 
 def load(name: str, *words: str) -> Config:
     return parse(read_words([str(PRESETS[name]), *words]))
@@ -103,6 +129,31 @@ def test_totals_are_the_published_ones() -> None:
         if config.method in totals:
             assert config.num_tasks * config.rounds_per_task == totals[config.method]
         assert SOURCES[config.dataset].classes % config.num_tasks == 0
+
+
+@pytest.fixture(scope="module")
+def full_suite() -> list[PlannedRun]:
+    """The runs of the published protocols on CIFAR-100."""
+    return read_suite(ROOT / "suites" / "cifar100-full.yaml", {"data-dir": "/data"}).runs
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_of_the_full_suite_is_its_preset(full_suite: list[PlannedRun], row: str) -> None:
+    """Key by key, with both backbones and in each setting; the exceptions are real ones."""
+    runs = [run for run in full_suite if run.variant == row]
+    assert runs
+    for run in runs:
+        system, backbone = run.partition.split("-", 1)
+        preset = load(f"{system}-cifar100", *ROWS[row])
+        keys, expected = run.config.flat(), preset.flat()
+        unread = OF_A_RUN | set(ignored_keys(preset))  # ncm and afcl read no step size
+        apart = {name: value for name, value in keys.items() if value != expected[name] and name not in unread}
+        assert keys.keys() == expected.keys()
+        assert apart == ON_PURPOSE.get(row, {}) | ON_PURPOSE.get(backbone, {}), run.name
+
+
+def test_all_rows_of_the_full_suite_are_compared(full_suite: list[PlannedRun]) -> None:
+    assert {run.variant for run in full_suite} == set(ROWS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
