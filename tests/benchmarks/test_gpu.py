@@ -1,6 +1,7 @@
 """`python -m benchmarks.gpu`: pieces are resumed, draws are the CPU's, and every line runs without a GPU."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from server_app.bench.suite import read_suite
+from task.config.parsing import parse
 from task.methods import METHODS
 from task.models.load import build_backbone
 
@@ -78,13 +81,39 @@ def test_fp32_means_fp32_in_convolutions(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_tiny_piece_of_each_kind_fills_its_table(tmp_path: Path) -> None:
-    names = ["correct-ncm", "speed-vit-b-224", "bf16-pip", "paper-hgp"]
+    names = ["correct-ncm", "speed-vit-b-224", "bf16-pip", "paper-hgp", "paper-fedrda"]
     arguments = [word for name in names for word in ("--piece", name)]
     assert gpu._main(["--quick", "--output", str(tmp_path), *arguments]) == 0
     section = (tmp_path / "section.md").read_text()
     assert section.endswith("All pieces were run.\n")
-    for row in ("| ncm | 100.0 | 100.0 | 0.00 |", "| vit-b-224 | bf16 | crop-flip | 2 |", "| pip | ", "| hgp | "):
+    for row in (
+        "| ncm | 100.0 | 100.0 | 0.00 |",
+        "| vit-b-224 | bf16 | crop-flip | 2 |",
+        "| pip | ",
+        "| hgp | ",
+        "| fedrda | ",
+    ):
         assert row in section
+
+
+def test_the_minutes_of_the_docstring_add_up() -> None:
+    """Of each kind, of all, and of what comes before the two longest runs."""
+    said = " ".join((gpu.__doc__ or "").split())
+    by_kind = Counter[str]()
+    for piece in gpu.PIECES:
+        by_kind[piece.name.split("-")[0]] += piece.minutes
+    assert all(f"{minutes:.3g} for {kind}-*" in said for kind, minutes in by_kind.items())
+    assert f"{by_kind.total():.3g} in all" in said
+    assert [piece.name for piece in gpu.PIECES[-2:]] == ["paper-fedprok", "paper-fppl"]
+    assert f"before these two takes {sum(piece.minutes for piece in gpu.PIECES[:-2]):.3g}." in said
+
+
+def test_the_run_of_fedrda_is_that_of_the_suite() -> None:
+    suite = read_suite(gpu.ROOT / "suites" / "cifar100-cpu.yaml", {})
+    (planned,) = (r for r in suite.runs if (r.variant, r.partition, r.seed) == ("fedrda", "beta-0.5", 0))
+    keys, expected = parse(gpu.FEDRDA).flat(), planned.config.flat()
+    apart = {name for name, value in keys.items() if value != expected[name]}
+    assert apart == {"dataset", "data-dir", "backbone", "image-size", "output-dir", "run-name"}
 
 
 def test_relative_distance_by_hand() -> None:
