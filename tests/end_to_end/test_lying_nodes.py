@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from flwr.app import Message
@@ -14,6 +15,7 @@ from client_app.app import app
 from server_app.errors import MAX_REASON
 from server_app.transport.base import sort_replies
 from server_app.transport.flower_grid import GridTransport
+from task.message import Kind
 from tests.conftest import TINY
 from tests.helpers.deployment import Network, until
 from tests.helpers.flower import packet
@@ -56,7 +58,7 @@ def waking(push: Callable[[list[Message]], list[str]], liars: list[LyingNode]) -
     return push_and_wake
 
 
-@pytest.mark.parametrize("kind", ["hello", "train", "evaluate"])
+@pytest.mark.parametrize("kind", get_args(Kind))
 def test_mutated_bytes_through_a_superlink(kind: str, network: Network, monkeypatch: pytest.MonkeyPatch) -> None:
     chance, address, refused, began = random.Random(kind), f"127.0.0.1:{network.port}", 0, time.monotonic()
     silent = 0
