@@ -4,7 +4,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import psutil
 import pytest
@@ -58,6 +58,18 @@ def test_400_mb_from_a_stranger_do_not_reach_the_memory_of_the_superlink(path: s
     assert superlink.memory_info().rss - before < ROOM
     assert answer == 413
     assert post(deployment, path, 0) == 401  # it still answers
+
+
+@pytest.mark.ci
+def test_strangers_who_send_slowly_keep_nobody_out(deployment: Deployment) -> None:
+    """More of them than requests are served at once; each has sent a header and the first byte of a body."""
+    with ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(connected(deployment)).sendall(head("push-object", 5_000_000) + b"x")
+        time.sleep(2)
+        began = time.monotonic()
+        assert post(deployment, "push-messages", 0) == 401
+        assert time.monotonic() - began < 10
 
 
 @pytest.mark.slow
