@@ -185,7 +185,9 @@ def _list_files(root: Path, split: bool) -> tuple[list[str], list[str]]:
         problems |= {f"{_relative(error.filename or folder, root)}/": str(error) for error in errors}
         if not found and not errors:
             log.warning("the class folder %s holds no image: is its disk there?", folder)
-    _log_left_out([f"{problem}: a link to nowhere, or this node's user may not read it" for problem in problems.values()])
+    _log_left_out(
+        [f"{problem}: a link to nowhere, or this node's user may not read it" for problem in problems.values()]
+    )
     return [_relative(path, root) for path in files], sorted(problems)
 
 

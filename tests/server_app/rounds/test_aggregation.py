@@ -10,14 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from server_app.rounds.aggregation import RoundAggregator
+from server_app.errors import RunError
+from server_app.rounds.aggregation import RoundAggregator, sum_hidden_counts
 from server_app.rounds.run import Run, run_experiment
 from server_app.run_files.results import RoundReport
+from server_app.secure_aggregation.round_sum import RoundSum
 from server_app.transport.base import SMALL_ANSWER, Reply
 from server_app.transport.in_process import InProcessTransport
 from strategies.base import RoundContext, Update
 from task.config.parsing import parse
+from task.keys import ConfigError
 from task.message import Kind, Packet
+from task.scenario.scenario import build_scenario
 from tests.conftest import QUICK
 from tests.helpers.runs import FaultyTransport, without_times
 
@@ -208,3 +212,32 @@ def test_whoever_measures_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
     for name, mean in aggregator.mean.arrays().items():
         stacked = np.stack([u.arrays[name] for u in seen], axis=-1).astype(np.float64)
         np.testing.assert_allclose(mean, stacked @ weights / weights.sum(), rtol=1e-6, atol=1e-12)
+
+
+class KnownSum(RoundSum):
+    """A sum of confusion matrices that stands already."""
+
+    def __init__(self, total: np.ndarray) -> None:
+        self.total = total
+
+    def collect(self, *_: Any, **__: Any) -> tuple[np.ndarray, list[Any]]:
+        return self.total, [None, None]
+
+
+def test_a_hidden_confusion_matrix_with_a_negative_count_is_refused(tiny: Values) -> None:
+    """Each row still has as many images as there are."""
+    config = parse(tiny)
+    scenario = build_scenario(config)
+    context = RoundContext(scenario.schedule, 1)
+    right = np.diag(np.bincount(scenario.dataset.test_labels)[context.seen_classes]).astype(np.float64)
+    sum_hidden_counts(KnownSum(right.ravel()), Packet(), scenario.dataset, context, config)
+    right[0, 1:3] = 5, -5
+    with pytest.raises(RunError, match="the sum is no count of the images"):
+        sum_hidden_counts(KnownSum(right.ravel()), Packet(), scenario.dataset, context, config)
+
+
+def test_more_nodes_than_a_sum_can_have_are_refused_when_they_come(tiny: Values) -> None:
+    run = Run.__new__(Run)
+    run.config = parse(tiny)
+    with pytest.raises(ConfigError, match="a sum of 301 clients"):
+        run._round_sum([None] * 301, RoundReport(1, 1, []))

@@ -219,7 +219,7 @@ def test_a_train_answer_holds_nothing_but_hidden_numbers_and_seconds(tmp_path, m
     assert all(not node.memory for node in transport._nodes.values())
 
 
-def test_a_client_without_images_is_not_known_from_its_answer(tmp_path):
+def test_a_client_without_images_adds_zeros_and_is_not_called_idle(tmp_path):
     """Classes are so uneven that some have nothing of a task; a plain run lists them as idle."""
     uneven: dict[str, Any] = {"partition": "dirichlet", "dirichlet-beta": 0.02, "num-clients": 8}
     assert any(r["idle"] for r in run(keys_of(tmp_path / "plain", "fedavg", **uneven))["rounds"])

@@ -1,10 +1,12 @@
 """Fixed point, masks and shares of a secure sum, against integers, published vectors and a field of our own."""
 
+import hmac
 from fractions import Fraction
 
 import numpy as np
 import pytest
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from task.secure_aggregation.crypto import (
     SECRET,
@@ -68,6 +70,15 @@ def test_masks_of_a_pair_cancel() -> None:
     other = pair_mask(second, public_key(first), 5, 2, 1000)
     assert {(a + b) % MODULUS for a, b in zip(one.tolist(), other.tolist(), strict=True)} == {0}
     assert len(set(one.tolist())) == 1000
+
+
+def test_the_mask_of_a_pair_has_a_purpose_of_its_own() -> None:
+    """X25519, then HKDF-SHA256 (RFC 5869) written out: without salt, information "mask"."""
+    first, second = new_secret(), new_secret()
+    secret = X25519PrivateKey.from_private_bytes(first).exchange(X25519PublicKey.from_public_bytes(public_key(second)))
+    extracted = hmac.digest(bytes(32), secret, "sha256")
+    key = hmac.digest(extracted, b"mask\x01", "sha256")
+    assert (pair_mask(first, public_key(second), 0, 1, 9) == mask(key, 9)).all()
 
 
 def test_keys_of_another_purpose_or_pair_are_others() -> None:
