@@ -200,14 +200,14 @@ def test_a_bad_evaluation_is_named_and_left_out(change: Change, tiny: dict) -> N
 
 
 def test_a_refinement_that_diverges_ends_the_run_with_a_reason(tiny: dict) -> None:
-    with pytest.raises(RunError, match="lower the server's learning rate"):
+    with pytest.raises(RunError, match=r"lower the step size of the server \(hgp-learning-rate\)"):
         run(tiny | {"hgp-learning-rate": 1e30})
     assert results_of(folder_of(tiny))["rounds"][0]["dropped"]
 
 
 def test_a_refinement_that_measures_no_number_ends_the_run_with_its_reason(tiny: dict) -> None:
     """The loss is NaN as well as the model: results.json, which takes none, must not hide the reason."""
-    with pytest.raises(RunError, match="lower the server's learning rate"):
+    with pytest.raises(RunError, match=r"lower the step size of the server \(ccvr-learning-rate\)"):
         run(tiny | {"method": "ccvr", "prompt": "none", "ccvr-logit-temperature": 1e-40})
     assert results_of(folder_of(tiny))["status"] == "failed"
 

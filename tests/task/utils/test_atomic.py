@@ -65,5 +65,5 @@ def test_an_error_names_the_file_and_what_to_do(
         write(tmp_path / "file")
     message = describe_os_error(caught.value)
     assert message.startswith(f"the disk is full, {tmp_path / 'file'} could not be written")
-    assert "make room and go on with resume" in message
+    assert "make room, then go on with resume if the run's folder has a checkpoint" in message
     assert describe_os_error(PermissionError(13, "Permission denied", "/x")) == "[Errno 13] Permission denied: '/x'"
