@@ -276,7 +276,8 @@ class Run:
             report.dropped = True
         if context.ends_task and all(r.dropped for r in self.results.rounds if r.task == report.task):
             steps = [k for k in known_keys() if k.startswith(f"{self.config.method}-") and k.endswith("learning-rate")]
-            reason = aggregator.spoiled or f"lower the step size of the server ({', '.join(steps)})."
+            named = f" ({', '.join(steps)})" if steps else ""
+            reason = aggregator.spoiled or f"lower the step size of the server{named}."
             raise RunError(f"no round of task {report.task} gave a usable model: {reason}")
 
     def _evaluate(self, context: RoundContext, report: RoundReport) -> None:

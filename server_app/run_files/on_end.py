@@ -35,18 +35,18 @@ def require_hook(hook: str) -> None:
         ConfigError: quotes ``hook`` as it was typed, as variables are for secrets.
     """
     target = os.path.expandvars(hook)
-    words = shlex.split(target)
-    if target.startswith(_WEB):
-        try:
-            usable = bool(urlsplit(target).hostname) and target.isascii() and len(words) == 1
-        except ValueError:
-            usable = False
-        if not usable:
-            raise ConfigError(f"on-end = {hook!r} is no URL: it needs a host, and no blank or letter beyond ASCII.")
-    elif words and not shutil.which(words[0]):
-        raise ConfigError(
-            f"on-end = {hook!r}: there is no such command on the server, or its variable is not set there."
-        )
+    try:
+        if target.startswith(_WEB):
+            usable = bool(urlsplit(target).hostname) and target.isascii() and len(target.split()) == 1
+            expected = "a URL needs a host, and no blank or letter beyond ASCII"
+        else:
+            words = shlex.split(target)
+            usable = not words or bool(shutil.which(words[0]))
+            expected = "there is no such command on the server, or its variable is not set there"
+    except ValueError:
+        usable, expected = False, "with its variables filled in, it is neither a command line nor a URL"
+    if not usable:
+        raise ConfigError(f"on-end = {hook!r} cannot work: {expected}.")
 
 
 def tell_operator(hook: str, directory: Path, error: BaseException | None = None) -> None:

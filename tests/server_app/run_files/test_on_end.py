@@ -17,7 +17,7 @@ import pytest
 
 from server_app.errors import RunError
 from server_app.run_files import on_end
-from server_app.run_files.on_end import tell_operator
+from server_app.run_files.on_end import require_hook, tell_operator
 from task.config.parsing import parse
 from task.keys import ConfigError
 from tests.helpers.runs import Values, results_of, run
@@ -56,6 +56,18 @@ def test_what_cannot_work_is_refused_before_the_first_round(hook: str, tiny: Val
     with pytest.raises(ConfigError, match=f"^on-end = {re.escape(repr(hook))}"):
         run(tiny | {"on-end": hook})
     assert not (tmp_path / "runs" / "run").exists()
+
+
+@pytest.mark.parametrize("value", ["mail 'token-123", "http://[token-123"])
+def test_a_variable_that_cannot_be_read_is_refused_without_the_secret_in_it(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_HOOK", value)
+    with pytest.raises(ConfigError, match=r"^on-end = '\$SECRET_HOOK' cannot work: with its variables") as caught:
+        require_hook("$SECRET_HOOK")
+    assert "token-123" not in str(caught.value)
+    monkeypatch.setenv("SECRET_HOOK", "http://127.0.0.1:9/it's")
+    require_hook("$SECRET_HOOK")
 
 
 def test_a_command_that_is_gone_at_the_end_changes_no_outcome(
