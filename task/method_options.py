@@ -21,6 +21,7 @@ class Options:
     random_features = 0  # number of random features under the head; 0 = the backbone's own features
     depth = 0.0  # after this share of the blocks the class token is a feature too; 0 = after the last block only
     adaptation_rounds = 0  # rounds in which a method that adapts trains its prompt
+    frozen_features = False  # whether the feature without prompt stands beside that of an adapted prompt
     features = "every-task"  # tasks in which prompt and trained backbone learn: every-task or first-task
     prototypes = "after"  # statistics are of the model after local training, or of that before
 
@@ -247,6 +248,9 @@ class AFCLOptions(Options):
     adaptation_rounds: int = key(
         5, "rounds of the first task in which a prompt is trained; it is frozen from then on", minimum=1
     )
+    frozen_features: bool = key(
+        False, "with a prompt: whether the class token without prompt is a feature too; a second pass of each image"
+    )
 
     @property
     def class_rank(self) -> int:
@@ -261,6 +265,7 @@ class FedRDAOptions(AFCLOptions):
     head: str = key("regularised", "see afcl-head", choices=("ridge", "discriminant", "regularised"))
     depth: float = key(0.75, "share of the blocks after which the class token is a feature too", minimum=0, maximum=1)
     dtype: str = key("fp16", "numbers that travel", choices=("fp64", "fp32", "fp16"))
+    frozen_features: bool = key(True, "see afcl-frozen-features")
 
 
 @dataclass(frozen=True)

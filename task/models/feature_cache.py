@@ -40,7 +40,7 @@ PROGRESS = 10.0  # seconds between two lines in the log
 # a change of one of these files may change q(x)
 CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")
 
-Arithmetic = tuple[str, tuple[int, ...]]  # precision and early blocks of a model
+Arithmetic = tuple[str, tuple[int, ...], int, int]  # precision, early blocks, lengths of q(x) and f(x)
 
 
 class Inputs(NamedTuple):
@@ -82,7 +82,8 @@ class BatchCache:
         ``prompt`` tells prompts apart, where it depends on them.
         """
         digest = hashlib.sha256(positions.tobytes()).digest() + prompt
-        key = (id(images), id(model.backbone), (model.precision, model.early_blocks), digest)
+        arithmetic = (model.precision, model.early_blocks, model.query_width, model.width)
+        key = (id(images), id(model.backbone), arithmetic, digest)
         batch = self._pop(key)
         if not batch or not batch.belongs_to(images, model.backbone):
             batch = CachedBatch(weakref.ref(images), weakref.ref(model.backbone), compute())
@@ -99,7 +100,7 @@ class BatchCache:
 
 
 CACHE = BatchCache(CACHE_BYTES)
-_TABLES: dict[tuple[int, int, Arithmetic, int], CachedBatch] = {}  # of data sets that are stored on disk
+_TABLES: dict[tuple[int, int, str, tuple[int, ...], int], CachedBatch] = {}  # of data sets that are stored on disk
 
 
 @torch.no_grad()
@@ -155,22 +156,22 @@ def _is_stored(model: Model, source: Images) -> bool:
 
 def _stored_blocks(model: Model) -> tuple[int, ...]:
     """Blocks whose class token is stored beside that of the last one."""
-    if model.early_blocks or not model.backbone.has_class_token:
-        return model.early_blocks
+    if model.query_blocks or not model.backbone.has_class_token:
+        return model.query_blocks
     return tuple(early_blocks(EARLY_DEPTH, model.backbone))
 
 
 def _table(model: Model, source: Images) -> Tensor:
     """q(x) of all images, memory-mapped [N, width] on the CPU."""
     blocks = _stored_blocks(model)
-    key = (id(source), id(model.backbone), (model.precision, blocks), torch.get_num_threads())
+    key = (id(source), id(model.backbone), model.precision, blocks, torch.get_num_threads())
     table = _TABLES.get(key)
     if not table or not table.belongs_to(source, model.backbone):
         about = {"belongs-to": model.stored_as, "number": str(len(source))}
         shape = (len(source), model.backbone.dim * (1 + len(blocks)))
         features = stored_features(_identity(model, source), about, shape, lambda: _compute_all(model, source))
         table = _TABLES[key] = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
-    return table.features[:, : model.width]
+    return table.features[:, : model.query_width]
 
 
 def _identity(model: Model, source: Images) -> dict[str, str]:

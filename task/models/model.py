@@ -105,6 +105,7 @@ class Model(nn.Module):
         head: classifier of features [B, width].
         early_blocks: blocks, counted from 0, whose class token is a part of the features too.
         local_head: classifier of features [B, D] for clients that train the prompt in the first task only.
+        frozen_features: whether q(x) is a part of the features of a prompted model too.
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
         freezes_features: from the second task on only the head learns and is sent back (FedProK section 5.1).
@@ -119,6 +120,7 @@ class Model(nn.Module):
         head: Head | None = None,
         early_blocks: Sequence[int] = (),
         local_head: Head | None = None,
+        frozen_features: bool = False,
         trains_backbone: bool = False,
         projects: bool = False,
         freezes_features: bool = False,
@@ -130,6 +132,7 @@ class Model(nn.Module):
         self.prompt, self.head = prompt, head or Head(backbone.dim, seed)
         self.local_head = local_head
         self.early_blocks = tuple(early_blocks)
+        self.frozen_features = frozen_features
         self.task_sizes: list[int] = []
         self._rows: Tensor
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
@@ -189,18 +192,28 @@ class Model(nn.Module):
         return torch.searchsorted(self._rows, rows)
 
     def query(self, images: Tensor, early_blocks: Sequence[int] | None = None) -> Tensor:
-        """q(x): normalised images [B, 3, H, W] -> features without prompt [B, width]; no gradient.
+        """q(x): normalised images [B, 3, H, W] -> features without prompt [B, query_width]; no gradient.
 
         ``early_blocks``, if given, replaces the model's own.
         """
-        blocks = self.early_blocks if early_blocks is None else early_blocks
+        blocks = self.query_blocks if early_blocks is None else early_blocks
         with torch.no_grad(), self._autocast():
             return self.backbone(images, early_blocks=blocks).float()
 
     @property
+    def query_blocks(self) -> tuple[int, ...]:
+        """Early blocks whose class token is a part of q(x): none if there is a prompt, as nothing reads them then."""
+        return () if self.prompted else self.early_blocks
+
+    @property
+    def query_width(self) -> int:
+        """Length of q(x): D, and D more for each of ``query_blocks``."""
+        return self.backbone.dim * (1 + len(self.query_blocks))
+
+    @property
     def width(self) -> int:
-        """Length of a feature: D, and D more for each of ``early_blocks``."""
-        return self.backbone.dim * (1 + len(self.early_blocks))
+        """Length of a feature: D, D more for each of ``early_blocks`` and D more for ``frozen_features``."""
+        return self.backbone.dim * (1 + len(self.early_blocks) + self.frozen_features)
 
     @property
     def prompted(self) -> bool:
@@ -214,31 +227,38 @@ class Model(nn.Module):
 
     @property
     def reuses_query(self) -> bool:
-        """Whether a cached q(x) is of use: the prompt reads it, or it is f(x). False if the backbone is trained."""
-        return self.trained_backbone is None and (self.prompt.needs_query or not self.prompted)
+        """Whether a cached q(x) is of use: the prompt reads it, or f(x) has it. False if the backbone is trained."""
+        needed = self.prompt.needs_query or self.frozen_features or not self.prompted
+        return self.trained_backbone is None and needed
 
     def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, width], float32.
 
-        ``query`` is q(x) [B, width] of the images, if known; without prompt it is f(x), and the images are not read.
+        ``query`` is q(x) [B, query_width] of the images, if known; without prompt it is f(x), and the images are not
+        read.
         """
         if query is not None and not self.prompted:
             return query
+        if query is None and (self.prompt.needs_query or self.frozen_features):
+            query = self.query(images)
+        features = self._prompted_features(images, query)
+        return torch.cat([features, query], dim=1) if self.frozen_features and query is not None else features
+
+    def _prompted_features(self, images: Tensor, query: Tensor | None) -> Tensor:
+        """The part of f(x) that the prompt changes, [B, D * (1 + early blocks)]."""
         if query is None and self.prompt.needs_query:
             query = self.query(images)
-        prompted = self.prompt(None if query is None else query[:, : self.backbone.dim])
         with self._autocast():
-            return self.backbone(images, prompted, self.projects, self.early_blocks).float()
+            return self.backbone(images, self.prompt(query), self.projects, self.early_blocks).float()
 
     def forward(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only.
 
         In training mode a model that adapts takes its local head: logits of the first task's classes.
         """
-        features = self.features(images, query)
         if self.local_head is None or not self.training:
-            return self.head(features)
-        return self.local_head(features[:, : self.backbone.dim])
+            return self.head(self.features(images, query))
+        return self.local_head(self._prompted_features(images, query)[:, : self.backbone.dim])
 
     def shared_state(self) -> dict[str, Tensor]:
         """Arrays sent to clients, by stable names: prompt and head.
@@ -335,14 +355,16 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         )
     prompt = load_class(PROMPTS[config.prompt].path)(config, backbone.dim)
     early_blocks = _early_blocks(config, backbone)
+    frozen_features = config.options.frozen_features and config.prompt != "none"
     model = Model(
         backbone,
         prompt,
         config.seed,
         config.precision,
-        _build_head(config, backbone.dim * (1 + len(early_blocks))),
+        _build_head(config, backbone.dim * (1 + len(early_blocks) + frozen_features)),
         early_blocks,
         Head(backbone.dim, config.seed, init=config.head_init) if config.adaptation_rounds else None,
+        frozen_features,
         config.trains_backbone,
         config.prompt_projected,
         config.options.features == "first-task",

@@ -127,6 +127,19 @@ def test_a_model_that_has_adapted_passes_no_test_image_twice(tiny, passes, promp
     assert evaluate()[1] == len(labels)
 
 
+def test_frozen_features_cost_one_pass_an_image_and_local_steps_none(tiny, passes):
+    """FedRDA with LoRA trains two epochs, then sends statistics twice: the adapted pass is repeated, the frozen not."""
+    config = parse(tiny | {"method": "fedrda", "augmentation": "crop", "local-epochs": 2})
+    answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    number = answer.metrics["num-examples"]
+    assert (sum(passes[False]), sum(passes[True])) == (0, 2 * number)  # a round of adaptation sends no statistics
+    _, scenario, model = built(tiny, "lora", method="fedrda")
+    for _ in range(2):
+        features = extract_features(model, scenario.dataset.train_images, np.arange(30))
+    assert features.shape == (30, 3 * model.backbone.dim)
+    assert (sum(passes[False]), sum(passes[True])) == (30, 2 * number + 60)
+
+
 def test_training_without_augmentation_reuses_the_queries(tiny, passes):
     """Two epochs, then statistics: q(x) once per image, f(x) three times."""
     config = parse(tiny | {"method": "fppl", "augmentation": "none", "local-epochs": 2})

@@ -10,6 +10,7 @@ from task.config.parsing import parse
 from task.models.model import Head, QuadraticHead, build_model, prompt_of, to_arrays
 from task.prompts.coda import CodaPrompt
 from task.prompts.decomposed import DecomposedPrompt
+from task.utils.seeding import torch_rng
 from tests.helpers.prompts import prompt_config
 
 DIM, ROWS = 400, 300
@@ -136,7 +137,7 @@ def test_an_adapting_model_trains_a_local_head_of_the_first_task(tiny: dict) -> 
     model = build_model(parse(tiny | {"method": "fedrda"}), [4, 3])
     assert model.local_head is not None
     assert model.local_head.weight.shape == (4, 112)
-    assert model.head.weight.shape == (7, 224)
+    assert model.head.weight.shape == (7, 336)  # last and early class token, and the last one without LoRA
     moving = {"prompt.down", "prompt.up", "local_head.weight", "local_head.bias"}
     assert set(model.message_state()) == set(model.trained_state()) == moving
     assert set(model.shared_state()) == moving | {f"head.{n}" for n in ("weight", "bias", "directions", "offsets")}
@@ -151,6 +152,28 @@ def test_an_adapting_model_trains_a_local_head_of_the_first_task(tiny: dict) -> 
     assert all((model.export()[name] == a).all() for name, a in arrays.items())
     with pytest.raises(ValueError, match="do not fit"):
         model.load({"prompt.down": arrays["prompt.down"]})
+
+
+@pytest.mark.parametrize("prompt", ["lora", "l2p"])
+def test_the_frozen_backbones_class_token_stands_behind_the_adapted_features(prompt: str, tiny: dict) -> None:
+    """Given a query, the frozen backbone is not asked again; without prompt there is nothing to stand behind."""
+    keys = tiny | {"method": "fedrda", "prompt": prompt}
+    model, adapted_only = (build_model(parse(keys | {"fedrda-frozen-features": on}), [4]) for on in (True, False))
+    frozen = build_model(parse(keys | {"prompt": "none"}), [4])
+    for name, value in (*model.prompt.named_parameters(), *adapted_only.prompt.named_parameters()):
+        value.data += 0.1 * torch.randn(value.shape, generator=torch_rng(0, name))
+    images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        features, query = model.features(images), model.query(images)
+        assert torch.equal(features[:, :224], adapted_only.features(images))
+        assert not torch.allclose(features[:, :112], query, atol=1e-2)
+        assert torch.equal(features[:, 224:], query)
+        assert torch.equal(query, frozen.query(images)[:, :112])
+        assert torch.equal(model.features(images, 2 * query)[:, 224:], 2 * query)
+        assert torch.equal(model.features(images, query), features)
+    assert [m.width for m in (model, adapted_only, frozen)] == [336, 224, 224]
+    assert [m.query_width for m in (model, adapted_only, frozen)] == [112, 112, 224]
+    assert [m.reuses_query for m in (model, adapted_only, frozen)] == [True, prompt == "l2p", True]
 
 
 def test_a_trained_heads_message_is_the_whole_model(tiny: dict) -> None:
