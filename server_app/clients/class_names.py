@@ -7,21 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from server_app.clients.client_info import ClientInfo
-from server_app.errors import RunError
 from task.data.class_names import choose_spellings, class_ids, normal_form
 
 log = logging.getLogger(__name__)
 
 
-def require_classes(clients: Sequence[ClientInfo]) -> None:
-    """Check that every node has images; the log names classes of which no node has held out an image.
-
-    Raises:
-        RunError: names the nodes without images, and what to do.
-    """
-    empty = [client.name for client in clients if not client.classes]
-    if empty:
-        raise RunError(f"{', '.join(empty)}: no image found. Its data-dir needs a folder of images per class.")
+def warn_of_untested(clients: Sequence[ClientInfo]) -> None:
+    """Name in the log the classes of which no node has held out an image."""
     tested = {normal_form(client.classes[i]) for client in clients for i in np.flatnonzero(client.test_counts)}
     names = choose_spellings(name for client in clients for name in client.classes)
     untested = sorted(name for form, name in names.items() if form not in tested)

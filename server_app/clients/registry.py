@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from server_app.clients.class_names import describe_spellings, require_classes
+from server_app.clients.class_names import describe_spellings, warn_of_untested
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import AbsentNode, find_mismatch, say_hello
 from server_app.errors import RunError
@@ -32,14 +32,16 @@ class ClientRegistry:
         config: Config,
         dataset: Dataset | None,
         checksums: tuple[str, str],
+        expected: int = 0,
     ) -> None:
         """Say hello to the connected nodes.
 
         ``dataset`` is None where each node has its own; ``checksums`` are SHA-256 of the server's backbone weights and
-        of its copy of the code.
+        of its copy of the code. Where a node says that it cannot take part, or has other weights or code, the run
+        begins without it, if ``expected`` others and the quorum are there.
 
         Raises:
-            RunError: too few that can take part, two of one name, or nodes that cannot work together.
+            RunError: too few that can take part, or two of one name.
         """
         self.config, self._transport, self._dataset, self._checksums = config, transport, dataset, checksums
         self._asked: set[int] = set()  # nodes that get no further hello
@@ -47,13 +49,14 @@ class ClientRegistry:
         self._warnings: set[str] = set()
         self.absent: list[dict[str, str]] = []
         self.clients, absent = say_hello(transport, nodes, config, dataset)
-        self._note_absent(absent)
-        self._note_asked(self.clients, absent)
-        self._require_enough(absent)
-        self._require_compatible()
+        misfits = self._take_out_misfits()
+        self._note_absent([*absent, *misfits])
+        self._note_asked(self.clients, [*absent, *misfits])
+        self._require_enough(absent, misfits, expected)
+        self._require_own_names()
         self._warn_of_statistics()
         if config.own_data:
-            require_classes(self.clients)
+            warn_of_untested(self.clients)
         log_clients(self.clients)
 
     def _note_asked(self, clients: Sequence[ClientInfo], absent: Sequence[AbsentNode]) -> None:
@@ -67,25 +70,41 @@ class ClientRegistry:
         by_name |= {node.name: {"name": node.name, "reason": node.reason} for node in absent}
         self.absent[:] = by_name.values()
 
-    def _require_enough(self, absent: Sequence[AbsentNode]) -> None:
-        refusing = [node for node in absent if node.answered and self.config.own_data]
-        if refusing:  # its data are not where they should be: somebody should correct that before the run
-            raise RunError(f"{len(refusing)} nodes cannot take part. First reason: {refusing[0].reason}")
-        if len(self.clients) < self.config.quorum:
+    def _take_out_misfits(self) -> list[AbsentNode]:
+        """Take nodes without images, or with other weights or code than the server's, out of the clients."""
+        reasons = [self._find_misfit(client) for client in self.clients]
+        pairs = list(zip(self.clients, reasons, strict=True))
+        self.clients = [client for client, reason in pairs if not reason]
+        misfits = [AbsentNode(c.node, c.name, f"it has {reason}", answered=True) for c, reason in pairs if reason]
+        for misfit in misfits:
+            log.warning("%s does not take part: %s", misfit.name, misfit.reason)
+        return misfits
+
+    def _find_misfit(self, client: ClientInfo) -> str:
+        if self.config.own_data and not client.classes:
+            return "no image: its data-dir needs a folder of images per class"
+        return find_mismatch(client, *self._checksums)
+
+    def _require_enough(self, absent: Sequence[AbsentNode], misfits: Sequence[AbsentNode], expected: int) -> None:
+        # whoever states a number of nodes is there to mend one whose data are not where they should be
+        refusing = [*misfits, *(node for node in absent if node.answered and self.config.own_data)]
+        number = len(self.clients)
+        if refusing and number < max(expected, self.config.quorum):
+            raise RunError(
+                f"{number} nodes can take part, which is below num-clients or the quorum. {len(refusing)} cannot; the "
+                f"first is {refusing[0].name}: {refusing[0].reason}"
+            )
+        if number < self.config.quorum:
             reason = absent[0].reason if absent else "no answer"
             raise RunError(
-                f"{len(self.clients)} clients answered hello, the quorum is {self.config.quorum}. "
-                f"First reason: {reason}"
+                f"{number} clients answered hello, the quorum is {self.config.quorum}. First reason: {reason}"
             )
 
-    def _require_compatible(self) -> None:
+    def _require_own_names(self) -> None:
         counts = Counter(client.name for client in self.clients)
         duplicates = [name for name, count in counts.items() if count > 1]
         if duplicates:
             raise RunError(f"several nodes are called {duplicates}: give each its own name or partition-id.")
-        reasons = [(reason, c.name) for c in self.clients if (reason := find_mismatch(c, *self._checksums))]
-        if reasons:
-            raise RunError(f"{len(reasons)} clients have {reasons[0][0]}. The first is {reasons[0][1]}.")
 
     def _warn_of_statistics(self) -> None:
         largest = max((int(client.own_counts.max(initial=0)) for client in self.clients), default=0)

@@ -41,10 +41,11 @@ def connect_clients(config: Config, transport: Transport) -> tuple[Config, Clien
     # a resumed run goes on without nodes that are gone: at night nobody may be there to start them
     minimum = config.quorum if config.resume else None
     nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, minimum)
+    expected = 0 if config.resume else config.num_clients
     config = set_num_clients(config, config.num_clients or len(nodes))
     if dataset:
         client_task_data(config, client=0, task=0, round=0)
-    return config, ClientRegistry(transport, nodes, config, dataset, (backbone.sha256, code_sha256()))
+    return config, ClientRegistry(transport, nodes, config, dataset, (backbone.sha256, code_sha256()), expected)
 
 
 def prepare_features(config: Config, model: Model, dataset: Dataset) -> None:

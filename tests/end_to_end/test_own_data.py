@@ -191,10 +191,53 @@ def test_a_node_that_comes_back_on_other_weights_is_refused(keys: Values, nodes:
     assert "other backbone weights than the server" in reasons[1][0]
 
 
-def test_a_node_without_any_image_stops_the_run(keys: Values, nodes: Path) -> None:
+def test_a_node_without_any_image_stops_a_new_run_that_counts_on_it(keys: Values, nodes: Path) -> None:
     (nodes / "zulu").mkdir()
-    with pytest.raises(RunError, match="zulu: no image found"):
+    with pytest.raises(RunError, match=r"3 nodes can .*num-clients.* 1 cannot; the first is zulu: it has no image"):
         run(keys | {"num-clients": 4})
+
+
+def test_a_run_of_as_many_nodes_as_connect_begins_without_those_that_cannot_take_part(
+    keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """South has other weights, west no image."""
+
+    def spoil(node: int, kind: Kind, answer: Packet) -> Packet:
+        answer.config |= {"backbone-sha256": "0" * 64} if (node, kind) == (1, "hello") else {}
+        return answer
+
+    def transport() -> Changing:
+        changing = Changing(parse(keys).flat())
+        changing.tamper = spoil
+        return changing
+
+    shutil.rmtree(nodes / "west")
+    (nodes / "west").mkdir()
+    values = keys | {"num-clients": 0}
+    with pytest.raises(RunError, match=r"1 nodes can .* 2 cannot; the first is south: it has other backbone"):
+        run(values | {"quorum": 2}, transport())
+    results = run(values, transport())
+    assert results["status"] == "finished"
+    assert [c["name"] for c in results["clients"]] == ["north"]
+    assert [(a["name"], a["reason"].split(":")[0]) for a in results["absent"]] == [
+        ("south", "it has other backbone weights than the server"),
+        ("west", "it has no image"),
+    ]
+    assert sum(" does not take part: " in record.getMessage() for record in caplog.records) == 4
+
+
+def test_a_run_is_resumed_without_a_node_whose_disk_is_gone(keys: Values, nodes: Path) -> None:
+    def cut() -> None:
+        raise PowerCutError
+
+    with pytest.raises(PowerCutError):
+        run(keys, Changing(parse(keys).flat(), {2: cut}))
+    shutil.rmtree(nodes / "south")
+    (nodes / "south").mkdir()
+    results = run({"resume": str(Path(keys["output-dir"]) / "run")})
+    assert results["status"] == "finished"
+    assert [len(r["participants"]) for r in results["rounds"]] == [3, 2]
+    assert results["absent"][0]["reason"].startswith("it has no image")
 
 
 def spell(folder: Path, name: str, spelling: str) -> None:
