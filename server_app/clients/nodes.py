@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from server_app.clients.client_info import ClientInfo
 from server_app.errors import LaunchError
@@ -44,7 +44,7 @@ class NodeStatus:
 
 
 def write_nodes(directory: Path, clients: Sequence[ClientInfo]) -> None:
-    """Note in a run's folder what its nodes have said of themselves."""
+    """Note in a run's folder what its nodes have said of themselves; those that are not there now stay as they are."""
     entries = [
         {
             "name": c.name,
@@ -55,7 +55,14 @@ def write_nodes(directory: Path, clients: Sequence[ClientInfo]) -> None:
         }
         for c in clients
     ]
-    write_json(directory / NODES, entries)
+    write_json(directory / NODES, [*(_earlier(directory) | {entry["node_id"]: entry for entry in entries}).values()])
+
+
+def _earlier(directory: Path) -> dict[str, dict[str, Any]]:
+    """What the file of a run has, by node; nothing, if there is none or it is not as a run writes it."""
+    with contextlib.suppress(OSError, *_STRANGE):
+        return {entry["node_id"]: entry for entry in json.loads((directory / NODES).read_text())}
+    return {}
 
 
 def list_nodes(superlink: str, runs: Path) -> list[NodeStatus]:

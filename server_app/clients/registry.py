@@ -13,7 +13,7 @@ from server_app.clients.hello import AbsentNode, find_mismatch, say_hello
 from server_app.errors import RunError
 from server_app.tables import align
 from server_app.transport.base import Transport
-from task.config.schema import Config
+from task.config.schema import APPEARING, Config
 from task.data.images import Dataset
 
 log = logging.getLogger(__name__)
@@ -37,23 +37,23 @@ class ClientRegistry:
         """Say hello to the connected nodes.
 
         ``dataset`` is None where each node has its own; ``checksums`` are SHA-256 of the server's backbone weights and
-        of its copy of the code. Where a node says that it cannot take part, or has other weights or code, the run
-        begins without it, if ``expected`` others and the quorum are there.
+        of its copy of the code. Where a node cannot take part, or nodes share a name, the run begins without them, if
+        ``expected`` others, the quorum and enough for a secure sum are there.
 
         Raises:
-            RunError: too few that can take part, or two of one name.
+            RunError: too few that can take part.
         """
         self.config, self._transport, self._dataset, self._checksums = config, transport, dataset, checksums
         self._asked: set[int] = set()  # nodes that get no further hello
         self._tries: Counter[int] = Counter()  # hellos that a node has not answered
         self._warnings: set[str] = set()
         self.absent: list[dict[str, str]] = []
+        self._absent: dict[int, AbsentNode] = {}
         self.clients, absent = say_hello(transport, nodes, config, dataset)
-        misfits = self._take_out_misfits()
-        self._note_absent([*absent, *misfits])
-        self._note_asked(self.clients, [*absent, *misfits])
-        self._require_enough(absent, misfits, expected)
-        self._require_own_names()
+        absent = [*self._take_out_misfits(), *absent]
+        self._note_absent(absent, set(nodes))
+        self._note_asked(self.clients, absent)
+        self._require_enough(absent, expected)
         self._warn_of_statistics()
         if config.own_data:
             warn_of_untested(self.clients)
@@ -65,46 +65,47 @@ class ClientRegistry:
         given_up = {node.node for node in absent if node.answered or self._tries[node.node] >= _MAX_TRIES}
         self._asked |= {client.node for client in clients} | given_up
 
-    def _note_absent(self, absent: Sequence[AbsentNode]) -> None:
-        by_name = {entry["name"]: entry for entry in self.absent}
-        by_name |= {node.name: {"name": node.name, "reason": node.reason} for node in absent}
-        self.absent[:] = by_name.values()
+    def _note_absent(self, absent: Sequence[AbsentNode], connected: set[int]) -> None:
+        """Add nodes to ``absent``, and leave out those that take part by now, under the same handle or a new one."""
+        nodes, names = ({getattr(c, attribute) for c in self.clients} for attribute in ("node", "name"))
+        known = self._absent | {node.node: node for node in absent}
+        self._absent = {
+            n: node for n, node in known.items() if n not in nodes and (n in connected or node.name not in names)
+        }
+        self.absent[:] = [{"name": node.name, "reason": node.reason} for node in self._absent.values()]
 
     def _take_out_misfits(self) -> list[AbsentNode]:
-        """Take nodes without images, or with other weights or code than the server's, out of the clients."""
-        reasons = [self._find_misfit(client) for client in self.clients]
-        pairs = list(zip(self.clients, reasons, strict=True))
-        self.clients = [client for client, reason in pairs if not reason]
-        misfits = [AbsentNode(c.node, c.name, f"it has {reason}", answered=True) for c, reason in pairs if reason]
+        """Take nodes that do not fit, and those that share a name, out of the clients."""
+        reasons = {client.node: self._find_misfit(client) for client in self.clients}
+        counts = Counter(client.name for client in self.clients if not reasons[client.node])
+        for client in self.clients:
+            if not reasons[client.node] and counts[client.name] > 1:
+                reasons[client.node] = "the name of another node: give each its own name or partition-id"
+        misfits = [AbsentNode(c.node, c.name, f"it has {r}", True) for c in self.clients if (r := reasons[c.node])]
+        self.clients = [client for client in self.clients if not reasons[client.node]]
         for misfit in misfits:
-            log.warning("%s does not take part: %s", misfit.name, misfit.reason)
+            log.warning("%s (node %s) does not take part: %s", misfit.name, misfit.node, misfit.reason)
         return misfits
 
     def _find_misfit(self, client: ClientInfo) -> str:
-        if self.config.own_data and not client.classes:
+        """What a node has that it must not have, or an empty text."""
+        if self.config.own_data and not client.classes and self.config.class_order != APPEARING:
             return "no image: its data-dir needs a folder of images per class"
         return find_mismatch(client, *self._checksums)
 
-    def _require_enough(self, absent: Sequence[AbsentNode], misfits: Sequence[AbsentNode], expected: int) -> None:
-        # whoever states a number of nodes is there to mend one whose data are not where they should be
-        refusing = [*misfits, *(node for node in absent if node.answered and self.config.own_data)]
-        number = len(self.clients)
-        if refusing and number < max(expected, self.config.quorum):
+    def _require_enough(self, absent: Sequence[AbsentNode], expected: int) -> None:
+        number, needed = len(self.clients), self.config.quorum
+        # whoever states a number of nodes is there to mend one that cannot take part
+        if any(node.answered for node in absent):
+            needed = max(needed, expected)
+        if self.config.secure_aggregation != "off":
+            needed = max(needed, self.config.unmask_threshold(0))
+        if number < needed:
+            reason = f"{absent[0].name}: {absent[0].reason}" if absent else "no answer"
             raise RunError(
-                f"{number} nodes can take part, which is below num-clients or the quorum. {len(refusing)} cannot; the "
-                f"first is {refusing[0].name}: {refusing[0].reason}"
+                f"{number} clients can take part, but num-clients, quorum or secure-aggregation-threshold "
+                f"need {needed}. {len(absent)} nodes cannot; the first is {reason}"
             )
-        if number < self.config.quorum:
-            reason = absent[0].reason if absent else "no answer"
-            raise RunError(
-                f"{number} clients answered hello, the quorum is {self.config.quorum}. First reason: {reason}"
-            )
-
-    def _require_own_names(self) -> None:
-        counts = Counter(client.name for client in self.clients)
-        duplicates = [name for name, count in counts.items() if count > 1]
-        if duplicates:
-            raise RunError(f"several nodes are called {duplicates}: give each its own name or partition-id.")
 
     def _warn_of_statistics(self) -> None:
         largest = max((int(client.own_counts.max(initial=0)) for client in self.clients), default=0)
@@ -134,18 +135,18 @@ class ClientRegistry:
         for client in clients:
             if reason := self._find_objection(client, connected):
                 absent.append(AbsentNode(client.node, client.name, reason, answered=True))
-                log.warning("%s does not take part: %s", client.name, reason)
+                log.warning("%s (node %s) does not take part: %s", client.name, client.node, reason)
             else:
                 admitted.append(client)
                 self._add(client)
-        self._note_absent(absent)
+        self._note_absent(absent, connected)
         log_clients(admitted)
         return admitted
 
     def _find_objection(self, newcomer: ClientInfo, connected: set[int]) -> str:
         """Why a node cannot be a client now, or an empty text."""
-        if reason := find_mismatch(newcomer, *self._checksums):
-            return reason
+        if reason := self._find_misfit(newcomer):
+            return f"it has {reason}"
         nodes = {client.name: client.node for client in self.clients}
         node = nodes.get(newcomer.name, newcomer.node)
         if node != newcomer.node and node in connected:

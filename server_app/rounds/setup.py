@@ -13,6 +13,7 @@ from task.config.schema import APPEARING, Config
 from task.data.class_names import class_ids
 from task.data.images import Dataset
 from task.data.load import default_augmentation, require_readable
+from task.keys import ConfigError
 from task.models.feature_cache import store_queries
 from task.models.model import Model, build_model
 from task.scenario.client_data import client_task_data
@@ -67,11 +68,13 @@ def plan_tasks(config: Config, clients: Sequence[ClientInfo]) -> TaskPlan | None
     """Classes and tasks of a run whose nodes have images of their own; None for any other run.
 
     Raises:
-        ConfigError: more tasks than classes.
+        ConfigError: no class, or more tasks than classes.
     """
     if not config.own_data:
         return None
-    shapes = {client.image_shape for client in clients}
+    if not _held_classes(clients):
+        raise ConfigError("no node holds an image: the data-dir of each needs a folder of images per class.")
+    shapes = {client.image_shape for client in clients if client.classes}
     side = image_size(config)
     height, width = shapes.pop() if len(shapes) == 1 else (side, side)
     return first_task_plan(config, _held_classes(clients), (height, width))

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import socket
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"backbone-weights = {str(path)!r}: there is no such file; auto, random, or a file's path.")
     try:
         is_safe = path.suffix == ".safetensors"
-        state = safetensors.torch.load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # the error below says all
+            state = safetensors.torch.load_file(path) if is_safe else torch.load(path, "cpu", weights_only=True)
         if not all(isinstance(n, str) and isinstance(v, Tensor) for n, v in state.items()):
             raise TypeError("no tensors by name")
         return dict(state)

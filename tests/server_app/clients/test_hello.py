@@ -54,15 +54,17 @@ def test_a_bad_hello_leaves_the_node_out_and_is_named(name: str, tiny: dict) -> 
             change(packet)
         return packet
 
-    results = run(tiny, tamper=tamper)
+    with pytest.raises(RunError, match=r"2 clients can take part, but num-clients, .* need 3\. 1 nodes cannot"):
+        run(tiny, tamper=tamper)
+    results = run(tiny | {"num-clients": 0}, tamper=tamper)  # as many as connect: four
     assert results["status"] == "finished"
     assert [a["name"] for a in results["absent"]] == ["node 1"]
     assert reason in results["absent"][0]["reason"]
-    assert results["rounds"][0]["participants"] == ["client-0000", "client-0002"]
+    assert results["rounds"][0]["participants"] == ["client-0000", "client-0002", "client-0003"]
 
 
 def test_nobody_answers_hello(tiny: dict) -> None:
-    with pytest.raises(RunError, match="0 clients answered hello"):
+    with pytest.raises(RunError, match=r"0 clients can take part, but .* need 1"):
         run(tiny, broken=lambda node, kind: True)
 
 
@@ -74,7 +76,7 @@ def test_other_backbone_or_code_at_a_client_stops_the_run(tiny: dict) -> None:
                 packet.config[key] = "0" * 64
             return packet
 
-        with pytest.raises(RunError, match=rf"1 cannot; the first is client-0001: it has {word}"):
+        with pytest.raises(RunError, match=rf"1 nodes cannot; the first is client-0001: it has {word}"):
             run(tiny, tamper=tamper)
 
 

@@ -39,7 +39,7 @@ def test_a_node_with_another_file_in_any_folder_is_refused(
             packet.config["code-sha256"] = other
         return packet
 
-    with pytest.raises(RunError, match=r"1 cannot; the first is client-0001: it has another copy of the code"):
+    with pytest.raises(RunError, match=r"1 nodes cannot; the first is client-0001: it has another copy of the code"):
         run(tiny, tamper=tamper)
 
 
