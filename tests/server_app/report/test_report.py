@@ -155,6 +155,7 @@ def test_page_shows_the_run(make_run):
     assert page.row("final_average_accuracy")[-1] == "60.00 %"
     assert page.row("forgetting")[-1] == "12.50 %"
     assert page.row("last_accuracy")[-1] == "56.25 %"
+    assert page.row("average_seen_accuracy")[-1] == "72.08 %"
     assert page.row("3", "60.0")[1:] == ["60.0", "75.0", "45.0", "56.2", "60.0"]
     assert page.row("1", "two, zero")
     head = page.row("Task", "Round", "Participants")
