@@ -189,7 +189,7 @@ class FedEWCOptions(Options):
     strength: float = key(1000.0, "lambda: weight of lambda / 2 sum_i F_i (theta_i - theta*_i)^2", minimum=0)
 
 
-MAX_FEATURES = 2000  # with more features no shrinkage is chosen: the eigenvalues of every fold would take minutes
+MAX_FEATURES = 2400  # with more features no shrinkage is chosen: the eigenvalues of every fold would take minutes
 
 
 @dataclass(frozen=True)

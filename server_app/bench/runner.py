@@ -23,7 +23,7 @@ from server_app.run_files.paths import lock_folder, mark_failed
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, find_marked, interruptible, last_lines, start_process
 from server_app.simulation.superlink import POLL
-from task.config.schema import SAME_RESULT, defaults, keys_affecting
+from task.config.schema import SAME_RESULT, complete_saved, defaults, keys_affecting
 from task.keys import ConfigError
 
 MARK = "FCIL_BENCH"  # environment variable of all processes of a suite
@@ -226,8 +226,8 @@ def finished_run(planned: PlannedRun) -> Run | None:
         return None
     if not run.finished or not (planned.directory / "config.yaml").exists():
         return None
-    # a run that is older than a key had the key's default value
-    settings, ignored = defaults() | run.settings, keys_affecting(*SAME_RESULT)
+    # a run that is older than a key had the key's default value, or what LATER says
+    settings, ignored = defaults() | complete_saved(run.settings), keys_affecting(*SAME_RESULT)
     for name, value in planned.config.flat().items():
         if name not in ignored and settings[name] != value:
             raise ConfigError(
