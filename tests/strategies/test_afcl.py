@@ -153,7 +153,7 @@ def test_the_shrinkage_is_chosen_from_the_images_of_all_clients(partition: str, 
     assert run.results["rounds"][-1]["server"] == {"shrinkage": pytest.approx(expected)}
 
 
-@pytest.mark.parametrize("keys", [{"afcl-sketch": 20}, {"afcl-random-features": 2001}], ids=lambda k: next(iter(k)))
+@pytest.mark.parametrize("keys", [{"afcl-sketch": 20}, {"afcl-random-features": 2401}], ids=lambda k: next(iter(k)))
 def test_with_a_sketch_or_very_many_features_the_shrinkage_is_fixed(keys: Values, tiny: Values) -> None:
     config = parse(tiny | EXACT | {"afcl-head": "discriminant", "num-tasks": 1, "num-clients": 1} | keys)
     folder = run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
