@@ -80,18 +80,19 @@ class ClientRegistry:
         counts = Counter(client.name for client in self.clients if not reasons[client.node])
         for client in self.clients:
             if not reasons[client.node] and counts[client.name] > 1:
-                reasons[client.node] = "the name of another node: give each its own name or partition-id"
-        misfits = [AbsentNode(c.node, c.name, f"it has {r}", True) for c in self.clients if (r := reasons[c.node])]
+                reasons[client.node] = "it has the name of another node: give each its own name or partition-id"
+        misfits = [AbsentNode(c.node, c.name, r, answered=True) for c in self.clients if (r := reasons[c.node])]
         self.clients = [client for client in self.clients if not reasons[client.node]]
         for misfit in misfits:
             log.warning("%s (node %s) does not take part: %s", misfit.name, misfit.node, misfit.reason)
         return misfits
 
     def _find_misfit(self, client: ClientInfo) -> str:
-        """What a node has that it must not have, or an empty text."""
+        """Why a node cannot be a client of this run at any time, or an empty text."""
         if self.config.own_data and not client.classes and self.config.class_order != APPEARING:
-            return "no image: its data-dir needs a folder of images per class"
-        return find_mismatch(client, *self._checksums)
+            return "it has no image: its data-dir needs a folder of images per class"
+        mismatch = find_mismatch(client, *self._checksums)
+        return f"it has {mismatch}" if mismatch else ""
 
     def _require_enough(self, absent: Sequence[AbsentNode], expected: int) -> None:
         number, needed = len(self.clients), self.config.quorum
@@ -146,7 +147,7 @@ class ClientRegistry:
     def _find_objection(self, newcomer: ClientInfo, connected: set[int]) -> str:
         """Why a node cannot be a client now, or an empty text."""
         if reason := self._find_misfit(newcomer):
-            return f"it has {reason}"
+            return reason
         nodes = {client.name: client.node for client in self.clients}
         node = nodes.get(newcomer.name, newcomer.node)
         if node != newcomer.node and node in connected:

@@ -228,8 +228,12 @@ class Model(nn.Module):
     @property
     def reuses_query(self) -> bool:
         """Whether a cached q(x) is of use: the prompt reads it, or f(x) has it. False if the backbone is trained."""
-        needed = self.prompt.needs_query or self.frozen_features or not self.prompted
-        return self.trained_backbone is None and needed
+        return self.trained_backbone is None and (self.frozen_features or self.trains_on_query)
+
+    @property
+    def trains_on_query(self) -> bool:
+        """Whether a local step reads q(x): the prompt does, or there is none."""
+        return self.prompt.needs_query or not self.prompted
 
     def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, width], float32.
@@ -239,10 +243,10 @@ class Model(nn.Module):
         """
         if query is not None and not self.prompted:
             return query
-        if query is None and (self.prompt.needs_query or self.frozen_features):
-            query = self.query(images)
-        features = self._prompted_features(images, query)
-        return torch.cat([features, query], dim=1) if self.frozen_features and query is not None else features
+        if not self.frozen_features:
+            return self._prompted_features(images, query)
+        query = self.query(images) if query is None else query
+        return torch.cat([self._prompted_features(images, query), query], dim=1)
 
     def _prompted_features(self, images: Tensor, query: Tensor | None) -> Tensor:
         """The part of f(x) that the prompt changes, [B, D * (1 + early blocks)]."""
