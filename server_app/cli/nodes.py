@@ -44,7 +44,8 @@ def _run_command(args: argparse.Namespace) -> int:
         )
         for node in nodes
     ]
-    print(*align([HEADER, *rows]), sep="\n")
+    absent = [f"{node.registered_as or node.node_id} takes no part: {node.absent}" for node in nodes if node.absent]
+    print(*align([HEADER, *rows]), *absent, sep="\n")
     return OK
 
 

@@ -27,6 +27,13 @@ class AbsentNode:
     name: str
     reason: str
     answered: bool
+    said: ClientInfo | None = None  # what it said of itself, where its hello can be read
+
+    @classmethod
+    def of(cls, client: ClientInfo, reason: str) -> "AbsentNode":
+        """A node whose hello can be read, but which does not fit; the log says so."""
+        log.warning("%s (node %s) does not take part: %s", client.name, client.node, reason)
+        return cls(client.node, client.name, reason, answered=True, said=client)
 
 
 def wait_for_nodes(transport: Transport, expected: int, patience: float, minimum: int | None = None) -> list[int]:

@@ -4,13 +4,14 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server_app.clients.client_info import ClientInfo
+from server_app.clients.hello import AbsentNode
 from server_app.errors import LaunchError
 from server_app.run_files.writers import read_lines, write_json
 
@@ -38,24 +39,34 @@ class NodeStatus:
     since: str  # when this status began; of a node that was never online, when it was registered
     last_seen: str  # time of its last heartbeat; of an offline node, when Flower gave it up
     last_round: str  # the newest round that it answered
+    absent: str  # why it takes no part in the newest run that knows it
     free_disk: int | None  # bytes
     versions: tuple[str, ...]
     said_at: str  # when it said so
 
 
-def write_nodes(directory: Path, clients: Sequence[ClientInfo]) -> None:
-    """Note in a run's folder what its nodes have said of themselves; those that are not there now stay as they are."""
-    entries = [
-        {
-            "name": c.name,
-            "node_id": str(c.node),
-            "free_disk": c.free_disk,
-            "versions": c.versions,
-            "said_at": c.answered_at,
-        }
-        for c in clients
-    ]
-    write_json(directory / NODES, [*(_earlier(directory) | {entry["node_id"]: entry for entry in entries}).values()])
+def write_nodes(directory: Path, clients: Iterable[ClientInfo], absent: Iterable[AbsentNode]) -> None:
+    """Note in a run's folder what its nodes have said of themselves, and why some of them take no part.
+
+    Nodes that are not there now stay as they are.
+    """
+    said = [_entry(c, "") for c in clients] + [_entry(n.said, n.reason) for n in absent if n.said]
+    silent = [{"node_id": str(n.node), "absent": n.reason} for n in absent if not n.said]
+    earlier = _earlier(directory)
+    known = earlier | {entry["node_id"]: earlier.get(entry["node_id"], {}) | entry for entry in [*said, *silent]}
+    if known != earlier:
+        write_json(directory / NODES, [*known.values()])
+
+
+def _entry(client: ClientInfo, absent: str) -> dict[str, Any]:
+    return {
+        "name": client.name,
+        "node_id": str(client.node),
+        "free_disk": client.free_disk,
+        "versions": list(client.versions),
+        "said_at": client.answered_at,
+        "absent": absent,
+    }
 
 
 def _earlier(directory: Path) -> dict[str, dict[str, Any]]:
@@ -109,6 +120,7 @@ class _NodeEntry:
     free_disk: int | None = None
     versions: tuple[str, ...] = ()
     said_at: str = ""
+    absent: str = ""
 
 
 def _read(run: Path) -> list[_NodeEntry]:
@@ -118,10 +130,11 @@ def _read(run: Path) -> list[_NodeEntry]:
             _NodeEntry(
                 run,
                 int(node["node_id"]),
-                str(node["name"]),
-                int(node["free_disk"]),
-                tuple(map(str, node["versions"])),
-                _iso(node["said_at"]),
+                str(node.get("name", "")),
+                int(node["free_disk"]) if "free_disk" in node else None,
+                tuple(map(str, node.get("versions", ()))),
+                _iso(node["said_at"]) if "said_at" in node else "",
+                str(node.get("absent", "")),
             )
             for node in json.loads((run / NODES).read_text())
         ]
@@ -146,21 +159,23 @@ def _join(node: "NodeInfo", entries: Sequence[_NodeEntry]) -> NodeStatus:
     """A node with what it said and did in runs, newest run first."""
     of_node = [entry for entry in entries if entry.node_id == node.node_id]
     newest = of_node[0] if of_node else _NodeEntry(Path(), node.node_id)
+    said = next((entry for entry in of_node if entry.name), newest)
     rounds = (text for entry in of_node for text in _rounds_of(entry.run, entry.name))
     online = node.status == "online"
     # Flower counts a node as gone after two intervals without a heartbeat
     heartbeat = _iso(node.online_until - 2 * node.heartbeat_interval) if online else node.last_deactivated_at
     return NodeStatus(
         registered_as=node.name,
-        name=newest.name,
+        name=said.name,
         node_id=node.node_id,
         status=node.status,
         since=(node.last_activated_at if online else node.last_deactivated_at) or node.registered_at,
         last_seen=heartbeat,
         last_round=next(rounds, ""),
-        free_disk=newest.free_disk,
-        versions=newest.versions,
-        said_at=newest.said_at,
+        absent=newest.absent,
+        free_disk=said.free_disk,
+        versions=said.versions,
+        said_at=said.said_at,
     )
 
 

@@ -23,7 +23,7 @@ _MAX_LINES = 40  # clients in the log's table
 
 
 class ClientRegistry:
-    """The clients of a run, ``clients``, sorted by name; ``absent`` has name and reason of each other node."""
+    """The clients of a run, ``clients``, sorted by name; ``absent`` are the other nodes, by handle."""
 
     def __init__(
         self,
@@ -47,8 +47,7 @@ class ClientRegistry:
         self._asked: set[int] = set()  # nodes that get no further hello
         self._tries: Counter[int] = Counter()  # hellos that a node has not answered
         self._warnings: set[str] = set()
-        self.absent: list[dict[str, str]] = []
-        self._absent: dict[int, AbsentNode] = {}
+        self.absent: dict[int, AbsentNode] = {}
         self.clients, absent = say_hello(transport, nodes, config, dataset)
         absent = [*self._take_out_misfits(), *absent]
         self._note_absent(absent, set(nodes))
@@ -68,11 +67,10 @@ class ClientRegistry:
     def _note_absent(self, absent: Sequence[AbsentNode], connected: set[int]) -> None:
         """Add nodes to ``absent``, and leave out those that take part by now, under the same handle or a new one."""
         nodes, names = ({getattr(c, attribute) for c in self.clients} for attribute in ("node", "name"))
-        known = self._absent | {node.node: node for node in absent}
-        self._absent = {
+        known = self.absent | {node.node: node for node in absent}
+        self.absent = {
             n: node for n, node in known.items() if n not in nodes and (n in connected or node.name not in names)
         }
-        self.absent[:] = [{"name": node.name, "reason": node.reason} for node in self._absent.values()]
 
     def _take_out_misfits(self) -> list[AbsentNode]:
         """Take nodes that do not fit, and those that share a name, out of the clients."""
@@ -81,10 +79,8 @@ class ClientRegistry:
         for client in self.clients:
             if not reasons[client.node] and counts[client.name] > 1:
                 reasons[client.node] = "it has the name of another node: give each its own name or partition-id"
-        misfits = [AbsentNode(c.node, c.name, r, answered=True) for c in self.clients if (r := reasons[c.node])]
+        misfits = [AbsentNode.of(client, r) for client in self.clients if (r := reasons[client.node])]
         self.clients = [client for client in self.clients if not reasons[client.node]]
-        for misfit in misfits:
-            log.warning("%s (node %s) does not take part: %s", misfit.name, misfit.node, misfit.reason)
         return misfits
 
     def _find_misfit(self, client: ClientInfo) -> str:
@@ -135,8 +131,7 @@ class ClientRegistry:
         admitted = []
         for client in clients:
             if reason := self._find_objection(client, connected):
-                absent.append(AbsentNode(client.node, client.name, reason, answered=True))
-                log.warning("%s (node %s) does not take part: %s", client.name, client.node, reason)
+                absent.append(AbsentNode.of(client, reason))
             else:
                 admitted.append(client)
                 self._add(client)

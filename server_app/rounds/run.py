@@ -154,7 +154,7 @@ class Run:
                 self.model.begin_task(len(context.schedule.tasks[context.task]))
             if self.registry.admit_new():
                 self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
-                self._note_clients()
+            self._note_clients()
             certificates.look()
             report = self.train_round(context)
             if context.ends_task:
@@ -311,8 +311,9 @@ class Run:
         return True
 
     def _note_clients(self) -> None:
-        clients, self.results.absent = self.registry.clients, self.registry.absent
-        write_nodes(self.directory, clients)
+        clients, absent = self.registry.clients, self.registry.absent.values()
+        self.results.absent = [{"name": node.name, "reason": node.reason} for node in absent]
+        write_nodes(self.directory, clients, absent)
         if has_fixed_images(self.config):
             self.results.clients = [{"name": c.name, "class_counts": c.class_counts.tolist()} for c in clients]
 

@@ -213,6 +213,12 @@ def test_a_run_of_as_many_nodes_as_connect_begins_without_those_that_cannot_take
         ("west", "it has no image"),
     ]
     assert sum(" does not take part: " in record.getMessage() for record in caplog.records) == 4
+    said = json.loads((Path(keys["output-dir"]) / "run" / "nodes.json").read_text())
+    assert [(node["name"], node["absent"].split(":")[0], node["free_disk"] > 0) for node in said] == [
+        ("north", "", True),
+        ("south", "it has other backbone weights than the server", True),
+        ("west", "it has no image", True),
+    ]
 
 
 def test_a_node_with_another_nodes_name_takes_part_as_little_as_that_one(keys: Values) -> None:
@@ -248,6 +254,8 @@ def test_a_mended_node_takes_part_and_is_absent_no_more(keys: Values) -> None:
     results = run(keys | {"num-clients": 0, "rounds-per-task": 2}, transport)
     assert [len(r["participants"]) for r in results["rounds"]] == [2, 2, 3, 3]
     assert results["absent"] == []
+    said = json.loads((Path(keys["output-dir"]) / "run" / "nodes.json").read_text())
+    assert [node["absent"] for node in said] == ["", "", ""]
 
 
 def test_where_classes_appear_a_node_may_begin_with_none(keys: Values, nodes: Path, patterns: list[np.ndarray]) -> None:
@@ -298,6 +306,7 @@ def test_a_run_is_resumed_without_a_node_whose_disk_is_gone(keys: Values, nodes:
     assert results["status"] == "finished"
     assert [len(r["participants"]) for r in results["rounds"]] == [3, 2]
     said = json.loads((Path(keys["output-dir"]) / "run" / "nodes.json").read_text())
+    assert {node["name"] for node in said if node["absent"]} == {"south"}
     assert sorted(node["name"] for node in said) == ["north", "south", "west"]  # fcil nodes knows it still
     assert results["absent"][0]["reason"].startswith("it has no image")
 

@@ -12,6 +12,7 @@ from server_app.cli import main as cli
 from server_app.clients import nodes
 from server_app.clients.nodes import list_nodes
 from server_app.errors import LaunchError
+from task.message import Kind, Packet
 from tests.helpers.runs import Values, run
 
 NOON = 1_767_268_800.0  # 2026-01-01 12:00 in UTC
@@ -122,6 +123,27 @@ def test_the_table_and_the_json_have_every_node(tmp_path: Path, capsys: pytest.C
     )
     assert cli.main(["nodes", "fcil", "--runs", str(tmp_path), "--json"]) == 0
     assert [each["node_id"] for each in json.loads(capsys.readouterr().out)] == ["8", str(2**63 + 5), "7"]
+
+
+def test_a_node_that_takes_no_part_is_listed_with_the_reason_and_what_it_said_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    make_run(tmp_path / "old", 300, NORTH.node_id, {"participants": ["north"]})
+    make_run(tmp_path / "new", 200, 12345)
+    (tmp_path / "new" / "nodes.json").write_text(json.dumps([{"node_id": str(NORTH.node_id), "absent": "no disk"}]))
+    north = next(n for n in list_nodes("fcil", tmp_path) if n.node_id == NORTH.node_id)
+    assert (north.name, north.versions, north.free_disk, north.absent) == ("north", ("old",), 4_000_000_000, "no disk")
+    assert cli.main(["nodes", "fcil", "--runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[4:] == ["north hospital takes no part: no disk"]
+
+
+def test_a_node_whose_hello_cannot_be_read_is_noted(tiny: Values, tmp_path: Path) -> None:
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        return Packet(config={"error": "no disk"}) if (node, kind) == (1, "hello") else packet
+
+    run(tiny | {"num-clients": 0}, tamper=tamper)
+    said = json.loads((tmp_path / "runs" / "run" / "nodes.json").read_text())
+    assert [each for each in said if each["absent"]] == [{"node_id": "1", "absent": "no disk"}]
 
 
 @pytest.mark.parametrize(("name", "reason"), [("local", "simulation"), ("nobody", "'nobody' not found")])
