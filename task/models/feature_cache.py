@@ -3,7 +3,7 @@
 q(x) depends on the image and the frozen backbone only, so test images, statistics and training without augmentation
 need it once. Its last bits depend on the batch in which it is computed. In memory, therefore, whole batches are cached,
 and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
-of the images in batches of 256; a run that uses the disk takes every query from there, also the run that computes them.
+of the images in batches of BATCH; a run that uses the disk takes every query from there, also the run that computes them.
 So results do not depend on what is cached. The class token after three quarters of the blocks is stored beside each
 query: it costs no further pass, and FedRDA reads both. Where a prompt learns in the first task only, f(x) of test
 images is kept in memory too.
@@ -32,7 +32,7 @@ from task.utils.versions import package_version
 
 log = logging.getLogger(__name__)
 
-BATCH = 256  # images of one pass without gradient
+BATCH = 64  # images of one pass without gradient; of more, the activations leave the cache of a processor
 CACHE_BYTES = 2**28  # of cached queries in a process: 87,000 queries at D = 768
 WORTH_STORING = 1000  # images of a data set: the queries of fewer are computed in seconds
 EARLY_DEPTH = 0.75  # share of the blocks whose class token is stored too: fedrda-depth, where nobody sets it

@@ -87,6 +87,8 @@ def test_mutated_bytes_through_a_superlink(kind: str, network: Network, monkeypa
                 silent += reply.error.startswith(("no answer", "still busy"))
     seconds = time.monotonic() - began
     log.info("%s: %d of %d unreadable, %d did not come, %.0f s", kind, refused, ANSWERS, silent, seconds)
+    for failure in (failure for liar in liars for failure in liar.failures):
+        log.info("a node failed, and went on: %s", failure)
     assert refused > ANSWERS / 2
     assert silent <= ANSWERS / LIARS  # a node may lock itself out by an answer of which the SuperLink lacks an object
 

@@ -1,6 +1,7 @@
 """A node that says to a real SuperLink what bytes it likes; and a server app in the test's own process."""
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -50,6 +51,7 @@ class LyingNode:
         self._end, self._ready, self.wake = threading.Event(), threading.Event(), threading.Event()
         self._idle = idle
         self._thread = threading.Thread(target=self._live, daemon=True)
+        self.failures: list[str] = []  # tracebacks; it goes on, as a node of Flower's does
         self.sent = 0  # objects
         self.refused = 0  # of them, by the SuperLink
 
@@ -64,23 +66,36 @@ class LyingNode:
 
     def _live(self) -> None:
         with http_request_response(self._address, insecure=True, max_wait_time=60) as connection:
-            node, receive, send, _, _, pull, push, confirm = connection
             self._ready.set()
             while not self._end.is_set():
                 self.wake.wait(self._idle)  # one that asked more often would keep the SuperLink busy
                 self.wake.clear()
-                if not (received := receive()):
-                    continue
-                message, tree = received
-                if self._reads:
-                    run, ids = message.metadata.run_id, [part.object_id for part in iterate_object_tree(tree)]
-                    contents = pull_objects(list(dict.fromkeys(ids)), partial(pull, run), initial_backoff=0.1)
-                    confirm(run, tree.object_id)
-                    message = cast(Message, inflate_object_from_contents(tree.object_id, contents))
-                message.metadata.__dict__["_message_id"] = tree.object_id
-                self._answer(
-                    message, Context(message.metadata.run_id, node, self._settings, RecordDict(), {}), send, push
-                )
+                try:
+                    self._look_for_work(*connection)
+                except Exception:
+                    self.failures.append(traceback.format_exc())
+
+    def _look_for_work(
+        self,
+        node: int,
+        receive: Callable,
+        send: Callable,
+        _: object,
+        __: object,
+        pull: Callable,
+        push: Callable,
+        confirm: Callable,
+    ) -> None:
+        if not (received := receive()):
+            return
+        message, tree = received
+        if self._reads:
+            run, ids = message.metadata.run_id, [part.object_id for part in iterate_object_tree(tree)]
+            contents = pull_objects(list(dict.fromkeys(ids)), partial(pull, run), initial_backoff=0.1)
+            confirm(run, tree.object_id)
+            message = cast(Message, inflate_object_from_contents(tree.object_id, contents))
+        message.metadata.__dict__["_message_id"] = tree.object_id
+        self._answer(message, Context(message.metadata.run_id, node, self._settings, RecordDict(), {}), send, push)
 
     def _answer(self, message: Message, context: Context, send: Callable, push: Callable) -> None:
         answer = self._app(message, context)
