@@ -3,7 +3,7 @@
 q(x) depends on the image and the frozen backbone only, so test images, statistics and training without augmentation
 need it once. Its last bits depend on the batch in which it is computed. In memory, therefore, whole batches are cached,
 and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
-of the images in batches of BATCH; a run that uses the disk takes every query from there, also the run that computes them.
+of the images, BATCH at once; a run that uses the disk takes every query from there, also the run that computes them.
 So results do not depend on what is cached. The class token after three quarters of the blocks is stored beside each
 query: it costs no further pass, and FedRDA reads both. Where a prompt learns in the first task only, f(x) of test
 images is kept in memory too.
