@@ -5,8 +5,8 @@ Every value is escaped. The page's Content-Security-Policy lets nothing load or 
 
 STYLE = """
 body { margin: 0; background: #f6f7f9; color: #1c2430; font: 15px/1.5 system-ui, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 32px 24px 64px; }
-section { background: #fff; border: 1px solid #dde2e8; border-radius: 10px; padding: 20px 24px; margin-top: 20px; }
+main { max-width: 1240px; margin: 0 auto; padding: 32px 16px 64px; }
+section { background: #fff; border: 1px solid #dde2e8; border-radius: 10px; padding: 20px 18px; margin-top: 20px; }
 h1 { font-size: 28px; line-height: 1.25; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 18px; margin: 0 0 12px; }
 .badge { border-radius: 99px; padding: 3px 12px; font-size: 13px; vertical-align: 5px; background: #dcebf7; }
@@ -16,12 +16,12 @@ h2 { font-size: 18px; margin: 0 0 12px; }
 .notice { border-left: 5px solid #d55e00; background: #fff7f2; }
 .notice p { margin: 10px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 .scroll { overflow: auto; max-height: 540px; } @media print { .scroll { max-height: none; } }
-img { max-width: 100%; height: auto; display: block; margin: 0 auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; min-width: 40%; }
-th, td { text-align: right; padding: 5px 12px; border-bottom: 1px solid #dde2e8; vertical-align: top; }
+img { max-width: min(100%, 1080px); height: auto; display: block; margin: 0 auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; min-width: 40%; }
+th, td { text-align: right; padding: 5px 8px; border-bottom: 1px solid #dde2e8; vertical-align: top; }
 td { white-space: nowrap; } th { position: sticky; top: 0; background: #fff; }
 .t { text-align: left; white-space: normal; overflow-wrap: break-word; }
-.t:first-child:nth-last-child(n+5) { min-width: 11em; }
+.t:first-child:nth-last-child(n+5) { min-width: 10em; }
 """
 
 PAGE = (
