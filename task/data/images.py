@@ -19,6 +19,10 @@ CACHE_BYTES = 2**29  # decoded images kept by one ImageFiles: 3,500 of 224 x 224
 MAX_PIXELS = 50_000_000  # default of the run key max-image-pixels
 # others hide an image of another size in their own (ICO), or decode before they say how large it is
 _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+# of these Pillow reads whole files, or parts of any length, before it says how many pixels there are; of TIFF too, but
+# one with many pages may rightly be large
+_READ_AT_ONCE = ("AVIF", "JPEG2000", "PNG", "WEBP")
+_FILE_BYTES = 10  # such a file may have for each pixel of max-image-pixels; not packed at all, 16-bit RGBA has 8
 _LONGEST = 10  # a scaled image is at most so many sides of the result long; of a longer strip only the middle is scaled
 _STRIP = 2**20  # pixels that are stretched at a time
 Image.MAX_IMAGE_PIXELS = None  # max-image-pixels is the limit; Pillow's own would also warn below it
@@ -183,14 +187,15 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
     A JPEG of more than ``max_pixels`` is decoded at a half, a quarter or an eighth of its sides, which takes the memory
     of the small image only. The threads of a process together decode no more than ``max_pixels`` at a time; no format
-    takes more than 20 bytes for each of them.
+    takes more than 20 bytes for each of them. For the size of files see :func:`_require_bounded`.
 
     Raises:
-        UnreadableImage: the file is missing, truncated, not of :func:`readable_formats`, or too large by its header.
+        UnreadableImage: the file is missing, truncated, not of :func:`readable_formats`, or too large in bytes or pixels.
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path):
             raise ValueError("it is a folder, a pipe, a socket or a device")  # opening it could wait for ever
+        _require_bounded(path, max_pixels)
         with Image.open(path, formats=readable_formats()) as image:
             _shrink_to(image, max_pixels)
             with _decoding.take(image.width * image.height, max_pixels):
@@ -199,6 +204,18 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise
     except Exception as error:  # Pillow's readers raise many types
         raise UnreadableImage(f"{path!r} cannot be read as an image ({error}); replace it or take it away.") from error
+
+
+def _require_bounded(path: str, max_pixels: int) -> None:
+    """A ValueError if a file of a format that is read at once has too many bytes for ``max_pixels``."""
+    size, limit = os.path.getsize(path), _FILE_BYTES * max_pixels + 2**20
+    if size <= limit:
+        return
+    with open(path, "rb") as file:
+        start = file.read(16)  # as much as Pillow knows a format by
+    known_by = [Image.OPEN[name][1] for name in _READ_AT_ONCE if name in readable_formats()]
+    if any(accepts and accepts(start) for accepts in known_by):
+        raise ValueError(f"it has {size} bytes, above the {limit} that go with max-image-pixels = {max_pixels}")
 
 
 def _shrink_to(image: Image.Image, max_pixels: int) -> None:

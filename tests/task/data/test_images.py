@@ -21,7 +21,7 @@ from client_app.node import Node
 from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
-from task.data.images import UnreadableImage, decode, fit_image, read_rgb
+from task.data.images import UnreadableImage, decode, fit_image, read_rgb, readable_formats
 from task.data.node_images import scan_images
 from task.inference import _rgb
 from task.message import Packet
@@ -172,6 +172,31 @@ def test_threads_together_decode_no_more_than_the_limit(tmp_path: Path, monkeypa
         widths = list(pool.map(lambda n: read_rgb(str(tmp_path / f"{n}.png"), 1000).width, range(len(sides))))
     assert widths == sides
     assert 900 <= most[0] <= 1000
+
+
+@pytest.mark.parametrize("kind", ["webp", "avif", "png", "jp2", "tiff", "jpg", "gif", "bmp", "ppm"])
+def test_a_file_that_pillow_reads_at_once_has_few_bytes_for_the_largest_image(kind: str, tmp_path: Path) -> None:
+    """A hundred bytes and zeros behind them could else fill the memory; a TIFF may have pages behind the first."""
+    if kind == "avif" and "AVIF" not in readable_formats():
+        pytest.skip("this Pillow reads no AVIF")
+    path = tmp_path / f"a.{kind}"
+    noise(8, 8).save(path)
+    os.truncate(path, 10 * 100 + 2**20)
+    assert read_rgb(str(path), 100).size == (8, 8)
+    os.truncate(path, 10 * 100 + 2**20 + 1)
+    if kind in ("tiff", "jpg", "gif", "bmp", "ppm"):
+        assert read_rgb(str(path), 100).size == (8, 8)
+    else:
+        with pytest.raises(
+            UnreadableImage, match="1049577 bytes, above the 1049576 that go with max-image-pixels = 100"
+        ):
+            read_rgb(str(path), 100)
+
+
+def test_an_image_that_is_not_packed_at_all_is_no_large_file(tmp_path: Path) -> None:
+    Image.fromarray(np.zeros((1000, 1000, 4), np.uint8)).save(tmp_path / "a.png", compress_level=0)
+    assert (tmp_path / "a.png").stat().st_size > 4 * 10**6
+    assert read_rgb(str(tmp_path / "a.png"), 10**6).size == (1000, 1000)
 
 
 FORMATS: dict[str, tuple[str, dict]] = {
