@@ -1,7 +1,9 @@
 """A user's own data: arrays in an .npz file or a folder of .npy files, or a folder of images per class."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from zipfile import ZipInfo
 
 import numpy as np
 
@@ -10,12 +12,16 @@ from task.data.image_folders import class_folders, images_by_class, require_clas
 from task.data.images import Dataset, ImageFiles
 from task.data.splits import HELD_OUT, draw_held_out, select_by_digest, split_dataset
 from task.keys import ConfigError
+from task.utils.files import require_file
+from task.utils.memory import available_memory
+
+_ARRAYS = ("images", "labels", "split", "class_names")  # others in an .npz file are passed over
 
 
 def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dataset:
     """Arrays: images uint8 [N, H, W, 3] or [N, H, W], labels [N]; class names and split [N] (1 = test) are optional.
 
-    ``path`` is an .npz file, which is read into memory, or a folder of images.npy, labels.npy, split.npy and
+    ``path`` is an .npz file, of which these are read into memory, or a folder of images.npy, labels.npy, split.npy and
     class_names.txt (one name per line), whose images are memory-mapped: only those that are used are read. Without a
     split a fifth of each class is held out at random. With ``by_content`` about a fifth is held out by a digest of each
     image, so that training images stay training images when the file grows.
@@ -68,31 +74,41 @@ def _check_names(names: np.ndarray, path: Path) -> None:
 
 
 def _npz_file(path: Path) -> dict[str, np.ndarray]:
-    _require_file(path)
+    require_file(path)
     file = np.load(path, allow_pickle=False)
     if isinstance(file, np.ndarray):
         raise ValueError("it holds one array without a name")
     with file:
-        arrays = {name: file[name] for name in file.files}
+        _check_members(file.zip.infolist())
+        arrays = {name: file[name] for name in _ARRAYS if name in file.files}
     if foreign := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
         raise ValueError(f"{foreign[0]!r} in it is no array")
     names = arrays.get("class_names", np.empty(0))
     return arrays | ({"class_names": np.char.decode(names, "utf-8")} if names.dtype.kind == "S" else {})
 
 
+def _check_members(members: Sequence[ZipInfo]) -> None:
+    """A ValueError unless the arrays are there and fit in memory; nothing is unpacked yet, as zeros pack to nothing."""
+    sizes = {member.filename.removesuffix(".npy"): member.file_size for member in members}
+    if foreign := [m.filename for m in members if not m.filename.endswith(".npy") and m.filename not in _ARRAYS]:
+        raise ValueError(f"{foreign[0]!r} in it is no array")
+    if not {"images", "labels"} <= sizes.keys():
+        raise ValueError(f"it needs 'images' and 'labels', and holds {', '.join(map(repr, sizes)) or 'nothing'}")
+    size, free = sum(sizes.get(name, 0) for name in _ARRAYS), available_memory()
+    if size > free:
+        raise ValueError(
+            f"it takes {size / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; .npy files in a folder take less"
+        )
+
+
 def _npy_folder(path: Path) -> dict[str, np.ndarray]:
     files, names = list(path.glob("*.npy")), path / "class_names.txt"
     for file in [*files, names]:
-        _require_file(file)
+        require_file(file)
     arrays = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in files}
     if names.exists():
         arrays["class_names"] = np.array(names.read_text(encoding="utf-8").splitlines())
     return arrays
-
-
-def _require_file(path: Path) -> None:
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path.name} is a folder, a pipe, a socket or a device")  # opening a pipe could wait for ever
 
 
 def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray, np.ndarray]:

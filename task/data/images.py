@@ -190,7 +190,7 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     takes more than 20 bytes for each of them. For the size of files see :func:`_require_bounded`.
 
     Raises:
-        UnreadableImage: the file is missing, truncated, not of :func:`readable_formats`, or too large in bytes or pixels.
+        UnreadableImage: the file is missing, truncated, not of :func:`readable_formats`, or too large.
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path):

@@ -171,6 +171,30 @@ def test_an_npz_with_a_member_that_is_no_array(tmp_path: Path) -> None:
         load_dataset("npz", path, 32, 0.0, 0)
 
 
+def test_other_arrays_of_an_npz_are_not_unpacked(tmp_path: Path) -> None:
+    """A few bytes may unpack to gigabytes; this one cannot be unpacked at all."""
+    path = write_npz(tmp_path / "a.npz")
+    with zipfile.ZipFile(path, "a") as archive, archive.open("masks.npy", "w") as file:
+        write_header(file, (10**12,))
+    assert len(load_dataset("npz", path, 32, 0.0, 0).train_labels) == 32
+
+
+def test_an_npz_without_images_says_what_it_holds(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x_train=np.zeros((4, 8, 8)), labels=np.zeros(4))
+    with pytest.raises(ConfigError, match="needs 'images' and 'labels', and holds 'x_train', 'labels'"):
+        load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0)
+
+
+def test_an_npz_that_does_not_fit_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays = 40 * 8 * 8 * 3 + 40 * 8 + 2 * 128  # with their headers
+    monkeypatch.setattr("task.data.custom.available_memory", lambda: arrays - 1.0)
+    path = write_npz(tmp_path / "a.npz", masks=np.zeros(10**6))
+    with pytest.raises(ConfigError, match=r"a\.npz' is not .* \(it takes 0\.0 GB of memory, and 0\.0 GB are free"):
+        load_dataset("npz", path, 32, 0.0, 0)
+    monkeypatch.setattr("task.data.custom.available_memory", lambda: float(arrays))
+    assert len(load_dataset("npz", path, 32, 0.0, 0).train_labels) == 32
+
+
 @pytest.mark.parametrize("name", ["split.npy", "class_names.txt"])
 def test_a_pipe_among_the_files_is_not_opened(name: str, tmp_path: Path) -> None:
     np.save(tmp_path / "images.npy", np.zeros((4, 8, 8, 3), np.uint8))
