@@ -9,6 +9,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from task.config.parsing import parse, reads_key
 from task.config.schema import OF_THE_SERVER, Config, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
+from task.utils.files import parse_small
 
 _ENTRIES = {
     "title": str,
@@ -110,12 +112,12 @@ def read_suite(path: Path, overrides: Mapping[str, Scalar]) -> Suite:
         ConfigError: the file cannot be read, an entry or run key is wrong, or two runs would be the same.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        content = parse_small(path, partial(yaml.load, Loader=_Loader))
         return _build_suite(_check_entries(content, _ENTRIES, _OPTIONAL), overrides, path.absolute().parent)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 class _Loader(yaml.SafeLoader):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server_app.doctor.finding import Finding
+from task.utils.files import read_small
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -35,7 +36,7 @@ def check_certificates(paths: Iterable[str]) -> Iterator[Finding]:
         try:
             from cryptography.x509 import load_pem_x509_certificates
 
-            certificates = load_pem_x509_certificates(Path(path).read_bytes())
+            certificates = load_pem_x509_certificates(read_small(Path(path)))
         except (ImportError, OSError, ValueError) as error:
             yield Finding("problem", f"{path}: no certificate can be read: {error}")
             continue

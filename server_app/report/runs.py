@@ -11,8 +11,9 @@ import numpy as np
 import yaml
 
 from server_app.errors import ReportError
-from server_app.run_files.paths import SCHEMA, true_status
+from server_app.run_files.paths import LARGEST_RESULTS, SCHEMA, true_status
 from task.metrics import crop_to_finished, summarize
+from task.utils.files import parse_small
 
 REQUIRED = ("status", "method", "dataset", "num_tasks")
 MATRICES = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "confusion")
@@ -126,7 +127,7 @@ def load_run(folder: Path) -> Run:
     """
     path, settings = folder / "results.json", _read_config(folder / "config.yaml")
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = parse_small(path, json.loads, LARGEST_RESULTS)
         if results["schema"] != SCHEMA:
             raise ValueError(f"its schema is {results['schema']!r}")
         return build_run(folder, true_status(folder, results), settings)
@@ -138,7 +139,7 @@ def load_run(folder: Path) -> Run:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return flat(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.exists() else {}
+        return flat(parse_small(path, yaml.safe_load)) if path.exists() else {}
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise ReportError(f"{path} cannot be read: {error}") from error
 

@@ -13,6 +13,7 @@ from task.config.schema import OF_THE_SERVER, Config, complete_saved, keys_affec
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
+from task.utils.files import parse_small
 from task.utils.home import expand_home
 from task.utils.versions import code_sha256, versions
 
@@ -74,7 +75,7 @@ def require_same_keys(config: Config, saved: Mapping[str, Scalar]) -> None:
 
 def _read_saved_keys(directory: Path) -> dict[str, Scalar]:
     try:
-        saved = yaml.safe_load((directory / "config.yaml").read_text())
+        saved = parse_small(directory / "config.yaml", yaml.safe_load)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"resume = {str(directory)!r} is no folder of a run ({one_line(str(error))}).") from error
     missing = {"method", "backbone-sha256"} - (saved.keys() if isinstance(saved, dict) else set())

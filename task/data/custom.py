@@ -97,7 +97,7 @@ def _check_members(members: Sequence[ZipInfo]) -> None:
     size, free = sum(sizes.get(name, 0) for name in _ARRAYS), available_memory()
     if size > free:
         raise ValueError(
-            f"it takes {size / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free; .npy files in a folder take less"
+            f"it takes {size / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; .npy files in a folder take less"
         )
 
 

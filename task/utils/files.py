@@ -28,11 +28,9 @@ def read_small(path: Path, most: int = SMALL) -> bytes:
         ValueError: it is no file, or has more bytes.
     """
     require_file(path)
-    with open(path, "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
+    if path.stat().st_size > most:
         raise ValueError(f"{path.name} has more than {most} bytes")
-    return content
+    return path.read_bytes()
 
 
 def parse_small(path: Path, parse: Callable[[str], Content], most: int = SMALL) -> Content:

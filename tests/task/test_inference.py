@@ -177,6 +177,9 @@ def test_what_is_no_model_is_named(tiny: dict, tmp_path: Path) -> None:
     safetensors.torch.save_file({"a": torch.zeros(1)}, directory / MODEL)
     with pytest.raises(ModelError, match="no model of fcil"):
         load_predictor(directory)
+    safetensors.torch.save_file({"a": torch.zeros(1)}, directory / MODEL, {"config": "[" * 100_000})
+    with pytest.raises(ModelError, match=r"no model of fcil.*RecursionError"):
+        load_predictor(directory)
     (directory / MODEL).write_bytes(whole.replace(b"prompt-length", b"prompt-widths"))
     with pytest.raises(ModelError, match=r"another version.*prompt-widths"):
         load_predictor(directory)

@@ -189,7 +189,7 @@ def test_an_npz_that_does_not_fit_in_memory(tmp_path: Path, monkeypatch: pytest.
     arrays = 40 * 8 * 8 * 3 + 40 * 8 + 2 * 128  # with their headers
     monkeypatch.setattr("task.data.custom.available_memory", lambda: arrays - 1.0)
     path = write_npz(tmp_path / "a.npz", masks=np.zeros(10**6))
-    with pytest.raises(ConfigError, match=r"a\.npz' is not .* \(it takes 0\.0 GB of memory, and 0\.0 GB are free"):
+    with pytest.raises(ConfigError, match=r"a\.npz' is not .* \(it takes 0\.0 GB of memory, 0\.0 GB are free"):
         load_dataset("npz", path, 32, 0.0, 0)
     monkeypatch.setattr("task.data.custom.available_memory", lambda: float(arrays))
     assert len(load_dataset("npz", path, 32, 0.0, 0).train_labels) == 32
