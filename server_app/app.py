@@ -1,16 +1,21 @@
 """The Flower ServerApp: one run over the Grid that Flower provides."""
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from server_app.errors import RunError, describe_os_error
+from server_app.run_files.on_end import tell_operator
 from server_app.run_files.resume import load_resumed_keys
 from server_app.transport.flower_grid import GridTransport
 from task.config.parsing import parse
+from task.config.schema import Config
 from task.keys import ConfigError
+from task.message import Scalar
 
 
 class RunFailed(RuntimeError):
@@ -23,6 +28,21 @@ class RunFailed(RuntimeError):
 
 
 app = ServerApp()
+
+
+def _read_keys(values: Mapping[str, Scalar]) -> Config:
+    """The run's settings, or those of the run that is resumed; the operator is told of keys that cannot be used.
+
+    Raises:
+        ConfigError: a key, or the folder of the run to resume, cannot be used.
+    """
+    try:
+        values = load_resumed_keys(values)
+        return parse(values)
+    except ConfigError as error:
+        folder = Path(str(values.get("output-dir", "")), str(values.get("run-name", "")))
+        tell_operator(str(values.get("on-end", "")), Path(str(values.get("resume") or folder)), error)
+        raise
 
 
 @app.main()
@@ -40,7 +60,7 @@ def main(grid: Grid, context: Context) -> None:
         logger.setLevel(logging.INFO)
         logger.handlers = list(logging.getLogger("flwr").handlers)
     try:
-        run_experiment(parse(load_resumed_keys(context.run_config)), GridTransport(grid))
+        run_experiment(_read_keys(context.run_config), GridTransport(grid))
     except (ConfigError, RunError) as error:
         raise RunFailed(str(error)) from None
     except OSError as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.cli.progress import Progress, summary
 from server_app.errors import LaunchError, RunError, describe_os_error
+from server_app.run_files.on_end import tell_operator
 from server_app.run_files.paths import (
     INTERRUPTED,
     lock_run,
@@ -146,6 +147,7 @@ def _run_with_flower(values: dict[str, Scalar], progress: Progress, workers: int
             status, details = _run_once(values, progress, workers, cluster)
     except Interrupted as stop:
         mark_failed(progress.directory, f"stopped by {stop}")
+        tell_operator(str(values["on-end"]), progress.directory, RunError(f"stopped by {stop}"))
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
     return OK if status == COMPLETED else _report_failure(progress.directory, details or status)
 

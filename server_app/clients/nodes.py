@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NODES = "nodes.json"  # in a run's folder
-_STRANGE = (ValueError, LookupError, TypeError, OverflowError)  # from a file of another shape
+_STRANGE = (ValueError, LookupError, TypeError, OverflowError, RecursionError)  # from a file of another shape
 
 
 @dataclass(frozen=True)

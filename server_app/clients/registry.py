@@ -8,18 +8,20 @@ from dataclasses import replace
 import numpy as np
 
 from server_app.clients.class_names import describe_spellings, warn_of_untested
-from server_app.clients.client_info import ClientInfo
+from server_app.clients.client_info import MAX_CLASSES, ClientInfo
 from server_app.clients.hello import AbsentNode, find_mismatch, say_hello
 from server_app.errors import RunError
 from server_app.tables import align
 from server_app.transport.base import Transport
 from task.config.schema import APPEARING, Config
+from task.data.class_names import normal_form
 from task.data.images import Dataset
 
 log = logging.getLogger(__name__)
 
 _MAX_TRIES = 3  # hellos to a node that gives no answer
 _MAX_LINES = 40  # clients in the log's table
+_SHARED_NAME = "it has the name of another node: give each its own name or partition-id"
 
 
 class ClientRegistry:
@@ -47,6 +49,7 @@ class ClientRegistry:
         self._asked: set[int] = set()  # nodes that get no further hello
         self._tries: Counter[int] = Counter()  # hellos that a node has not answered
         self._warnings: set[str] = set()
+        self._class_forms: set[str] = set()  # classes of all clients so far, by normal form
         self.absent: dict[int, AbsentNode] = {}
         self.clients, absent = say_hello(transport, nodes, config, dataset)
         absent = [*self._take_out_misfits(), *absent]
@@ -76,12 +79,22 @@ class ClientRegistry:
         """Take nodes that do not fit, and those that share a name, out of the clients."""
         reasons = {client.node: self._find_misfit(client) for client in self.clients}
         counts = Counter(client.name for client in self.clients if not reasons[client.node])
-        for client in self.clients:
+        # a node that claims more classes than a run can have takes none of the others out
+        for client in sorted(self.clients, key=lambda client: len(client.classes)):
             if not reasons[client.node] and counts[client.name] > 1:
-                reasons[client.node] = "it has the name of another node: give each its own name or partition-id"
+                reasons[client.node] = _SHARED_NAME
+            reasons[client.node] = reasons[client.node] or self._count_classes(client)
         misfits = [AbsentNode.of(client, r) for client in self.clients if (r := reasons[client.node])]
         self.clients = [client for client in self.clients if not reasons[client.node]]
         return misfits
+
+    def _count_classes(self, client: ClientInfo) -> str:
+        """Add a client's classes to those of the run; if they would be too many, why not, else an empty text."""
+        forms = self._class_forms | set(map(normal_form, client.classes))
+        if len(forms) > MAX_CLASSES:
+            return f"with its {len(client.classes)} classes the run would have {len(forms)}, more than {MAX_CLASSES}"
+        self._class_forms = forms
+        return ""
 
     def _find_misfit(self, client: ClientInfo) -> str:
         """Why a node cannot be a client of this run at any time, or an empty text."""
@@ -122,22 +135,34 @@ class ClientRegistry:
             the clients that take part from now on.
         """
         connected = set(self._transport.nodes())
+        self._asked = (self._asked & connected) - self._without_twin(connected)
         nodes = sorted(connected - self._asked - self._transport.busy())
-        self._asked &= connected
         if not nodes:
             return []
         clients, absent = say_hello(self._transport, nodes, self.config, self._dataset)
         self._note_asked(clients, absent)
+        self._drop({node.node for node in absent if node.answered})
         admitted = []
         for client in clients:
             if reason := self._find_objection(client, connected):
                 absent.append(AbsentNode.of(client, reason))
+                self._drop({client.node})
             else:
                 admitted.append(client)
                 self._add(client)
         self._note_absent(absent, connected)
         log_clients(admitted)
         return admitted
+
+    def _without_twin(self, connected: set[int]) -> set[int]:
+        """Nodes that shared their name with another, which has gone since."""
+        twins = [node for node in self.absent.values() if node.reason == _SHARED_NAME and node.node in connected]
+        counts = Counter(node.name for node in twins)
+        return {node.node for node in twins if counts[node.name] == 1}
+
+    def _drop(self, nodes: set[int]) -> None:
+        """Take out clients that were away and say by now, under the same handle, why they cannot take part."""
+        self.clients = [client for client in self.clients if client.node not in nodes]
 
     def _find_objection(self, newcomer: ClientInfo, connected: set[int]) -> str:
         """Why a node cannot be a client now, or an empty text."""
@@ -148,7 +173,7 @@ class ClientRegistry:
         if node != newcomer.node and node in connected:
             self._asked.discard(newcomer.node)  # the other node may be gone, and Flower has not noticed yet
             return "a node of this name takes part already"
-        return ""
+        return self._count_classes(newcomer)
 
     def _add(self, client: ClientInfo) -> None:
         # a node that comes back under another name is still one client
@@ -172,6 +197,7 @@ class ClientRegistry:
         Names that differ only in case, punctuation or white space are one class; the log warns of it once.
         """
         self.clients = [replace(c, class_counts=c.by_class_id(c.own_counts, class_names)) for c in self.clients]
+        self._class_forms |= set(map(normal_form, class_names))
         for line in describe_spellings(self.clients, class_names):
             if line not in self._warnings:
                 self._warnings.add(line)

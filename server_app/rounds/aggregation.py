@@ -182,14 +182,15 @@ def sum_client_counts(
     ordered = sort_replies(replies, [client.node for client in clients])
     report.bytes_up += sum(reply.bytes_up for reply in ordered)
     report.bytes_down += sum(reply.bytes_down for reply in ordered)
-    counts = []
+    usable, counts = 0, np.zeros((len(dataset.class_names),) * 2, np.int64)
     all_images = np.bincount(dataset.test_labels, minlength=len(dataset.class_names))
     for client, reply in zip(clients, ordered, strict=True):
         limits = client.by_class_id(client.test_counts, dataset.class_names) if config.own_data else all_images
         try:
-            counts.append(check_counts(reply, limits, context.seen_classes))
+            counts += check_counts(reply, limits, context.seen_classes)
+            usable += 1
         except InvalidReply as error:
             report.failures.append({"name": client.name, "reason": f"evaluation: {error}"})
-    if len(counts) < config.quorum:
-        raise RunError(f"{len(counts)} clients evaluated task {context.task + 1}, the quorum is {config.quorum}.")
-    return np.sum(counts, axis=0)
+    if usable < config.quorum:
+        raise RunError(f"{usable} clients evaluated task {context.task + 1}, the quorum is {config.quorum}.")
+    return counts

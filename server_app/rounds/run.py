@@ -70,15 +70,15 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
         RunError: no quorum, or clients that cannot work together.
         OSError: a file cannot be written; what was saved stays.
     """
-    require_tensorboard(config)
     torch.set_num_threads(config.threads)
     directory = run_directory(config)
-    require_writable(directory)
     require_hook(config.on_end)
-    log.info("results go to %s", directory)
-    if unread := ignored_keys(config):
-        log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
     try:
+        require_tensorboard(config)
+        require_writable(directory)
+        log.info("results go to %s", directory)
+        if unread := ignored_keys(config):
+            log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
         with contextlib.ExitStack() as locks:
             if config.resume:
                 locks.enter_context(lock_run(directory))
@@ -160,6 +160,7 @@ class Run:
             if context.ends_task:
                 self._evaluate(context, report)
             self._write_round(context)
+        self._require_training()
         self.results.status = "finished"
         self._write_last_files()
 
@@ -252,12 +253,21 @@ class Run:
         answered = participants - len(report.failures)
         if answered < self.config.quorum:
             problem = problem or f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
-        elif context.ends_task and all(r.all_failed for r in self.results.rounds if r.task == report.task):
-            problem = problem or "every client with data for the task has failed in each of its rounds"
+        reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])
+        if context.ends_task and all(r.all_failed for r in self.results.rounds if r.task == report.task):
+            said = "every client with data for the task has failed in each of its rounds"
+            log.warning("task %d: %s, so it is not learned. %s", report.task, said, reasons)
+            if self.config.method_row.pooled:  # one client has all images, and the others are not asked for any
+                problem = problem or said
         if problem:
             self.results.write_round()
-            reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])
             raise RunError(f"task {report.task}, round {report.round}: {problem}. {reasons}")
+
+    def _require_training(self) -> None:
+        """Refuse to call a run finished in which clients failed and none has trained."""
+        failures = [f"{f['name']}: {f['reason']}" for r in self.results.rounds for f in r.failures]
+        if failures and not self.results.trained:
+            raise RunError(f"no client has trained in any round. {'; '.join(failures[:3])}")
 
     def _update_global_model(self, aggregator: RoundAggregator, context: RoundContext, report: RoundReport) -> None:
         """Load the mean and refine it; a model that is not finite, or absurdly large, is dropped."""

@@ -66,6 +66,7 @@ class Results:
         self.samples: list[int] = []
         self.rounds: list[RoundReport] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.trained = 0  # accepted answers of clients that have trained, of all rounds
         self.started, self.status, self.error = time.perf_counter(), "running", ""
         self.cpu_started: float | None = None  # set by start_cpu_clock
         self.absent: list[dict[str, str]] = []
@@ -111,6 +112,7 @@ class Results:
 
     def add_training(self, metrics: Sequence[Mapping[str, int | float]], report: RoundReport) -> None:
         """Note the measurements of a round; ``metrics`` are those of each client that has trained."""
+        self.trained += len(metrics)
         trained = [m for m in metrics if math.isfinite(m.get("loss", math.nan))]
         sizes = [m["num-examples"] for m in trained]
         report.train_loss = mean_or_none([m["loss"] for m in trained], sizes)

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from client_app.client import _HANDLERS, handle
 from client_app.node import Node, own_data_dir, state_dir
 from client_app.request import Request
 from server_app.cli.main import main
+from server_app.clients import registry
+from server_app.clients.client_info import MAX_CLASSES
 from server_app.errors import RunError
 from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
@@ -21,6 +24,7 @@ from task.data.images import UnreadableImage
 from task.inference import load_predictor
 from task.keys import ConfigError
 from task.message import Kind, Packet
+from task.methods import FISHER, METHODS, NO_STATISTICS
 from tests.helpers.own_data import NAMES, OWN, Changing, paint, store
 from tests.helpers.runs import PowerCutError, Values, run, without_times
 
@@ -234,6 +238,80 @@ def test_a_node_with_another_nodes_name_takes_part_as_little_as_that_one(keys: V
     assert ["another copy of the code" in a["reason"] for a in results["absent"]] == [True]
 
 
+def test_a_node_whose_twin_in_name_has_gone_takes_part(keys: Values) -> None:
+    transport = lying(keys, 1, {"name": "north"})
+    transport.before = {1: lambda: transport.hidden.add(1)}
+    results = run(keys | {"num-clients": 0, "rounds-per-task": 2}, transport)
+    assert [r["participants"] for r in results["rounds"]] == [["west"], *[["north", "west"]] * 3]
+    assert results["absent"] == []
+
+
+def test_a_node_that_claims_more_classes_than_a_run_can_have_takes_no_other_out(keys: Values) -> None:
+    results = run(keys | {"num-clients": 0}, lying(keys, 1, *claims_of(MAX_CLASSES)))
+    assert [c["name"] for c in results["clients"]] == ["north", "west"]
+    reason = f"with its {MAX_CLASSES} classes the run would have {MAX_CLASSES + 4}, more than {MAX_CLASSES}"
+    assert results["absent"] == [{"name": "south", "reason": reason}]
+    assert results["class_names"] == ["ant", "bee", "cow", "doe"]
+
+
+def test_classes_that_appear_are_no_way_around_the_limit(keys: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node has other classes each time that it comes back."""
+    monkeypatch.setattr(registry, "MAX_CLASSES", 8)
+    transport = lying(keys, 1, *claims_of(3))
+
+    def return_with(first: int) -> None:
+        claims, arrays = claims_of(3, first)
+        transport.tamper = lying(keys, 1, claims, arrays).tamper
+
+    transport.before = {1: lambda: return_with(3), 2: lambda: return_with(6)}
+    results = run(appearing(keys) | {"num-tasks": 4}, transport)
+    assert len(results["class_names"]) == 7
+    assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
+
+
+def claims_of(number: int, first: int = 0) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """What a node says that has so many classes of one image."""
+    counts = {"class_counts": np.ones(number, np.int64), "test_counts": np.zeros(number, np.int64)}
+    return {"classes": [f"zebra {first + i}" for i in range(number)]}, counts
+
+
+@pytest.fixture
+def parted(nodes: Path) -> None:
+    """West alone holds the classes of the second task, and none of the first."""
+    for name in ("north", "south"):
+        for c in (2, 3):
+            shutil.rmtree(nodes / name / NAMES[c], ignore_errors=True)
+
+
+@pytest.mark.usefixtures("parted")
+@pytest.mark.parametrize("method", [name for name, row in METHODS.items() if not row.pooled])
+def test_a_task_whose_only_holder_fails_costs_no_other_task(keys: Values, method: str) -> None:
+    """It says hello, and nothing else."""
+    values = keys | {"method": method, "local-epochs": 8}
+    results = run(values, broken=lambda node, kind: node == 2 and kind != "hello")
+    assert results["status"] == "finished"
+    assert {f["name"] for r in results["rounds"] for f in r["failures"]} == {"west"}
+    assert results["rounds"][-1]["idle"] == ["north", "south"]
+    if METHODS[method].statistics not in (
+        NO_STATISTICS,
+        FISHER,
+    ):  # where clients alone train the head, rows that nobody has trained may win
+        assert results["accuracy_matrix"][1][0] >= results["accuracy_matrix"][0][0] - 0.1
+
+
+@pytest.mark.usefixtures("parted")
+def test_a_run_in_which_nobody_has_trained_is_not_finished(keys: Values) -> None:
+    """Whoever holds images of the task fails, and the others, idle, make up the quorum."""
+    transport = Changing(parse(keys).flat())
+
+    def break_down(*nodes: int) -> None:
+        transport.broken = lambda node, kind: kind == "train" and node in nodes
+
+    transport.before = {1: lambda: break_down(0, 1), 2: lambda: break_down(2)}
+    with pytest.raises(RunError, match=r"no client has trained in any round. north: .*; south: .*; west: "):
+        run(keys, transport)
+
+
 def test_a_secure_sum_that_would_have_too_few_is_refused_before_the_first_round(keys: Values) -> None:
     values = keys | {"method": "afcl", "secure-aggregation": "pairwise", "secure-aggregation-threshold": 3}
     for number in (0, 3):
@@ -256,6 +334,21 @@ def test_a_mended_node_takes_part_and_is_absent_no_more(keys: Values) -> None:
     assert results["absent"] == []
     said = json.loads((Path(keys["output-dir"]) / "run" / "nodes.json").read_text())
     assert [node["absent"] for node in said] == ["", "", ""]
+
+
+@pytest.mark.parametrize("claims", [{"code-sha256": "0" * 64}, {"error": "the disk is full"}])
+def test_a_node_that_comes_back_unfit_takes_part_no_more(keys: Values, claims: dict[str, str]) -> None:
+    transport = Changing(parse(keys).flat())
+
+    def return_unfit() -> None:
+        transport.hidden, transport.tamper = set(), lying(keys, 1, claims).tamper
+
+    transport.before = {1: lambda: transport.hidden.add(1), 2: return_unfit}
+    results = run(keys | {"rounds-per-task": 2}, transport)
+    assert [len(r["participants"]) for r in results["rounds"]] == [3, 3, 2, 2]
+    assert [len(r["failures"]) for r in results["rounds"]] == [1, 0, 0, 0]
+    (absent,) = results["absent"]
+    assert any(reason in absent["reason"] for reason in ("another copy of the code", "the disk is full"))
 
 
 def test_where_classes_appear_a_node_may_begin_with_none(keys: Values, nodes: Path, patterns: list[np.ndarray]) -> None:
@@ -283,11 +376,15 @@ def empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def lying(keys: Values, liar: int, claims: dict[str, str]) -> Changing:
+def lying(
+    keys: Values, liar: int, claims: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None
+) -> Changing:
     """Three nodes, one of which says of itself what is not so."""
 
     def spoil(node: int, kind: Kind, answer: Packet) -> Packet:
-        answer.config |= claims if (node, kind) == (liar, "hello") else {}
+        if (node, kind) == (liar, "hello"):
+            answer.config |= claims
+            answer.arrays |= arrays or {}
         return answer
 
     transport = Changing(parse(keys).flat())

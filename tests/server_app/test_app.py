@@ -1,7 +1,9 @@
 """The Flower ServerApp: how a run that fails ends."""
 
 import errno
+import json
 import logging
+import shlex
 import traceback
 
 import pytest
@@ -45,6 +47,16 @@ def test_folders_that_cannot_be_used_are_refused_before_a_node_is_asked(tmp_path
     context = Context(1, 0, {}, RecordDict(), settings(tmp_path, "bad") | values)
     with pytest.raises(RunFailed, match=message):
         server(None, context)
+
+
+def test_the_operator_is_told_of_keys_that_cannot_be_used(tmp_path):
+    command = shlex.join(["sh", "-c", f"cat > {tmp_path}/event"])
+    for name, values in {"bad": {"seed": "-3"}, "gone": {"resume": str(tmp_path / "gone")}}.items():
+        context = Context(1, 0, {}, RecordDict(), settings(tmp_path, "bad") | values | {"on-end": command})
+        with pytest.raises(RunFailed) as caught:
+            server(None, context)
+        event = json.loads((tmp_path / "event").read_text())
+        assert (event["run"], event["status"], event["error"]) == (name, "failed", str(caught.value))
 
 
 def test_a_full_disk_is_a_failed_run_with_the_path(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Starting Flower, ending whole families of processes, and being ended in order."""
 
+import json
 import os
 import re
 import shutil
@@ -166,7 +167,7 @@ class FakeRun:
     ends: list[tuple[str, str, str]]
 
     def __init__(self, project: Path, check, cluster=None) -> None:
-        self.log = Path(tempfile.mkdtemp()) / "flower.log"
+        self.check, self.log = check, Path(tempfile.mkdtemp()) / "flower.log"
 
     def __enter__(self):
         return self
@@ -210,6 +211,20 @@ def test_ray_that_does_not_start_in_time_is_started_once_more(ends, code, said, 
     assert main(["run", *(f"{name}={value}" for name, value in tiny.items())]) == code
     assert len(ends) - len(left) == tries
     assert said in capsys.readouterr().err
+
+
+def test_the_operator_is_told_of_a_run_that_a_signal_ends(tiny, tmp_path, monkeypatch, capsys):
+    def be_stopped(run: FakeRun, *_: object) -> None:
+        run.log.write_text("")
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(FakeRun, "submit", be_stopped)
+    monkeypatch.setattr(FakeRun, "is_running", lambda run: bool(run.check()))
+    monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
+    values = tiny | {"on-end": f"sh -c 'cat > {tmp_path}/event'"}
+    assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == 128 + signal.SIGTERM
+    event = json.loads((tmp_path / "event").read_text())
+    assert (event["status"], event["error"]) == ("failed", "stopped by SIGTERM")
 
 
 STUBBORN = """
