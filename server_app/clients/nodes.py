@@ -14,6 +14,7 @@ from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import AbsentNode
 from server_app.errors import LaunchError
 from server_app.run_files.writers import read_lines, write_json
+from task.utils.files import parse_small
 
 if TYPE_CHECKING:
     from flwr.proto.node_pb2 import NodeInfo
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NODES = "nodes.json"  # in a run's folder
-_STRANGE = (ValueError, LookupError, TypeError, OverflowError, RecursionError)  # from a file of another shape
+_STRANGE = (ValueError, LookupError, TypeError, OverflowError)  # from a file of another shape
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _entry(client: ClientInfo, absent: str) -> dict[str, Any]:
 def _earlier(directory: Path) -> dict[str, dict[str, Any]]:
     """What the file of a run has, by node; nothing, if there is none or it is not as a run writes it."""
     with contextlib.suppress(OSError, *_STRANGE):
-        return {entry["node_id"]: entry for entry in json.loads((directory / NODES).read_text())}
+        return {entry["node_id"]: entry for entry in parse_small(directory / NODES, json.loads)}
     return {}
 
 
@@ -136,7 +137,7 @@ def _read(run: Path) -> list[_NodeEntry]:
                 _iso(node["said_at"]) if "said_at" in node else "",
                 str(node.get("absent", "")),
             )
-            for node in json.loads((run / NODES).read_text())
+            for node in parse_small(run / NODES, json.loads)
         ]
     except (OSError, *_STRANGE) as error:
         log.warning("%s is passed over, it is not as a run writes it: %r", run / NODES, error)
