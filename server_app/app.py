@@ -10,6 +10,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from server_app.errors import RunError, describe_os_error
 from server_app.run_files.on_end import tell_operator
+from server_app.run_files.paths import run_directory
 from server_app.run_files.resume import load_resumed_keys
 from server_app.transport.flower_grid import GridTransport
 from task.config.parsing import parse
@@ -38,9 +39,11 @@ def _read_keys(values: Mapping[str, Scalar]) -> Config:
     """
     try:
         values = load_resumed_keys(values)
-        return parse(values)
+        config = parse(values)
+        run_directory(config)
+        return config
     except ConfigError as error:
-        folder = Path(str(values.get("output-dir", "")), str(values.get("run-name", "")))
+        folder = Path(str(values.get("output-dir", "")), name) if (name := str(values.get("run-name", ""))) else Path()
         tell_operator(str(values.get("on-end", "")), Path(str(values.get("resume") or folder)), error)
         raise
 

@@ -1,15 +1,43 @@
 """The class names of nodes that have images of their own, as the server sees them."""
 
 import logging
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from server_app.clients.client_info import ClientInfo
+from server_app.clients.client_info import MAX_CLASSES, ClientInfo
 from task.data.class_names import choose_spellings, class_ids, normal_form
 
 log = logging.getLogger(__name__)
+
+
+class ClassLimit:
+    """Counts the classes that the nodes of a run hold together, which are at most MAX_CLASSES.
+
+    ``planned`` are those of a run that is resumed.
+    """
+
+    def __init__(self, planned: Iterable[str]) -> None:
+        self._forms = set(map(normal_form, planned))
+
+    def find_excessive(self, clients: Sequence[ClientInfo]) -> dict[int, str]:
+        """Count the classes of clients; reasons by node for those with which there would be too many.
+
+        First come those whose classes others hold too: a node that invents classes takes no honest one out.
+        """
+        forms = {client.node: set(map(normal_form, client.classes)) for client in clients}
+        holders = Counter(form for of_client in forms.values() for form in of_client)
+        reasons = {}
+        for client in sorted(clients, key=lambda c: sum(holders[form] == 1 for form in forms[c.node])):
+            together = self._forms | forms[client.node]
+            number = len(together)
+            if number > max(MAX_CLASSES, len(self._forms)):
+                said = f"with its {len(client.classes)} classes the run would have {number}, more than {MAX_CLASSES}"
+                reasons[client.node] = said
+            else:
+                self._forms = together
+        return reasons
 
 
 def warn_of_untested(clients: Sequence[ClientInfo]) -> None:

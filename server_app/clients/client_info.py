@@ -15,7 +15,7 @@ from task.message import Packet
 MAX_IMAGES = 10**9  # of one class on one node
 MAX_NAME = 200  # characters
 MAX_CLASSES = 2000  # of all nodes together: a server counts pairs of classes, 8 bytes each, in several matrices
-MAX_VERSIONS = 100
+MAX_VERSIONS = 10
 MAX_SIDE = 100_000  # pixels
 
 

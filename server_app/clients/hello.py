@@ -31,8 +31,7 @@ class AbsentNode:
 
     @classmethod
     def of(cls, client: ClientInfo, reason: str) -> "AbsentNode":
-        """A node whose hello can be read, but which does not fit; the log says so."""
-        log.warning("%s (node %s) does not take part: %s", client.name, client.node, reason)
+        """A node whose hello can be read, but which does not fit."""
         return cls(client.node, client.name, reason, answered=True, said=client)
 
 

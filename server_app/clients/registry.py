@@ -7,19 +7,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from server_app.clients.class_names import describe_spellings, warn_of_untested
-from server_app.clients.client_info import MAX_CLASSES, ClientInfo
+from server_app.clients.class_names import ClassLimit, describe_spellings, warn_of_untested
+from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import AbsentNode, find_mismatch, say_hello
 from server_app.errors import RunError
 from server_app.tables import align
 from server_app.transport.base import Transport
 from task.config.schema import APPEARING, Config
-from task.data.class_names import normal_form
 from task.data.images import Dataset
 
 log = logging.getLogger(__name__)
 
-_MAX_TRIES = 3  # hellos to a node that gives no answer
+_MAX_TRIES = 3  # hellos to a node that gives no answer, or an error: its disk may not be mounted yet
 _MAX_LINES = 40  # clients in the log's table
 _SHARED_NAME = "it has the name of another node: give each its own name or partition-id"
 
@@ -35,12 +34,14 @@ class ClientRegistry:
         dataset: Dataset | None,
         checksums: tuple[str, str],
         expected: int = 0,
+        planned: Sequence[str] = (),
     ) -> None:
         """Say hello to the connected nodes.
 
         ``dataset`` is None where each node has its own; ``checksums`` are SHA-256 of the server's backbone weights and
-        of its copy of the code. Where a node cannot take part, or nodes share a name, the run begins without them, if
-        ``expected`` others, the quorum and enough for a secure sum are there.
+        of its copy of the code; ``planned`` are the classes of a run that is resumed. Where a node cannot take part, or
+        nodes share a name, the run begins without them, if ``expected`` others, the quorum and enough for a secure sum
+        are there.
 
         Raises:
             RunError: too few that can take part.
@@ -49,7 +50,7 @@ class ClientRegistry:
         self._asked: set[int] = set()  # nodes that get no further hello
         self._tries: Counter[int] = Counter()  # hellos that a node has not answered
         self._warnings: set[str] = set()
-        self._class_forms: set[str] = set()  # classes of all clients so far, by normal form
+        self._class_limit = ClassLimit(planned)
         self.absent: dict[int, AbsentNode] = {}
         self.clients, absent = say_hello(transport, nodes, config, dataset)
         absent = [*self._take_out_misfits(), *absent]
@@ -62,9 +63,9 @@ class ClientRegistry:
         log_clients(self.clients)
 
     def _note_asked(self, clients: Sequence[ClientInfo], absent: Sequence[AbsentNode]) -> None:
-        """Note who gets no further hello: a node that has answered, or that has left a few hellos unanswered."""
+        """Note who gets no further hello: a node whose hello can be read, or one that has failed a few times."""
         self._tries.update(node.node for node in absent)
-        given_up = {node.node for node in absent if node.answered or self._tries[node.node] >= _MAX_TRIES}
+        given_up = {node.node for node in absent if node.said or self._tries[node.node] >= _MAX_TRIES}
         self._asked |= {client.node for client in clients} | given_up
 
     def _note_absent(self, absent: Sequence[AbsentNode], connected: set[int]) -> None:
@@ -79,22 +80,23 @@ class ClientRegistry:
         """Take nodes that do not fit, and those that share a name, out of the clients."""
         reasons = {client.node: self._find_misfit(client) for client in self.clients}
         counts = Counter(client.name for client in self.clients if not reasons[client.node])
-        # a node that claims more classes than a run can have takes none of the others out
-        for client in sorted(self.clients, key=lambda client: len(client.classes)):
+        for client in self.clients:
             if not reasons[client.node] and counts[client.name] > 1:
                 reasons[client.node] = _SHARED_NAME
-            reasons[client.node] = reasons[client.node] or self._count_classes(client)
-        misfits = [AbsentNode.of(client, r) for client in self.clients if (r := reasons[client.node])]
+        if self.config.own_data:
+            fitting = [client for client in self.clients if not reasons[client.node]]
+            reasons |= self._class_limit.find_excessive(fitting)
+        misfits = [self._refuse(client, r) for client in self.clients if (r := reasons[client.node])]
         self.clients = [client for client in self.clients if not reasons[client.node]]
         return misfits
 
-    def _count_classes(self, client: ClientInfo) -> str:
-        """Add a client's classes to those of the run; if they would be too many, why not, else an empty text."""
-        forms = self._class_forms | set(map(normal_form, client.classes))
-        if len(forms) > MAX_CLASSES:
-            return f"with its {len(client.classes)} classes the run would have {len(forms)}, more than {MAX_CLASSES}"
-        self._class_forms = forms
-        return ""
+    def _refuse(self, client: ClientInfo, reason: str) -> AbsentNode:
+        """A node that does not fit; the log says why, once."""
+        line = f"{client.name} (node {client.node}) does not take part: {reason}"
+        if line not in self._warnings:
+            self._warnings.add(line)
+            log.warning("%s", line)
+        return AbsentNode.of(client, reason)
 
     def _find_misfit(self, client: ClientInfo) -> str:
         """Why a node cannot be a client of this run at any time, or an empty text."""
@@ -129,7 +131,8 @@ class ClientRegistry:
         """Say hello to nodes that have connected or become free since the last hello.
 
         A node that comes back under the name of a client that is gone replaces it. A node that cannot take part is
-        noted among the absent and not asked again while it stays connected.
+        noted among the absent. While it stays connected it is not asked again, but if its hello failed, a few times, or
+        if it has the name of another, until that one has gone.
 
         Returns:
             the clients that take part from now on.
@@ -145,7 +148,7 @@ class ClientRegistry:
         admitted = []
         for client in clients:
             if reason := self._find_objection(client, connected):
-                absent.append(AbsentNode.of(client, reason))
+                absent.append(self._refuse(client, reason))
                 self._drop({client.node})
             else:
                 admitted.append(client)
@@ -173,7 +176,9 @@ class ClientRegistry:
         if node != newcomer.node and node in connected:
             self._asked.discard(newcomer.node)  # the other node may be gone, and Flower has not noticed yet
             return "a node of this name takes part already"
-        return self._count_classes(newcomer)
+        if self.config.class_order != APPEARING:  # classes that are not in the plan are left out
+            return ""
+        return self._class_limit.find_excessive([newcomer]).get(newcomer.node, "")
 
     def _add(self, client: ClientInfo) -> None:
         # a node that comes back under another name is still one client
@@ -186,7 +191,9 @@ class ClientRegistry:
         nodes = [client.node for client in self.clients if client.node in connected]
         clients, absent = say_hello(self._transport, nodes, self.config, self._dataset)
         for client in clients:
-            if not self._find_objection(client, connected - {client.node}):
+            if reason := self._find_objection(client, connected - {client.node}):
+                log.warning("%s said what cannot be used, and counts as before: %s", client.name, reason)
+            else:
                 self._add(client)
         for node in absent:
             log.warning("%s said nothing new: %s", node.name, node.reason)
@@ -197,7 +204,6 @@ class ClientRegistry:
         Names that differ only in case, punctuation or white space are one class; the log warns of it once.
         """
         self.clients = [replace(c, class_counts=c.by_class_id(c.own_counts, class_names)) for c in self.clients]
-        self._class_forms |= set(map(normal_form, class_names))
         for line in describe_spellings(self.clients, class_names):
             if line not in self._warnings:
                 self._warnings.add(line)

@@ -56,6 +56,7 @@ from task.models.evaluation import confusion_counts
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import build_model
 from task.scenario.client_data import has_fixed_images
+from task.scenario.task_plan import TaskPlan
 
 log = logging.getLogger(__name__)
 
@@ -114,10 +115,13 @@ class Run:
         account = open_account(config)
         self.transport, self.directory = transport, directory
         self._asked_path = directory / "checkpoint" / "asked.jsonl"
-        self.config, self.registry = connect_clients(config, transport)
-        self.strategy: Strategy = load_class(self.config.method_row.strategy)(self.config)
         checkpoint = read_checkpoint(directory / "checkpoint") if config.resume else None
-        self.plan = checkpoint["plan"] if checkpoint else plan_tasks(self.config, self.registry.clients)
+        self.plan: TaskPlan | None = checkpoint["plan"] if checkpoint else None
+        planned = self.plan.class_names if self.plan else ()
+        self.config, self.registry = connect_clients(config, transport, planned)
+        self.strategy: Strategy = load_class(self.config.method_row.strategy)(self.config)
+        if not checkpoint:
+            self.plan = plan_tasks(self.config, self.registry.clients)
         self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
         log_tasks(self.scenario)
         self.model = build_model(self.config, self.scenario.task_sizes(0))
@@ -181,6 +185,7 @@ class Run:
         aggregator = self._collect(context, clients, report)
         self.results.privacy = charge(self.results.privacy, self._asked_path, self.results.rounds)
         self.results.add_training([update.metrics for update in aggregator.updates], report)
+        report.trained = bool(aggregator.updates)
         self._require_quorum(aggregator.problem, report, context)
         if context.ends_task:
             entropies = [value for update in aggregator.updates for value in aggregator.entropies[update.client]]
@@ -254,7 +259,7 @@ class Run:
         if answered < self.config.quorum:
             problem = problem or f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
         reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])
-        if context.ends_task and all(r.all_failed for r in self.results.rounds if r.task == report.task):
+        if context.ends_task and self.results.is_not_learned(report.task):
             said = "every client with data for the task has failed in each of its rounds"
             log.warning("task %d: %s, so it is not learned. %s", report.task, said, reasons)
             if self.config.method_row.pooled:  # one client has all images, and the others are not asked for any
@@ -266,7 +271,7 @@ class Run:
     def _require_training(self) -> None:
         """Refuse to call a run finished in which clients failed and none has trained."""
         failures = [f"{f['name']}: {f['reason']}" for r in self.results.rounds for f in r.failures]
-        if failures and not self.results.trained:
+        if failures and all(r.trained is False for r in self.results.rounds):
             raise RunError(f"no client has trained in any round. {'; '.join(failures[:3])}")
 
     def _update_global_model(self, aggregator: RoundAggregator, context: RoundContext, report: RoundReport) -> None:

@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 POLL = 30.0  # seconds between two looks for new classes
 
 
-def connect_clients(config: Config, transport: Transport) -> tuple[Config, ClientRegistry]:
+def connect_clients(config: Config, transport: Transport, planned: Sequence[str] = ()) -> tuple[Config, ClientRegistry]:
     """Wait for the nodes and ask them who they are; returns the run keys with the number of clients, and the clients.
 
-    Settings, weights and data are checked before.
+    Settings, weights and data are checked before. ``planned`` are the classes of a run that is resumed, where nodes
+    have images of their own.
 
     Raises:
         ConfigError: settings, weights, data or partitions that cannot work.
@@ -46,7 +47,8 @@ def connect_clients(config: Config, transport: Transport) -> tuple[Config, Clien
     config = set_num_clients(config, config.num_clients or len(nodes))
     if dataset:
         client_task_data(config, client=0, task=0, round=0)
-    return config, ClientRegistry(transport, nodes, config, dataset, (backbone.sha256, code_sha256()), expected)
+    checksums = (backbone.sha256, code_sha256())
+    return config, ClientRegistry(transport, nodes, config, dataset, checksums, expected, planned)
 
 
 def prepare_features(config: Config, model: Model, dataset: Dataset) -> None:

@@ -148,13 +148,18 @@ def read_results(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def mark_failed(directory: Path, reason: str) -> None:
-    """Record as failed a run whose process was killed before it recorded its end; an end that is recorded stays."""
+def mark_failed(directory: Path, reason: str) -> bool:
+    """Record as failed a run whose process was killed before it recorded its end; an end that is recorded stays.
+
+    Returns whether there was none, so that nobody has been told of it.
+    """
     results = read_results(directory)
-    if results.get("status") in (RUNNING, INTERRUPTED):
+    ended = results.get("status") not in (None, RUNNING, INTERRUPTED)
+    if results and not ended:
         content = json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n"
         with contextlib.suppress(OSError):  # a full disk must not hide the reason
             write_atomically(directory / "results.json", content.encode())
+    return not ended
 
 
 def resolve_output_dir(output_dir: str) -> Path:

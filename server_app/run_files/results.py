@@ -1,6 +1,7 @@
 """The measurements of a run so far, and results.json, which has them."""
 
 import contextlib
+import logging
 import math
 import platform
 import time
@@ -22,6 +23,8 @@ from task.scenario.partition import consensus_sizes
 from task.scenario.scenario import Scenario
 from task.utils.versions import versions
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class RoundReport:
@@ -35,15 +38,11 @@ class RoundReport:
     train_loss: float | None = None
     train_accuracy: float | None = None
     server: dict[str, float] = field(default_factory=dict)
+    trained: bool | None = None  # whether any client's answer was used; None in rounds of earlier versions
     dropped: bool = False  # the new model was not finite or absurdly large, so the one before was kept
     bytes_up: int = 0
     bytes_down: int = 0
     seconds: float = 0.0
-
-    @property
-    def all_failed(self) -> bool:
-        """Whether every client with data has failed."""
-        return bool(self.failures) and len(self.failures) + len(self.idle) == len(self.participants)
 
 
 class Results:
@@ -66,7 +65,6 @@ class Results:
         self.samples: list[int] = []
         self.rounds: list[RoundReport] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        self.trained = 0  # accepted answers of clients that have trained, of all rounds
         self.started, self.status, self.error = time.perf_counter(), "running", ""
         self.cpu_started: float | None = None  # set by start_cpu_clock
         self.absent: list[dict[str, str]] = []
@@ -112,7 +110,6 @@ class Results:
 
     def add_training(self, metrics: Sequence[Mapping[str, int | float]], report: RoundReport) -> None:
         """Note the measurements of a round; ``metrics`` are those of each client that has trained."""
-        self.trained += len(metrics)
         trained = [m for m in metrics if math.isfinite(m.get("loss", math.nan))]
         sizes = [m["num-examples"] for m in trained]
         report.train_loss = mean_or_none([m["loss"] for m in trained], sizes)
@@ -135,9 +132,16 @@ class Results:
             self.matrix[task][j] = _accuracy(correct[classes].sum(), total[classes].sum())
         self.samples = [int(total[classes].sum()) for classes in self.tasks[: task + 1]]
         self.seen[task] = _accuracy(correct.sum(), total.sum())
+        if gaps := ", ".join(str(j + 1) for j in self._gaps()):
+            log.warning("test images of task %s were not there after every task: it is left out of the metrics", gaps)
         if task == 0 and self.cpu_started is not None:
             self.seconds["cpu_first_task"] = time.process_time() - self.cpu_started
         self.per_class = {name: _accuracy(*n) for name, *n in zip(self.class_names, correct, total, strict=True)}
+
+    def is_not_learned(self, task: int) -> bool:
+        """Whether clients have failed in the rounds of a ``task``, counted from 1, and none has trained."""
+        rounds = [r for r in self.rounds if r.task == task]
+        return any(r.failures for r in rounds) and all(r.trained is False for r in rounds)
 
     def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:
         """Note the federated bias of the local models of ``task`` (from 0).
@@ -171,6 +175,7 @@ class Results:
 
     def as_dict(self) -> dict[str, Any]:
         """The contents of results.json."""
+        matrix, samples = self._measured()
         return {
             "schema": SCHEMA,
             "status": self.status,
@@ -182,8 +187,8 @@ class Results:
             "class_names": list(self.class_names),
             "tasks": self.tasks,
             **({"stream": self.sharing} if self.sharing else {}),
-            "samples_per_task": self.samples,
-            "accuracy_matrix": self.matrix,
+            "samples_per_task": samples,
+            "accuracy_matrix": matrix,
             "per_task_seen_accuracy": self.seen,
             "per_task_mean_accuracy": self._task_means(),
             "per_class_accuracy": self.per_class,
@@ -194,14 +199,27 @@ class Results:
             "communication": self._communication(),
             "seconds": dict(self.seconds) | self._efficiency(),
             "absent": self.absent,
+            "tasks_not_learned": [t for t in range(1, len(self.samples) + 1) if self.is_not_learned(t)],
             **({"privacy": self.privacy} if self.privacy else {}),
             "rounds": [vars(r) for r in self.rounds],
             "environment": self.environment,
         }
 
+    def _gaps(self) -> list[int]:
+        """Tasks, from 0, that were measured after some tasks and not after others: their holders were away."""
+        done = range(len(self.samples))
+        columns = {j: [self.matrix[i][j] for i in done[j:]] for j in done}
+        return [j for j, column in columns.items() if None in column and any(a is not None for a in column)]
+
+    def _measured(self) -> tuple[list[list[float | None]], list[int]]:
+        """Accuracy matrix and test images of the tasks; a task with gaps counts as one without test images."""
+        gaps = self._gaps()
+        matrix = [[None if j in gaps else a for j, a in enumerate(row)] for row in self.matrix]
+        return matrix, [0 if j in gaps else number for j, number in enumerate(self.samples)]
+
     def _task_means(self) -> list[float | None]:
         """After each task, the mean of the accuracies on the tasks so far."""
-        rows = [[a for a in row if a is not None] for row in self.matrix]
+        rows = [[a for a in row if a is not None] for row in self._measured()[0]]
         return [mean_or_none(row, [1.0] * len(row)) for row in rows]
 
     def _bias(self) -> dict[str, list[Any]]:
@@ -219,8 +237,8 @@ class Results:
         }
 
     def _metrics(self) -> dict[str, float]:
-        tasks = len(self.samples)
-        return summarize([row[:tasks] for row in self.matrix[:tasks]], self.samples) if any(self.samples) else {}
+        (matrix, samples), tasks = self._measured(), len(self.samples)
+        return summarize([row[:tasks] for row in matrix[:tasks]], samples) if any(samples) else {}
 
     def _efficiency(self) -> dict[str, float]:
         """E of FedProK (Gao et al. 2024, eq. 3): seconds of communication and computation in a round, on average."""

@@ -14,9 +14,11 @@ from client_app.client import _HANDLERS, handle
 from client_app.node import Node, own_data_dir, state_dir
 from client_app.request import Request
 from server_app.cli.main import main
-from server_app.clients import registry
+from server_app.clients import class_names
 from server_app.clients.client_info import MAX_CLASSES
 from server_app.errors import RunError
+from server_app.report.runs import load_run
+from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
@@ -246,6 +248,18 @@ def test_a_node_whose_twin_in_name_has_gone_takes_part(keys: Values) -> None:
     assert results["absent"] == []
 
 
+@pytest.mark.parametrize("number", [2, MAX_CLASSES])
+def test_a_node_that_invents_classes_takes_no_other_out(
+    number: int, keys: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have more classes than it, but the same."""
+    if number == 2:
+        monkeypatch.setattr(class_names, "MAX_CLASSES", 5)
+    results = run(keys | {"num-clients": 0}, lying(keys, 1, *claims_of(number)))
+    assert [c["name"] for c in results["clients"]] == ["north", "west"]
+    assert "classes the run would have" in results["absent"][0]["reason"]
+
+
 def test_a_node_that_claims_more_classes_than_a_run_can_have_takes_no_other_out(keys: Values) -> None:
     results = run(keys | {"num-clients": 0}, lying(keys, 1, *claims_of(MAX_CLASSES)))
     assert [c["name"] for c in results["clients"]] == ["north", "west"]
@@ -256,7 +270,7 @@ def test_a_node_that_claims_more_classes_than_a_run_can_have_takes_no_other_out(
 
 def test_classes_that_appear_are_no_way_around_the_limit(keys: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node has other classes each time that it comes back."""
-    monkeypatch.setattr(registry, "MAX_CLASSES", 8)
+    monkeypatch.setattr(class_names, "MAX_CLASSES", 8)
     transport = lying(keys, 1, *claims_of(3))
 
     def return_with(first: int) -> None:
@@ -292,11 +306,64 @@ def test_a_task_whose_only_holder_fails_costs_no_other_task(keys: Values, method
     assert results["status"] == "finished"
     assert {f["name"] for r in results["rounds"] for f in r["failures"]} == {"west"}
     assert results["rounds"][-1]["idle"] == ["north", "south"]
+    assert results["tasks_not_learned"] == [2]
     if METHODS[method].statistics not in (
         NO_STATISTICS,
         FISHER,
     ):  # where clients alone train the head, rows that nobody has trained may win
         assert results["accuracy_matrix"][1][0] >= results["accuracy_matrix"][0][0] - 0.1
+
+
+@pytest.mark.usefixtures("parted")
+def test_a_secure_sum_says_too_that_a_task_is_not_learned(keys: Values, caplog: pytest.LogCaptureFixture) -> None:
+    values = keys | {"method": "afcl", "secure-aggregation": "pairwise", "secure-aggregation-threshold": 2}
+    results = run(values, broken=lambda node, kind: node == 2 and kind != "hello")
+    assert results["tasks_not_learned"] == [2]
+    assert "task 2: every client with data for the task has failed" in caplog.text
+
+
+def away(transport: Changing, nodes: set[int], kinds: set[str], rounds: set[int]) -> Changing:
+    """Nodes that answer no message of some kinds in some rounds."""
+    current = [0]
+    transport.before = {r: lambda r=r: current.append(r) for r in range(1, 9)}
+    transport.broken = lambda node, kind: node in nodes and kind in kinds and current[-1] in rounds
+    return transport
+
+
+@pytest.mark.parametrize("rounds", [{1}, {2}])
+@pytest.mark.parametrize("kinds", [{"evaluate"}, {"train", "evaluate"}])
+def test_holders_of_a_tasks_test_images_that_are_away_for_a_while_end_no_run(
+    rounds: set[int], kinds: set[str], keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A task that was not measured after every task is left out of the metrics: they would compare other images."""
+    shutil.rmtree(nodes / "south" / "cow")
+    results = run(keys, away(Changing(parse(keys).flat()), {0, 1}, kinds, rounds))
+    assert results["status"] == "finished"
+    assert [row[0] for row in results["accuracy_matrix"]] == [None, None]
+    assert results["samples_per_task"][0] == 0
+    assert results["metrics"]["final_average_accuracy"] == results["accuracy_matrix"][1][1]
+    assert "test images of task 1 were not there after every task" in caplog.text
+    assert load_run(Path(keys["output-dir"]) / "run").finished
+
+
+@pytest.mark.usefixtures("parted")
+def test_a_run_of_which_an_earlier_version_did_not_note_who_trained_is_resumed(keys: Values) -> None:
+    transport = Changing(parse(keys).flat())
+    transport.broken = lambda node, kind: node == 2 and kind == "train"
+
+    def cut() -> None:
+        raise PowerCutError
+
+    transport.before = {2: cut}
+    with pytest.raises(PowerCutError):
+        run(keys, transport)
+    folder = Path(keys["output-dir"]) / "run"
+    checkpoint = read_checkpoint(folder / "checkpoint")
+    for line in checkpoint["results"]["rounds"]:
+        line.trained = None
+    write_checkpoint(folder / "checkpoint", checkpoint["round"], checkpoint)
+    results = run({"resume": str(folder)}, broken=lambda node, kind: node == 2 and kind == "train")
+    assert results["status"] == "finished"
 
 
 @pytest.mark.usefixtures("parted")
@@ -336,6 +403,22 @@ def test_a_mended_node_takes_part_and_is_absent_no_more(keys: Values) -> None:
     assert [node["absent"] for node in said] == ["", "", ""]
 
 
+def test_a_node_whose_images_are_there_a_little_later_takes_part_again(keys: Values) -> None:
+    transport = Changing(parse(keys).flat())
+    honest = transport.tamper
+
+    def return_unfit() -> None:
+        transport.hidden, transport.tamper = set(), lying(keys, 1, {"error": "data-dir is not there"}).tamper
+
+    def mount() -> None:
+        transport.tamper = honest
+
+    transport.before = {1: lambda: transport.hidden.add(1), 2: return_unfit, 3: mount}
+    results = run(keys | {"rounds-per-task": 3}, transport)
+    assert [len(r["participants"]) for r in results["rounds"]] == [3, 3, 2, 3, 3, 3]
+    assert results["absent"] == []
+
+
 @pytest.mark.parametrize("claims", [{"code-sha256": "0" * 64}, {"error": "the disk is full"}])
 def test_a_node_that_comes_back_unfit_takes_part_no_more(keys: Values, claims: dict[str, str]) -> None:
     transport = Changing(parse(keys).flat())
@@ -349,6 +432,17 @@ def test_a_node_that_comes_back_unfit_takes_part_no_more(keys: Values, claims: d
     assert [len(r["failures"]) for r in results["rounds"]] == [1, 0, 0, 0]
     (absent,) = results["absent"]
     assert any(reason in absent["reason"] for reason in ("another copy of the code", "the disk is full"))
+
+
+def test_classes_outside_the_plan_take_no_node_out(keys: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose classes are settled leaves out what a late node has beside them."""
+    monkeypatch.setattr(class_names, "MAX_CLASSES", 5)
+    late = lying(keys, 2, *claims_of(4))
+    late.hidden.add(2)
+    late.before = {1: late.hidden.clear}
+    results = run(keys | {"num-clients": 2}, late)
+    assert results["absent"] == []
+    assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
 
 
 def test_where_classes_appear_a_node_may_begin_with_none(keys: Values, nodes: Path, patterns: list[np.ndarray]) -> None:

@@ -51,7 +51,11 @@ def test_folders_that_cannot_be_used_are_refused_before_a_node_is_asked(tmp_path
 
 def test_the_operator_is_told_of_keys_that_cannot_be_used(tmp_path):
     command = shlex.join(["sh", "-c", f"cat > {tmp_path}/event"])
-    for name, values in {"bad": {"seed": "-3"}, "gone": {"resume": str(tmp_path / "gone")}}.items():
+    (tmp_path / "runs" / "taken").mkdir(parents=True)
+    (tmp_path / "runs" / "taken" / "results.json").write_text("{}")
+    cases = {"bad": {"seed": "-3"}, "gone": {"resume": str(tmp_path / "gone")}}
+    cases |= {"taken": {"run-name": "taken", "output-dir": str(tmp_path / "runs")}, "": {"seed": "-3", "run-name": ""}}
+    for name, values in cases.items():
         context = Context(1, 0, {}, RecordDict(), settings(tmp_path, "bad") | values | {"on-end": command})
         with pytest.raises(RunFailed) as caught:
             server(None, context)

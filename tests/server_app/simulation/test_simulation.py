@@ -227,6 +227,24 @@ def test_the_operator_is_told_of_a_run_that_a_signal_ends(tiny, tmp_path, monkey
     assert (event["status"], event["error"]) == ("failed", "stopped by SIGTERM")
 
 
+def test_the_operator_is_not_told_twice(tiny, tmp_path, monkeypatch):
+    """A signal that comes when the run has ended changes nothing of what was recorded and told."""
+
+    def be_stopped(run: FakeRun, values: dict, *_: object) -> None:
+        run.log.write_text("")
+        folder = Path(values["output-dir"], values["run-name"])
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text('{"status": "finished"}')
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(FakeRun, "submit", be_stopped)
+    monkeypatch.setattr(FakeRun, "is_running", lambda run: bool(run.check()))
+    monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
+    values = tiny | {"on-end": f"sh -c 'cat > {tmp_path}/event'"}
+    assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == 128 + signal.SIGTERM
+    assert not (tmp_path / "event").exists()
+
+
 STUBBORN = """
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
