@@ -72,7 +72,18 @@ RUN = """{% extends "page" %}
 {% set done, status = run.matrix | length, run.results["status"] %}
 <h1>{{ title }} <span class="badge {{ status }}">{{ status }}</span></h1>
 <p class="sub">{{ facts }}</p>
-{% if not run.finished %}
+{% set unlearned = run.results.get("tasks_not_learned") %}
+{% if unlearned %}
+<section class="notice">
+<strong>Not learned: {{ "task" if unlearned | length == 1 else "tasks" }} {{ unlearned | join(", ") }}.</strong>
+Every client with data for it failed in each of its rounds.
+</section>
+{% endif %}
+{% if status == "finished" and not done %}
+<section class="notice">
+<strong>No accuracy is known.</strong> No task has test images that were there after every task.
+</section>
+{% elif not run.finished %}
 <section class="notice">
 <strong>{{ "This run failed." if status == "failed" else "This run has not finished." }}</strong>
 {{ done }} of {{ run.seen | length }} tasks are finished.

@@ -187,6 +187,20 @@ def test_page_is_self_contained(make_run):
     assert page.tags.count("html") == page.tags.count("main") == 1
 
 
+def test_page_names_tasks_that_are_not_learned(make_run):
+    folder = make_run(tasks_not_learned=[1, 3])
+    write_report([folder])
+    assert "Not learned: tasks 1, 3. Every client" in " ".join(page_of(folder).text.split())
+
+
+def test_page_of_a_finished_run_without_test_images_says_so(make_run):
+    folder = make_run(done=0, status="finished", metrics={})
+    write_report([folder])
+    text = " ".join(page_of(folder).text.split())
+    assert "No accuracy is known." in text
+    assert "has not finished" not in text
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
