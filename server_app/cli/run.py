@@ -147,7 +147,7 @@ def _run_with_flower(values: dict[str, Scalar], progress: Progress, workers: int
             status, details = _run_once(values, progress, workers, cluster)
     except Interrupted as stop:
         if mark_failed(progress.directory, f"stopped by {stop}"):
-            tell_operator(str(values["on-end"]), progress.directory, RunError(f"stopped by {stop}"))
+            tell_operator(str(values.get("on-end", "")), progress.directory, RunError(f"stopped by {stop}"))
         return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
     return OK if status == COMPLETED else _report_failure(progress.directory, details or status)
 

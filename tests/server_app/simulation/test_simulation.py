@@ -213,7 +213,8 @@ def test_ray_that_does_not_start_in_time_is_started_once_more(ends, code, said, 
     assert said in capsys.readouterr().err
 
 
-def test_the_operator_is_told_of_a_run_that_a_signal_ends(tiny, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("told", [True, False])
+def test_the_operator_is_told_of_a_run_that_a_signal_ends(told, tiny, tmp_path, monkeypatch):
     def be_stopped(run: FakeRun, *_: object) -> None:
         run.log.write_text("")
         signal.raise_signal(signal.SIGTERM)
@@ -221,8 +222,10 @@ def test_the_operator_is_told_of_a_run_that_a_signal_ends(tiny, tmp_path, monkey
     monkeypatch.setattr(FakeRun, "submit", be_stopped)
     monkeypatch.setattr(FakeRun, "is_running", lambda run: bool(run.check()))
     monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
-    values = tiny | {"on-end": f"sh -c 'cat > {tmp_path}/event'"}
+    values = tiny | ({"on-end": f"sh -c 'cat > {tmp_path}/event'"} if told else {})
     assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == 128 + signal.SIGTERM
+    if not told:
+        return
     event = json.loads((tmp_path / "event").read_text())
     assert (event["status"], event["error"]) == ("failed", "stopped by SIGTERM")
 
