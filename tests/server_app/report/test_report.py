@@ -281,7 +281,7 @@ def test_optional_parts_may_be_absent(tmp_path):
     kept = ("schema", "status", "method", "dataset", "num_tasks")
     (tmp_path / "results.json").write_text(json.dumps({name: results()[name] for name in kept}))
     write_report([tmp_path])
-    assert "No task is finished yet" in page_of(tmp_path).text
+    assert "No accuracy is known" in page_of(tmp_path).text
 
 
 def test_report_is_replaced_and_leaves_no_half_written_file(make_run):
