@@ -24,7 +24,8 @@ formulas "forgetting"; here each has a name of its own, and one matrix tells the
     continual_utility             ((0.90 + 0.70) / 2 + ((0.60 + 0.75) / 2 + 0.45) / 2) / 2           =  0.68125
 
 A task without test samples has no accuracy: its whole column is null. An asynchronous run has such a task if a stage
-brings no new class; ``fold`` counts it as a part of the task before.
+brings no new class; ``fold`` counts it as a part of the task before. Where nodes that hold test samples were away,
+another value on or below the diagonal is missing, a gap: ``summarize_measured`` leaves out what cannot be known then.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,6 +55,29 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
     seen = seen_accuracy(matrix, samples)
     values |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
     return values | {"continual_utility": continual_utility(matrix, samples)}
+
+
+def summarize_measured(accuracy_matrix: Matrix, samples_per_task: Sequence[int]) -> dict[str, float]:
+    """``summarize``; with a gap in the matrix only the final average and last accuracy, if the last row is complete.
+
+    A metric of the tasks that are left would look like one of all tasks. Empty if no task has test samples.
+
+    >>> summarize_measured([[None, None], [0.8, 0.6]], [10, 30])
+    {'final_average_accuracy': 0.7, 'last_accuracy': 0.65}
+    >>> summarize_measured([[0.9, None], [None, 0.6]], [10, 30])
+    {}
+    """
+    matrix, kept = fold(accuracy_matrix, samples_per_task)
+    if not kept.size:
+        return {}
+    if not gaps(matrix).size:
+        return summarize(accuracy_matrix, samples_per_task)
+    last = matrix[-1]
+    values = {
+        "final_average_accuracy": last.mean(),
+        "last_accuracy": np.average(last, weights=np.asarray(samples_per_task)[kept]),
+    }
+    return {name: round(float(value), 15) for name, value in values.items() if np.isfinite(value)}
 
 
 def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -90,23 +114,29 @@ def check_matrix(accuracy_matrix: Matrix) -> np.ndarray:
     matrix = _square(accuracy_matrix)
     if len(matrix) == 0:
         raise ValueError("the accuracy matrix is empty: no task has been finished")
-    for i, j in np.argwhere(np.isnan(matrix) & _lower(matrix)):
+    for i, j in gaps(matrix):
         raise ValueError(f"the accuracy after task {i + 1} on task {j + 1} is missing (row {i + 1}, column {j + 1})")
     return matrix
 
 
-def crop_to_finished(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None) -> np.ndarray:
+def crop_to_finished(
+    accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None, allow_gaps: bool = False
+) -> np.ndarray:
     """Cut the [T, T] matrix of a run that stopped after k tasks to its finished block, float64 [k, k], 0 <= k <= T.
 
-    Columns of tasks with 0 of the ``samples_per_task`` [k] are null.
+    Columns of tasks with 0 of the ``samples_per_task`` [k] are null. With ``allow_gaps`` these counts tell k.
 
     Raises:
-        ValueError: not square, a value that is not in 0..1, or a gap: a missing value in a row that was begun, or an
-            empty row before a filled one.
+        ValueError: not square, a value that is not in 0..1, an accuracy where there is no sample; or, unless
+            ``allow_gaps``, a missing value in a row that was begun, or an empty row before a filled one.
     """
     matrix = _square(accuracy_matrix)
     begun = np.flatnonzero(~np.isnan(matrix).all(axis=1))
     k = int(begun[-1]) + 1 if begun.size else 0
+    if samples_per_task and allow_gaps:
+        k = max(k, len(samples_per_task))
+        fold(matrix[:k, :k], samples_per_task)
+        return matrix[:k, :k]
     block = matrix[:k, :k]
     if k:
         check_matrix(block if samples_per_task is None else fold(block, samples_per_task)[0])
@@ -127,6 +157,16 @@ def _square(accuracy_matrix: Matrix) -> np.ndarray:
             "accuracies are fractions in 0..1"
         )
     return matrix
+
+
+def gaps(accuracy_matrix: Matrix) -> np.ndarray:
+    """Row and column, from 0, of each missing value on or below the diagonal, int64 [K, 2].
+
+    >>> gaps([[0.9, None], [None, 0.7]]).tolist()
+    [[1, 0]]
+    """
+    matrix = _square(accuracy_matrix)
+    return np.argwhere(np.isnan(matrix) & _lower(matrix))
 
 
 def _lower(matrix: np.ndarray) -> np.ndarray:

@@ -140,7 +140,9 @@ class Bench:
         if code == 0 and ended and ended.finished:
             seconds = time.monotonic() - self._started_at[run.name]
             self._seconds.setdefault(run.variant, []).append(seconds)
-            outcome = f"final average accuracy {ended.metrics['final_average_accuracy']:.1%}, {_minutes(seconds)}"
+            accuracy = ended.metrics.get("final_average_accuracy")
+            known = "unknown: test images are missing" if accuracy is None else f"{accuracy:.1%}"
+            outcome = f"final average accuracy {known}, {_minutes(seconds)}"
             lost = sum(len(entry["failures"]) for entry in ended.results["rounds"])
             outcome += f", answers that failed: {lost}" * (lost > 0)
             self._say(f"finished  {run.name}: {outcome}; {self._remaining()}")

@@ -50,7 +50,11 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
             label: [r for r in selection.suite.runs if (r.variant, r.partition) == (variant, label)] for label in points
         }
         accuracies = {
-            label: [finished[r.name].metrics["final_average_accuracy"] for r in runs if r.name in finished]
+            label: [
+                finished[r.name].metrics["final_average_accuracy"]
+                for r in runs
+                if r.name in finished and "final_average_accuracy" in finished[r.name].metrics
+            ]
             for label, runs in planned.items()
         }
         left = [r for runs in planned.values() for r in runs if r.name not in finished and r.name not in failed]

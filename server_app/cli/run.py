@@ -113,20 +113,27 @@ def _join(address: str, values: dict[str, Scalar], config: Config, gpus: float) 
 
 
 def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
-    from server_app.rounds.run import run_experiment
-    from server_app.transport.in_process import InProcessTransport
-
     config = parse(values)
     try:
         with interruptible(at_once=True), progress.in_background():
+            from server_app.rounds.run import run_experiment  # this loads torch, which takes seconds
+            from server_app.transport.in_process import InProcessTransport
+
             run_experiment(config, InProcessTransport(values, config.num_clients))
     except RunError as error:
         return complain(f"the run failed: {error}", FAILED)
     except OSError as error:
         return complain(f"the run failed: {describe_os_error(error)}", FAILED)
     except Interrupted as stop:
-        return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
+        return _report_stop(values, progress, stop)
     return OK
+
+
+def _report_stop(values: dict[str, Scalar], progress: Progress, stop: Interrupted) -> int:
+    """Tell the operator of a run that could not do so itself."""
+    if mark_failed(progress.directory, str(stop)):
+        tell_operator(str(values.get("on-end", "")), progress.directory, RunError(str(stop)))
+    return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
 
 
 def _keep_log(log: Path, directory: Path) -> None:
@@ -146,9 +153,7 @@ def _run_with_flower(values: dict[str, Scalar], progress: Progress, workers: int
             print("Ray did not start in time; trying once more", file=sys.stderr, flush=True)
             status, details = _run_once(values, progress, workers, cluster)
     except Interrupted as stop:
-        if mark_failed(progress.directory, f"stopped by {stop}"):
-            tell_operator(str(values.get("on-end", "")), progress.directory, RunError(f"stopped by {stop}"))
-        return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
+        return _report_stop(values, progress, stop)
     return OK if status == COMPLETED else _report_failure(progress.directory, details or status)
 
 

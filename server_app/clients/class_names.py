@@ -24,7 +24,7 @@ class ClassLimit:
     def find_excessive(self, clients: Sequence[ClientInfo]) -> dict[int, str]:
         """Count the classes of clients; reasons by node for those with which there would be too many.
 
-        First come those whose classes others hold too: a node that invents classes takes no honest one out.
+        First come those whose classes others hold too: a node that invents classes takes none of these out.
         """
         forms = {client.node: set(map(normal_form, client.classes)) for client in clients}
         holders = Counter(form for of_client in forms.values() for form in of_client)

@@ -50,7 +50,7 @@ class ClientRegistry:
         self._asked: set[int] = set()  # nodes that get no further hello
         self._tries: Counter[int] = Counter()  # hellos that a node has not answered
         self._warnings: set[str] = set()
-        self._class_limit = ClassLimit(planned)
+        self._planned, self._class_limit = bool(planned), ClassLimit(planned)
         self.absent: dict[int, AbsentNode] = {}
         self.clients, absent = say_hello(transport, nodes, config, dataset)
         absent = [*self._take_out_misfits(), *absent]
@@ -67,13 +67,20 @@ class ClientRegistry:
         self._tries.update(node.node for node in absent)
         given_up = {node.node for node in absent if node.said or self._tries[node.node] >= _MAX_TRIES}
         self._asked |= {client.node for client in clients} | given_up
+        for client in clients:
+            del self._tries[client.node]  # what fails later is a new incident
 
     def _note_absent(self, absent: Sequence[AbsentNode], connected: set[int]) -> None:
-        """Add nodes to ``absent``, and leave out those that take part by now, under the same handle or a new one."""
+        """Add nodes to ``absent``; leave out those that take part by now, under the same handle or a new one.
+
+        A node that never said its name is left out too once it has gone: it may be back under a new handle.
+        """
         nodes, names = ({getattr(c, attribute) for c in self.clients} for attribute in ("node", "name"))
         known = self.absent | {node.node: node for node in absent}
         self.absent = {
-            n: node for n, node in known.items() if n not in nodes and (n in connected or node.name not in names)
+            n: node
+            for n, node in known.items()
+            if n not in nodes and (n in connected or (node.said and node.name not in names))
         }
 
     def _take_out_misfits(self) -> list[AbsentNode]:
@@ -83,7 +90,8 @@ class ClientRegistry:
         for client in self.clients:
             if not reasons[client.node] and counts[client.name] > 1:
                 reasons[client.node] = _SHARED_NAME
-        if self.config.own_data:
+        # the classes of a run that is resumed are settled, unless more may appear
+        if self.config.own_data and not (self._planned and self.config.class_order != APPEARING):
             fitting = [client for client in self.clients if not reasons[client.node]]
             reasons |= self._class_limit.find_excessive(fitting)
         misfits = [self._refuse(client, r) for client in self.clients if (r := reasons[client.node])]

@@ -155,6 +155,8 @@ def _row(group: Group) -> list[str]:
     seeds = ", ".join(str(run.results.get("seed", "?")) for run in group.finished) or "-"
     unfinished = len(group.runs) - len(group.finished)
     seeds += f" (and {unfinished} unfinished)" if unfinished else ""
+    incomplete = sum(bool(run.gaps) for run in group.finished)
+    seeds += f" ({incomplete} with accuracies missing)" if incomplete else ""
     percent = [(100 * mean, 100 * sd) for mean, sd in map(group.mean_sd, COMPARED)]
     hundredths = [_number(*pair, digits=2) for pair in [*percent, group.megabytes]]
     tenths = [_number(*group.cost(column), digits=1) for column in COSTS]

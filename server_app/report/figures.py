@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from server_app.report.compare import Group, mean_sd
 from server_app.report.runs import Run
-from task.metrics import fold, forgetting_by_task
+from task.metrics import fold, forgetting_by_task, gaps
 
 # Okabe and Ito's palette for all kinds of colour vision, without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -55,7 +55,7 @@ def run_figure(width: float, height: float, run: Run, subtitle: str) -> Figure:
 def accuracy_figure(run: Run) -> Figure:
     """Accuracy in % after each task: a thick line over all classes seen so far, a thin one for each task."""
     outcome = {"final_average_accuracy": "final average {:.1f} %", "forgetting": "forgetting {:.1f} points"}
-    reached = [words.format(100 * run.metrics[name]) for name, words in outcome.items() if len(run.matrix)]
+    reached = [words.format(100 * run.metrics[name]) for name, words in outcome.items() if name in run.metrics]
     figure = run_figure(7.6, 4.8, run, " · ".join([*run.facts, *reached]))
     axes = figure.subplots()
     _draw_tasks(axes, run)
@@ -124,10 +124,12 @@ def _draw_forgotten(axes: Axes, run: Run) -> None:
     forgotten = np.full((1, len(run.seen)), np.nan)
     if len(run.matrix):
         matrix, kept = fold(run.matrix, run.samples)
-        forgotten[0, kept[:-1]] = 100 * forgetting_by_task(matrix)
+        if kept.size and not gaps(matrix).size:
+            forgotten[0, kept[:-1]] = 100 * forgetting_by_task(matrix)
     _heat(axes, forgotten, "OrRd", 0, max(25.0, np.nanmax(forgotten, initial=0)))
     if np.isnan(forgotten).all():
-        axes.text(0.5, 0.5, "no earlier task yet", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+        text = "not known" if run.gaps else "no earlier task yet"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
     axes.set_yticks([0], ["forgotten,\npoints"])
 
 

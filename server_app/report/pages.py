@@ -97,7 +97,10 @@ def _picture_sections(pictures: Mapping[str, bytes]) -> list[Section]:
 
 
 def _matrix_section(run: Run) -> Section:
-    rows = [[i + 1, *map(_percent, [*row, run.seen[i], np.nanmean(row)])] for i, row in enumerate(run.matrix)]
+    tested = np.array(run.samples) > 0
+    means = [row[: i + 1][tested[: i + 1]] for i, row in enumerate(run.matrix)]
+    means = [float(known.mean()) if known.size else math.nan for known in means]
+    rows = [[i + 1, *map(_percent, [*row, run.seen[i], means[i]])] for i, row in enumerate(run.matrix)]
     # the averages are over the samples of all seen classes, and over their tasks
     return Section("Accuracy matrix, %", ["After task", *(f"on {row[0]}" for row in rows), "all seen", "mean"], rows)
 

@@ -19,7 +19,8 @@ def recommend(groups: Sequence[Group]) -> list[str]:
     it; of these the cheapest is recommended. Pooled images and results of other code are not ranked.
     """
     able = [group for group in groups if not (group.theirs or group.pooled)]
-    ranked = sorted((group for group in able if group.finished), key=lambda group: -group.mean_sd(ACCURACY)[0])
+    known = [group for group in able if not math.isnan(group.mean_sd(ACCURACY)[0])]
+    ranked = sorted(known, key=lambda group: -group.mean_sd(ACCURACY)[0])
     if len(ranked) < 2:
         return ["No recommendation: it needs two methods with a finished run."]
     best = ranked[0]

@@ -12,7 +12,7 @@ import yaml
 
 from server_app.errors import ReportError
 from server_app.run_files.paths import LARGEST_RESULTS, SCHEMA, true_status
-from task.metrics import crop_to_finished, summarize
+from task.metrics import crop_to_finished, fold, gaps, summarize_measured
 from task.utils.files import parse_small
 
 REQUIRED = ("status", "method", "dataset", "num_tasks")
@@ -37,7 +37,8 @@ class Run:
     Attributes:
         results: content of results.json; optional parts that are missing are empty.
         settings: run keys by name, from results.json and config.yaml.
-        matrix: [k, k], after task i on task j; NaN above the diagonal, and for a task without test images.
+        matrix: [k, k], after task i on task j; NaN above the diagonal, for a task without test images, and where nodes
+            with test images were away.
         seen: [T], over all test samples of the classes seen so far; NaN where there is none yet.
         confusion: [C, C] test images by true class id (row) and predicted one, after task k; [0, 0] if not recorded.
         client_counts: training images of each class, [C], by name of the client.
@@ -91,7 +92,7 @@ class Run:
         """Metrics by name, recorded or computed from the finished tasks; empty before the first one."""
         metrics, seen = {}, self.seen[: len(self.matrix)]
         if len(seen):
-            metrics = summarize(self.matrix, self.samples)
+            metrics = summarize_measured(self.matrix, self.samples)
             metrics |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
         items = [*metrics.items(), *self.results["metrics"].items()]  # a recorded metric wins
         return {name: value for name, value in items if is_number(value)}
@@ -100,6 +101,12 @@ class Run:
     def samples(self) -> list[int]:
         """Test images of each finished task; ones where they were not recorded."""
         return self.results["samples_per_task"] or [1] * len(self.matrix)
+
+    @property
+    def gaps(self) -> list[tuple[int, int]]:
+        """Where an accuracy is missing that other tasks have: after which task, on which task, counted from 1."""
+        kept = fold(self.matrix, self.samples)[1]
+        return [(i + 1, j + 1) for i, j in gaps(self.matrix).tolist() if j in kept]
 
     def cost(self, part: str, name: str) -> float:
         """A number of the part ``communication`` or ``seconds`` of the results; NaN if not recorded."""
@@ -133,7 +140,7 @@ def load_run(folder: Path) -> Run:
         return build_run(folder, true_status(folder, results), settings)
     except FileNotFoundError as error:
         raise ReportError(f"{path} does not exist: no run has written anything there") from error
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise malformed(folder, error) from error
 
 
@@ -162,7 +169,7 @@ def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, 
         folder=folder,
         results=results,
         settings=single | dict(settings or {}),
-        matrix=crop_to_finished(results["accuracy_matrix"], results["samples_per_task"] or None),
+        matrix=crop_to_finished(results["accuracy_matrix"], results["samples_per_task"] or None, allow_gaps=True),
         seen=_floats(results["per_task_seen_accuracy"] or [None] * num_tasks, num_tasks),
         confusion=_floats(results["confusion"], classes, classes) if results["confusion"] else np.empty((0, 0)),
         client_counts={str(client["name"]): _floats(client["class_counts"], classes) for client in results["clients"]},

@@ -76,12 +76,19 @@ RUN = """{% extends "page" %}
 {% if unlearned %}
 <section class="notice">
 <strong>Not learned: {{ "task" if unlearned | length == 1 else "tasks" }} {{ unlearned | join(", ") }}.</strong>
-Every client with data for it failed in each of its rounds.
+No client has trained in any of its rounds: those with its images have failed or were away.
 </section>
 {% endif %}
-{% if status == "finished" and not done %}
+{% if run.gaps %}
 <section class="notice">
-<strong>No accuracy is known.</strong> No task has test images that were there after every task.
+<strong>Not measured: {% for row in run.gaps | groupby(0) %}{{ "; " if not loop.first }}after task {{ row.grouper }}, on
+task{{ "s" if row.list | length > 1 }} {{ row.list | map(attribute=1) | join(", ") }}{% endfor %}.</strong>
+Nodes that hold the test images were away. Metrics that need these accuracies are left out.
+</section>
+{% endif %}
+{% if status == "finished" and not run.samples | sum %}
+<section class="notice">
+<strong>No accuracy is known.</strong> No task has test images.
 </section>
 {% elif not run.finished %}
 <section class="notice">
@@ -93,11 +100,11 @@ Every client with data for it failed in each of its rounds.
 {% endif %}
 </section>
 {% endif %}
-{% if done %}
+{% if "final_average_accuracy" in run.metrics %}
 <p class="lead">
 After learning {{ "one task" if done == 1 else done ~ " tasks one after another" }}, the model recognises
 <strong>{{ "%.1f %%" | format(100 * run.metrics["final_average_accuracy"]) }}</strong> of the test images
-{%- if done > 1 %}
+{%- if "forgetting" in run.metrics and done > 1 %}
 {% set lost = 100 * run.metrics["forgetting"] %}
 , averaged over the tasks; on the tasks before the last it is
 <strong>{{ "%.1f percentage points" | format(lost | abs) }}</strong>

@@ -92,7 +92,10 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
     except BaseException as error:
         tell_operator(config.on_end, directory, error)
         raise
-    tell_operator(config.on_end, directory)
+    try:
+        run.draw()
+    finally:  # a signal that comes while pictures are drawn does not undo what is recorded
+        tell_operator(config.on_end, directory)
     return directory
 
 
@@ -166,7 +169,7 @@ class Run:
             self._write_round(context)
         self._require_training()
         self.results.status = "finished"
-        self._write_last_files()
+        self._write_results()
 
     def train_round(self, context: RoundContext) -> RoundReport:
         """Train on the clients of one round, aggregate and refine.
@@ -260,8 +263,8 @@ class Run:
             problem = problem or f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
         reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])
         if context.ends_task and self.results.is_not_learned(report.task):
-            said = "every client with data for the task has failed in each of its rounds"
-            log.warning("task %d: %s, so it is not learned. %s", report.task, said, reasons)
+            said = "no client has trained in any of its rounds: those with its images have failed or are away"
+            log.warning("task %d is not learned: %s. %s", report.task, said, reasons)
             if self.config.method_row.pooled:  # one client has all images, and the others are not asked for any
                 problem = problem or said
         if problem:
@@ -269,9 +272,9 @@ class Run:
             raise RunError(f"task {report.task}, round {report.round}: {problem}. {reasons}")
 
     def _require_training(self) -> None:
-        """Refuse to call a run finished in which clients failed and none has trained."""
+        """Refuse to call a run finished in which no client has trained."""
         failures = [f"{f['name']}: {f['reason']}" for r in self.results.rounds for f in r.failures]
-        if failures and all(r.trained is False for r in self.results.rounds):
+        if all(r.trained is False for r in self.results.rounds):
             raise RunError(f"no client has trained in any round. {'; '.join(failures[:3])}")
 
     def _update_global_model(self, aggregator: RoundAggregator, context: RoundContext, report: RoundReport) -> None:
@@ -391,11 +394,15 @@ class Run:
         self.results.status = "failed"
         self.results.error = reason_of(error)
         with contextlib.suppress(OSError):
-            self._write_last_files()
+            self._write_results()
+            self.draw()
 
-    def _write_last_files(self) -> None:
+    def draw(self) -> None:
+        """Draw the last pictures; the run's end is recorded by then."""
+        self._drawer.draw()
+
+    def _write_results(self) -> None:
         self._drawer.stop()
         if self._tensorboard:
             self._tensorboard.close()
         self.results.write()
-        self._drawer.draw()

@@ -17,7 +17,7 @@ import numpy as np
 from server_app.run_files.paths import SCHEMA
 from server_app.run_files.writers import append_line, keep_lines, write_json
 from task.config.schema import Config
-from task.metrics import summarize
+from task.metrics import summarize_measured
 from task.scenario.class_stream import Schedule
 from task.scenario.partition import consensus_sizes
 from task.scenario.scenario import Scenario
@@ -63,6 +63,7 @@ class Results:
         self.entropies: list[list[float]] = [[] for _ in tasks]
         self.distances: list[float | None] = [None] * len(tasks)
         self.samples: list[int] = []
+        self.counted: list[list[int]] = []  # test images of each task so far, after each task
         self.rounds: list[RoundReport] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.started, self.status, self.error = time.perf_counter(), "running", ""
@@ -130,18 +131,31 @@ class Results:
         self.confusion = confusion.tolist()
         for j, classes in enumerate(self.tasks[: task + 1]):
             self.matrix[task][j] = _accuracy(correct[classes].sum(), total[classes].sum())
-        self.samples = [int(total[classes].sum()) for classes in self.tasks[: task + 1]]
-        self.seen[task] = _accuracy(correct.sum(), total.sum())
-        if gaps := ", ".join(str(j + 1) for j in self._gaps()):
-            log.warning("test images of task %s were not there after every task: it is left out of the metrics", gaps)
+        self.counted.append([int(total[classes].sum()) for classes in self.tasks[: task + 1]])
+        earlier = [*self.samples, 0]
+        # the latest number that is not 0: where nobody answered, the images are still a part of the problem
+        self.samples = [now or before for now, before in zip(self.counted[-1], earlier, strict=True)]
+        complete = all(self.counted[-1][j] or not self.samples[j] for j in range(task + 1))
+        self.seen[task] = _accuracy(correct.sum(), total.sum()) if complete else None
+        self._warn_of_images(task, earlier)
         if task == 0 and self.cpu_started is not None:
             self.seconds["cpu_first_task"] = time.process_time() - self.cpu_started
         self.per_class = {name: _accuracy(*n) for name, *n in zip(self.class_names, correct, total, strict=True)}
 
+    def _warn_of_images(self, task: int, earlier: Sequence[int]) -> None:
+        """Say which tasks (from 0) were measured on other images than before, or not at all."""
+        for j, (now, before) in enumerate(zip(self.counted[-1], earlier, strict=True)):
+            if now != before and j < task:
+                log.warning(
+                    "after task %d, task %d was measured on %d test images, after earlier tasks on %d: "
+                    "nodes that hold some were away, or came",
+                    *(task + 1, j + 1, now, before),
+                )
+
     def is_not_learned(self, task: int) -> bool:
-        """Whether clients have failed in the rounds of a ``task``, counted from 1, and none has trained."""
+        """Whether a ``task``, counted from 1, has classes, and no client has trained in its rounds."""
         rounds = [r for r in self.rounds if r.task == task]
-        return any(r.failures for r in rounds) and all(r.trained is False for r in rounds)
+        return bool(self.tasks[task - 1]) and all(r.trained is False for r in rounds)
 
     def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:
         """Note the federated bias of the local models of ``task`` (from 0).
@@ -175,7 +189,6 @@ class Results:
 
     def as_dict(self) -> dict[str, Any]:
         """The contents of results.json."""
-        matrix, samples = self._measured()
         return {
             "schema": SCHEMA,
             "status": self.status,
@@ -187,8 +200,9 @@ class Results:
             "class_names": list(self.class_names),
             "tasks": self.tasks,
             **({"stream": self.sharing} if self.sharing else {}),
-            "samples_per_task": samples,
-            "accuracy_matrix": matrix,
+            "samples_per_task": self.samples,
+            "samples_after_task": self.counted,
+            "accuracy_matrix": self.matrix,
             "per_task_seen_accuracy": self.seen,
             "per_task_mean_accuracy": self._task_means(),
             "per_class_accuracy": self.per_class,
@@ -205,22 +219,12 @@ class Results:
             "environment": self.environment,
         }
 
-    def _gaps(self) -> list[int]:
-        """Tasks, from 0, that were measured after some tasks and not after others: their holders were away."""
-        done = range(len(self.samples))
-        columns = {j: [self.matrix[i][j] for i in done[j:]] for j in done}
-        return [j for j, column in columns.items() if None in column and any(a is not None for a in column)]
-
-    def _measured(self) -> tuple[list[list[float | None]], list[int]]:
-        """Accuracy matrix and test images of the tasks; a task with gaps counts as one without test images."""
-        gaps = self._gaps()
-        matrix = [[None if j in gaps else a for j, a in enumerate(row)] for row in self.matrix]
-        return matrix, [0 if j in gaps else number for j, number in enumerate(self.samples)]
-
     def _task_means(self) -> list[float | None]:
-        """After each task, the mean of the accuracies on the tasks so far."""
-        rows = [[a for a in row if a is not None] for row in self._measured()[0]]
-        return [mean_or_none(row, [1.0] * len(row)) for row in rows]
+        """After each task, the mean of the accuracies on the tasks so far; None where one of them is missing."""
+        tested = [j for j, number in enumerate(self.samples) if number]
+        rows = [[row[j] for j in tested if j <= i] for i, row in enumerate(self.matrix)]
+        known = [[a for a in row if a is not None] for row in rows]
+        return [mean_or_none(k, [1.0] * len(k)) if len(k) == len(r) else None for k, r in zip(known, rows, strict=True)]
 
     def _bias(self) -> dict[str, list[Any]]:
         """By task: entropies of the local models' responses, their mean, its share of ln(classes), and the distance."""
@@ -237,8 +241,9 @@ class Results:
         }
 
     def _metrics(self) -> dict[str, float]:
-        (matrix, samples), tasks = self._measured(), len(self.samples)
-        return summarize([row[:tasks] for row in matrix[:tasks]], samples) if any(samples) else {}
+        tasks = len(self.samples)
+        finished = [row[:tasks] for row in self.matrix[:tasks]]
+        return summarize_measured(finished, self.samples)
 
     def _efficiency(self) -> dict[str, float]:
         """E of FedProK (Gao et al. 2024, eq. 3): seconds of communication and computation in a round, on average."""

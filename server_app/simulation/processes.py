@@ -18,7 +18,7 @@ class Interrupted(KeyboardInterrupt):
     """A signal asked the run to end; ``number`` is the signal's."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+        super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
 
 

@@ -15,6 +15,7 @@ from task.keys import ConfigError
 from task.utils.files import require_file
 from task.utils.memory import available_memory
 
+_LARGEST_NAMES = 16e6  # bytes of class_names, of which NumPy makes several times as much
 _ARRAYS = ("images", "labels", "split", "class_names")  # others in an .npz file are passed over
 
 
@@ -44,7 +45,7 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     if "split" in arrays:
         test = _read_split(arrays["split"], labels, path)
     elif by_content:
-        test = select_by_digest([image.tobytes() for image in images])
+        test = select_by_digest(image.tobytes() for image in images)
     else:
         test = draw_held_out(labels, HELD_OUT, 0, "npz")
     if (test.all() or not test.any()) > by_content:
@@ -94,6 +95,10 @@ def _check_members(members: Sequence[ZipInfo]) -> None:
         raise ValueError(f"{foreign[0]!r} in it is no array")
     if not {"images", "labels"} <= sizes.keys():
         raise ValueError(f"it needs 'images' and 'labels', and holds {', '.join(map(repr, sizes)) or 'nothing'}")
+    if len(sizes) < len(members):
+        raise ValueError(f"it holds an array more than once, among {', '.join(map(repr, sizes))}")
+    if (names := sizes.get("class_names", 0)) > _LARGEST_NAMES:
+        raise ValueError(f"its class_names take {names / 1e6:.0f} MB, more than {_LARGEST_NAMES / 1e6:.0f}")
     size, free = sum(sizes.get(name, 0) for name in _ARRAYS), available_memory()
     if size > free:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Reproducible splits of a data set into training, validation and test images."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -22,7 +22,7 @@ def draw_held_out(labels: np.ndarray, share: float, seed: int, purpose: str) -> 
     return mask
 
 
-def select_by_digest(contents: Sequence[bytes]) -> np.ndarray:
+def select_by_digest(contents: Iterable[bytes]) -> np.ndarray:
     """Mark about ``HELD_OUT`` of the contents by their SHA-256; bool [N]. Each mark depends on one content only."""
     digests = [int.from_bytes(hashlib.sha256(content).digest()[:6]) for content in contents]
     return np.array(digests, np.int64) < HELD_OUT * 2**48

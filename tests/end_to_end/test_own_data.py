@@ -335,15 +335,121 @@ def away(transport: Changing, nodes: set[int], kinds: set[str], rounds: set[int]
 def test_holders_of_a_tasks_test_images_that_are_away_for_a_while_end_no_run(
     rounds: set[int], kinds: set[str], keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A task that was not measured after every task is left out of the metrics: they would compare other images."""
+    """Metrics that need what was not measured are left out, and the page says what is missing."""
     shutil.rmtree(nodes / "south" / "cow")
     results = run(keys, away(Changing(parse(keys).flat()), {0, 1}, kinds, rounds))
     assert results["status"] == "finished"
-    assert [row[0] for row in results["accuracy_matrix"]] == [None, None]
-    assert results["samples_per_task"][0] == 0
-    assert results["metrics"]["final_average_accuracy"] == results["accuracy_matrix"][1][1]
-    assert "test images of task 1 were not there after every task" in caplog.text
-    assert load_run(Path(keys["output-dir"]) / "run").finished
+    matrix, after = results["accuracy_matrix"], min(rounds)
+    assert matrix[after - 1][0] is None
+    assert (after == 1) == (matrix[1][0] is not None)  # what was measured is kept
+    assert results["samples_per_task"][0] == max(counted[0] for counted in results["samples_after_task"])
+    expected = {"final_average_accuracy", "last_accuracy"} if after == 1 else set()
+    assert results["metrics"].keys() == expected
+    assert results["per_task_seen_accuracy"][after - 1] is None
+    assert "task 2, task 1 was measured on" in caplog.text
+    found = load_run(Path(keys["output-dir"]) / "run")
+    assert found.finished
+    assert found.gaps == [(after, 1)]
+
+
+def test_images_that_change_between_evaluations_are_named(
+    keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of two holders away: the accuracy is of fewer images, and log and results say so."""
+    results = run(keys, away(Changing(parse(keys).flat()), {0}, {"evaluate"}, {2}))
+    (first,), (second, _) = results["samples_after_task"]
+    assert 0 < second < first
+    assert f"task 1 was measured on {second} test images, after earlier tasks on {first}" in caplog.text
+
+
+@pytest.fixture
+def lone(nodes: Path) -> None:
+    """Cows and does are on node 2 alone."""
+    for folder in ("north/cow", "north/doe", "south/cow"):
+        shutil.rmtree(nodes / folder)
+
+
+@pytest.mark.usefixtures("lone")
+def test_a_task_whose_only_holder_is_out_is_not_learned(keys: Values, caplog: pytest.LogCaptureFixture) -> None:
+    transport = Changing(parse(keys).flat())
+
+    def come_back_unfit() -> None:
+        transport.hidden.clear()
+        transport.tamper = lying(keys, 2, {"code-sha256": "0" * 64}).tamper
+
+    transport.before = {1: lambda: transport.hidden.add(2), 2: come_back_unfit}
+    results = run(keys | {"rounds-per-task": 2}, transport)
+    assert results["tasks_not_learned"] == [2]
+    assert "task 2 is not learned: no client has trained in any of its rounds" in caplog.text
+
+
+@pytest.mark.usefixtures("lone")
+def test_a_task_whose_only_holder_is_not_there_on_resume_is_not_learned(keys: Values) -> None:
+    transport = Changing(parse(keys).flat())
+
+    def cut() -> None:
+        raise PowerCutError
+
+    transport.before = {2: cut}
+    with pytest.raises(PowerCutError):
+        run(keys, transport)
+    transport = Changing(parse(keys).flat())
+    transport.hidden.add(2)
+    results = run({"resume": str(Path(keys["output-dir"]) / "run"), "start-timeout": 0.1}, transport)
+    assert results["tasks_not_learned"] == [2]
+
+
+def test_a_node_that_has_recovered_is_asked_three_times_again(keys: Values) -> None:
+    transport = Changing(parse(keys).flat())
+    honest = transport.tamper
+
+    def break_down() -> None:
+        transport.hidden.clear()
+        transport.tamper = lying(keys, 1, {"error": "data-dir is not there"}).tamper
+
+    def recover() -> None:
+        transport.tamper = honest
+
+    hide = lambda: transport.hidden.add(1)  # noqa: E731
+    transport.before = {1: hide, 2: break_down, 4: recover, 6: hide, 7: break_down, 8: recover}
+    results = run(keys | {"rounds-per-task": 6}, transport)
+    assert [len(entry["participants"]) for entry in results["rounds"]][-4:] == [3, 3, 3, 3]
+    assert results["absent"] == []
+
+
+def test_a_node_that_never_said_its_name_is_not_absent_once_it_has_gone(keys: Values) -> None:
+    transport = Changing(parse(keys).flat())
+    honest = transport.tamper
+
+    def break_down() -> None:
+        transport.hidden.clear()
+        transport.tamper = lying(keys, 1, {"error": "not mounted"}).tamper
+
+    def come_back() -> None:
+        transport.tamper = honest
+        transport.hidden.add(1)
+        transport.aliases[7] = 1
+
+    transport.before = {1: lambda: transport.hidden.add(1), 2: break_down, 3: come_back}
+    results = run(keys | {"rounds-per-task": 3}, transport)
+    assert [client["name"] for client in results["clients"]] == ["north", "south", "west"]
+    assert results["absent"] == []
+
+
+def test_on_resume_a_class_outside_the_plan_is_not_counted(
+    keys: Values, nodes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(class_names, "MAX_CLASSES", 4)
+    transport = Changing(parse(keys).flat())
+
+    def cut() -> None:
+        raise PowerCutError
+
+    transport.before = {2: cut}
+    with pytest.raises(PowerCutError):
+        run(keys, transport)
+    (nodes / "west" / "cow").rename(nodes / "west" / "gnu")
+    assert run({"resume": str(Path(keys["output-dir"]) / "run")})["absent"] == []
 
 
 @pytest.mark.usefixtures("parted")

@@ -16,10 +16,12 @@ from task.metrics import (
     METRICS,
     crop_to_finished,
     fold,
+    gaps,
     prototype_distance,
     response_entropy,
     seen_accuracy,
     summarize,
+    summarize_measured,
 )
 
 WORKED = [[0.80, None, None], [0.90, 0.70, None], [0.60, 0.75, 0.45]]
@@ -260,6 +262,31 @@ def test_crop_to_finished_cuts_to_the_finished_tasks(matrix, data):
     killed = [row if i < done else empty for i, row in enumerate(matrix)]
     expected = np.array([row[:done] for row in matrix[:done]], dtype=float).reshape(done, done)
     assert np.array_equal(crop_to_finished(killed), expected, equal_nan=True)
+
+
+# after task 2 nobody had test images of task 1; after task 3, in the second matrix, nobody those of tasks 1 and 2
+MIDDLE_GAP = [[0.80, None, None], [None, 0.70, None], [0.60, 0.75, 0.45]]
+LAST_GAP = [[0.80, None, None], [0.90, 0.70, None], [None, None, 0.45]]
+
+
+def test_no_metric_guesses_what_was_not_measured():
+    known = {name: BY_HAND[name] for name in ("final_average_accuracy", "last_accuracy")}
+    assert summarize_measured(MIDDLE_GAP, SAMPLES) == pytest.approx(known)
+    assert summarize_measured(LAST_GAP, SAMPLES) == {}
+    assert summarize_measured(WORKED, SAMPLES) == pytest.approx(BY_HAND)
+    assert summarize_measured([[None]], [0]) == {}
+
+
+def test_gaps_are_allowed_only_where_asked_for():
+    assert gaps(LAST_GAP).tolist() == [[2, 0], [2, 1]]
+    nothing_last = [*LAST_GAP[:2], [None, None, None]]
+    for matrix in (MIDDLE_GAP, LAST_GAP, nothing_last):
+        block = crop_to_finished(matrix, [100, 100, 200], allow_gaps=True)
+        assert np.array_equal(block, np.array(matrix, float), equal_nan=True)
+    with pytest.raises(ValueError, match="is missing"):
+        crop_to_finished(LAST_GAP, SAMPLES)
+    with pytest.raises(ValueError, match="samples_per_task must be 3 positive numbers"):
+        crop_to_finished(WORKED, [10, 10], allow_gaps=True)
 
 
 def test_crop_to_finished_of_nothing():

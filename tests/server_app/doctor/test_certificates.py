@@ -67,7 +67,13 @@ def test_a_file_without_one_is_a_problem(content: str | None, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "damage", [(b"fcil server", b"\xffcil server"), (b"\x17\r2", b"\x17\rx")], ids=["name", "date"]
+    "damage",
+    [
+        (b"fcil server", b"\xffcil server"),
+        (b"\x17\r2", b"\x17\rx"),
+        (b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x04"),  # no ValueError, but a type of its own
+    ],
+    ids=["name", "date", "version"],
 )
 def test_what_cannot_be_parsed_in_one_is_a_problem(damage: tuple[bytes, bytes], tmp_path: Path) -> None:
     good = make(tmp_path, 40).read_text()

@@ -19,7 +19,7 @@ from matplotlib.colors import to_hex
 import server_app.report
 from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report import figures, heatmaps, tradeoffs
-from server_app.report.compare import group_runs
+from server_app.report.compare import comparison_table, group_runs
 from server_app.report.pages import single_page
 from server_app.report.runs import load_run
 from server_app.report.write import write_report
@@ -190,7 +190,24 @@ def test_page_is_self_contained(make_run):
 def test_page_names_tasks_that_are_not_learned(make_run):
     folder = make_run(tasks_not_learned=[1, 3])
     write_report([folder])
-    assert "Not learned: tasks 1, 3. Every client" in " ".join(page_of(folder).text.split())
+    assert "Not learned: tasks 1, 3. No client has trained" in " ".join(page_of(folder).text.split())
+
+
+def test_page_and_table_say_what_was_not_measured(make_run):
+    whole = make_run("whole", seed=0, samples_per_task=[100, 100, 200])
+    matrix = json.loads((whole / "results.json").read_text())["accuracy_matrix"]
+    matrix[2][:2] = [None, None]
+    seen = [0.9, 0.8, None]
+    changes = {"accuracy_matrix": matrix, "per_task_seen_accuracy": seen, "samples_per_task": [100, 100, 200]}
+    gapped = make_run("gapped", seed=1, **changes)
+    write_report([gapped])
+    text = " ".join(page_of(gapped).text.split())
+    assert "Not measured: after task 3, on tasks 1, 2. Nodes that hold the test images were away." in text
+    assert "recognises" not in text
+    assert load_run(gapped).metrics == {}
+    table = comparison_table(group_runs([load_run(whole), load_run(gapped)]))[1]
+    assert [row[2] for row in table] == ["0, 1 (1 with accuracies missing)"]
+    assert load_run(whole).metrics["final_average_accuracy"] == pytest.approx(float(table[0][3]) / 100)
 
 
 def test_page_of_a_finished_run_without_test_images_says_so(make_run):

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from server_app.errors import RunError
+from server_app.rounds.report_drawer import ReportDrawer
 from server_app.run_files import on_end
 from server_app.run_files.on_end import require_hook, tell_operator
 from task.config.parsing import parse
@@ -201,6 +202,23 @@ def test_a_variable_keeps_a_secret_out_of_the_log(
         tell_operator(hook, tmp_path)
     assert "did not work" in caplog.text
     assert "token-123" not in caplog.text
+
+
+def test_a_signal_while_pictures_are_drawn_leaves_the_run_finished(
+    tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told once, as finished: that is what its results say."""
+
+    def be_stopped(drawer: ReportDrawer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ReportDrawer, "draw", be_stopped)
+    monkeypatch.setattr(ReportDrawer, "draw_in_background", lambda drawer: None)
+    hook = shlex.join(["sh", "-c", f"cat >> {tmp_path}/told"])
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny | {"on-end": hook})
+    assert results_of(tmp_path / "runs" / "run")["status"] == "finished"
+    assert json.loads((tmp_path / "told").read_text())["status"] == "finished"
 
 
 def test_nodes_are_not_told(tiny: Values) -> None:

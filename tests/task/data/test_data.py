@@ -231,6 +231,29 @@ def test_a_header_that_promises_too_much(images: int, tmp_path: Path) -> None:
         load_dataset("npz", str(tmp_path / "folder"), 32, 0.0, 0)
 
 
+def write_members(path: Path, arrays: list[tuple[str, np.ndarray]]) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, array in arrays:
+            with archive.open(name, "w") as file:
+                np.lib.format.write_array(file, array)
+
+
+def test_an_npz_with_two_arrays_of_one_name_is_refused(tmp_path: Path) -> None:
+    """NumPy opens the first of these, and the memory was asked for the second."""
+    images, labels = np.zeros((10, 8, 8, 3), np.uint8), np.arange(10) % 2
+    write_members(tmp_path / "a.npz", [("images", images), ("images.npy", images[:2]), ("labels.npy", labels)])
+    with pytest.raises(ConfigError, match="it holds an array more than once, among 'images', 'labels'"):
+        load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0)
+
+
+def test_class_names_of_many_megabytes_are_refused(tmp_path: Path) -> None:
+    images, labels = np.zeros((10, 8, 8, 3), np.uint8), np.arange(10) % 2
+    names = np.array([b"a", b"b"], "S9000000")
+    write_members(tmp_path / "a.npz", [("images.npy", images), ("labels.npy", labels), ("class_names.npy", names)])
+    with pytest.raises(ConfigError, match="its class_names take 18 MB, more than 16"):
+        load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0)
+
+
 def test_folder_per_class_is_split_and_resized(tmp_path: Path) -> None:
     data = load_dataset("folder", str(write_folder(tmp_path / "flat")), 16, 0.0, 0)
     assert data.class_names == ("class0", "class1")
