@@ -62,8 +62,8 @@ def summarize_measured(accuracy_matrix: Matrix, samples_per_task: Sequence[int])
 
     A metric of the tasks that are left would look like one of all tasks. Empty if no task has test samples.
 
-    >>> summarize_measured([[None, None], [0.8, 0.6]], [10, 30])
-    {'final_average_accuracy': 0.7, 'last_accuracy': 0.65}
+    >>> summarize_measured([[None, None], [0.75, 0.25]], [10, 30])
+    {'final_average_accuracy': 0.5, 'last_accuracy': 0.375}
     >>> summarize_measured([[0.9, None], [None, 0.6]], [10, 30])
     {}
     """
@@ -77,7 +77,7 @@ def summarize_measured(accuracy_matrix: Matrix, samples_per_task: Sequence[int])
         "final_average_accuracy": last.mean(),
         "last_accuracy": np.average(last, weights=np.asarray(samples_per_task)[kept]),
     }
-    return {name: round(float(value), 15) for name, value in values.items() if np.isfinite(value)}
+    return {name: float(value) for name, value in values.items() if np.isfinite(value)}
 
 
 def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

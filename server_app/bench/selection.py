@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from server_app.bench.suite import Selection, Suite
 from server_app.report.compare import escape
+from server_app.report.recommend import ACCURACY
 from server_app.report.runs import Run
 from server_app.run_keys import complete_run_keys
 from task.message import Scalar
@@ -45,18 +46,12 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         failed: names of the runs that will not finish.
     """
     choices = {}
+    known = {name: run.metrics[ACCURACY] for name, run in finished.items() if ACCURACY in run.metrics}
     for variant, points in selection.points.items():
         planned = {
             label: [r for r in selection.suite.runs if (r.variant, r.partition) == (variant, label)] for label in points
         }
-        accuracies = {
-            label: [
-                finished[r.name].metrics["final_average_accuracy"]
-                for r in runs
-                if r.name in finished and "final_average_accuracy" in finished[r.name].metrics
-            ]
-            for label, runs in planned.items()
-        }
+        accuracies = {label: [known[r.name] for r in runs if r.name in known] for label, runs in planned.items()}
         left = [r for runs in planned.values() for r in runs if r.name not in finished and r.name not in failed]
         whole = [label for label, runs in planned.items() if len(accuracies[label]) == len(runs)]
         chosen = max(whole, key=lambda label: sum(accuracies[label])) if whole and not left else ""

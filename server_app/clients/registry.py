@@ -50,10 +50,12 @@ class ClientRegistry:
         self._asked: set[int] = set()  # nodes that get no further hello
         self._tries: Counter[int] = Counter()  # hellos that a node has not answered
         self._warnings: set[str] = set()
-        self._planned, self._class_limit = bool(planned), ClassLimit(planned)
+        self._class_limit = ClassLimit(planned)
         self.absent: dict[int, AbsentNode] = {}
         self.clients, absent = say_hello(transport, nodes, config, dataset)
-        absent = [*self._take_out_misfits(), *absent]
+        # the classes of a run that is resumed are settled, unless more may appear
+        settled = bool(planned) and config.class_order != APPEARING
+        absent = [*self._take_out_misfits(counts_classes=config.own_data and not settled), *absent]
         self._note_absent(absent, set(nodes))
         self._note_asked(self.clients, absent)
         self._require_enough(absent, expected)
@@ -83,15 +85,14 @@ class ClientRegistry:
             if n not in nodes and (n in connected or (node.said and node.name not in names))
         }
 
-    def _take_out_misfits(self) -> list[AbsentNode]:
+    def _take_out_misfits(self, counts_classes: bool) -> list[AbsentNode]:
         """Take nodes that do not fit, and those that share a name, out of the clients."""
         reasons = {client.node: self._find_misfit(client) for client in self.clients}
         counts = Counter(client.name for client in self.clients if not reasons[client.node])
         for client in self.clients:
             if not reasons[client.node] and counts[client.name] > 1:
                 reasons[client.node] = _SHARED_NAME
-        # the classes of a run that is resumed are settled, unless more may appear
-        if self.config.own_data and not (self._planned and self.config.class_order != APPEARING):
+        if counts_classes:
             fitting = [client for client in self.clients if not reasons[client.node]]
             reasons |= self._class_limit.find_excessive(fitting)
         misfits = [self._refuse(client, r) for client in self.clients if (r := reasons[client.node])]

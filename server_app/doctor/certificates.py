@@ -36,10 +36,15 @@ def check_certificates(paths: Iterable[str]) -> Iterator[Finding]:
         try:
             from cryptography.x509 import load_pem_x509_certificates
 
-            for certificate in load_pem_x509_certificates(read_small(Path(path))):
-                yield _check(path, certificate, datetime.now(UTC))
-        except Exception as error:  # damaged ones raise several types, some only when a part is read
+            certificates = load_pem_x509_certificates(read_small(Path(path)))
+        except Exception as error:  # damaged ones raise errors of several types
             yield Finding("problem", f"{path}: no certificate can be read: {error}")
+            continue
+        for certificate in certificates:
+            try:  # the subject is parsed only on access
+                yield _check(path, certificate, datetime.now(UTC))
+            except Exception as error:
+                yield Finding("problem", f"{path}: no certificate can be read: {error}")
 
 
 def _check(path: str, certificate: "Certificate", now: datetime) -> Finding:

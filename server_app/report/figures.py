@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from server_app.report.compare import Group, mean_sd
 from server_app.report.runs import Run
-from task.metrics import fold, forgetting_by_task, gaps
+from task.metrics import fold, forgetting_by_task
 
 # Okabe and Ito's palette for all kinds of colour vision, without its yellow, which vanishes on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -122,10 +122,9 @@ def matrix_figure(run: Run) -> Figure:
 def _draw_forgotten(axes: Axes, run: Run) -> None:
     """Best earlier minus final accuracy of each task in points; the last task stays empty."""
     forgotten = np.full((1, len(run.seen)), np.nan)
-    if len(run.matrix):
+    if any(run.samples) and not run.gaps:
         matrix, kept = fold(run.matrix, run.samples)
-        if kept.size and not gaps(matrix).size:
-            forgotten[0, kept[:-1]] = 100 * forgetting_by_task(matrix)
+        forgotten[0, kept[:-1]] = 100 * forgetting_by_task(matrix)
     _heat(axes, forgotten, "OrRd", 0, max(25.0, np.nanmax(forgotten, initial=0)))
     if np.isnan(forgotten).all():
         text = "not known" if run.gaps else "no earlier task yet"

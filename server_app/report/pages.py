@@ -97,9 +97,9 @@ def _picture_sections(pictures: Mapping[str, bytes]) -> list[Section]:
 
 
 def _matrix_section(run: Run) -> Section:
-    tested = np.array(run.samples) > 0
-    means = [row[: i + 1][tested[: i + 1]] for i, row in enumerate(run.matrix)]
-    means = [float(known.mean()) if known.size else math.nan for known in means]
+    tested = np.flatnonzero(run.samples)
+    on_seen = [row[tested[tested <= i]] for i, row in enumerate(run.matrix)]
+    means = [float(accuracies.mean()) if accuracies.size else math.nan for accuracies in on_seen]
     rows = [[i + 1, *map(_percent, [*row, run.seen[i], means[i]])] for i, row in enumerate(run.matrix)]
     # the averages are over the samples of all seen classes, and over their tasks
     return Section("Accuracy matrix, %", ["After task", *(f"on {row[0]}" for row in rows), "all seen", "mean"], rows)

@@ -135,8 +135,8 @@ class Results:
         earlier = [*self.samples, 0]
         # the latest number that is not 0: where nobody answered, the images are still a part of the problem
         self.samples = [now or before for now, before in zip(self.counted[-1], earlier, strict=True)]
-        complete = all(self.counted[-1][j] or not self.samples[j] for j in range(task + 1))
-        self.seen[task] = _accuracy(correct.sum(), total.sum()) if complete else None
+        nothing_missing = self.samples == self.counted[-1]
+        self.seen[task] = _accuracy(correct.sum(), total.sum()) if nothing_missing else None
         self._warn_of_images(task, earlier)
         if task == 0 and self.cpu_started is not None:
             self.seconds["cpu_first_task"] = time.process_time() - self.cpu_started

@@ -322,6 +322,17 @@ def test_a_secure_sum_says_too_that_a_task_is_not_learned(keys: Values, caplog: 
     assert "task 2 is not learned: no client has trained" in caplog.text
 
 
+def cut() -> None:
+    """The server's power goes."""
+    raise PowerCutError
+
+
+def reconnect(transport: Changing, keys: Values, node: int, claims: Mapping[str, Any]) -> None:
+    """All nodes are connected again, and one claims something in hello."""
+    transport.hidden.clear()
+    transport.tamper = lying(keys, node, claims).tamper
+
+
 def away(transport: Changing, nodes: set[int], kinds: set[str], rounds: set[int]) -> Changing:
     """Nodes that answer no message of some kinds in some rounds."""
     current = [0]
@@ -374,8 +385,7 @@ def test_a_task_whose_only_holder_is_out_is_not_learned(keys: Values, caplog: py
     transport = Changing(parse(keys).flat())
 
     def come_back_unfit() -> None:
-        transport.hidden.clear()
-        transport.tamper = lying(keys, 2, {"code-sha256": "0" * 64}).tamper
+        reconnect(transport, keys, 2, {"code-sha256": "0" * 64})
 
     transport.before = {1: lambda: transport.hidden.add(2), 2: come_back_unfit}
     results = run(keys | {"rounds-per-task": 2}, transport)
@@ -386,9 +396,6 @@ def test_a_task_whose_only_holder_is_out_is_not_learned(keys: Values, caplog: py
 @pytest.mark.usefixtures("lone")
 def test_a_task_whose_only_holder_is_not_there_on_resume_is_not_learned(keys: Values) -> None:
     transport = Changing(parse(keys).flat())
-
-    def cut() -> None:
-        raise PowerCutError
 
     transport.before = {2: cut}
     with pytest.raises(PowerCutError):
@@ -403,15 +410,16 @@ def test_a_node_that_has_recovered_is_asked_three_times_again(keys: Values) -> N
     transport = Changing(parse(keys).flat())
     honest = transport.tamper
 
-    def break_down() -> None:
-        transport.hidden.clear()
-        transport.tamper = lying(keys, 1, {"error": "data-dir is not there"}).tamper
+    def vanish() -> None:
+        transport.hidden.add(1)
+
+    def fail() -> None:
+        reconnect(transport, keys, 1, {"error": "data-dir is not there"})
 
     def recover() -> None:
         transport.tamper = honest
 
-    hide = lambda: transport.hidden.add(1)  # noqa: E731
-    transport.before = {1: hide, 2: break_down, 4: recover, 6: hide, 7: break_down, 8: recover}
+    transport.before = {1: vanish, 2: fail, 4: recover, 6: vanish, 7: fail, 8: recover}
     results = run(keys | {"rounds-per-task": 6}, transport)
     assert [len(entry["participants"]) for entry in results["rounds"]][-4:] == [3, 3, 3, 3]
     assert results["absent"] == []
@@ -421,16 +429,15 @@ def test_a_node_that_never_said_its_name_is_not_absent_once_it_has_gone(keys: Va
     transport = Changing(parse(keys).flat())
     honest = transport.tamper
 
-    def break_down() -> None:
-        transport.hidden.clear()
-        transport.tamper = lying(keys, 1, {"error": "not mounted"}).tamper
-
     def come_back() -> None:
         transport.tamper = honest
         transport.hidden.add(1)
         transport.aliases[7] = 1
 
-    transport.before = {1: lambda: transport.hidden.add(1), 2: break_down, 3: come_back}
+    def fail() -> None:
+        reconnect(transport, keys, 1, {"error": "not mounted"})
+
+    transport.before = {1: lambda: transport.hidden.add(1), 2: fail, 3: come_back}
     results = run(keys | {"rounds-per-task": 3}, transport)
     assert [client["name"] for client in results["clients"]] == ["north", "south", "west"]
     assert results["absent"] == []
@@ -441,9 +448,6 @@ def test_on_resume_a_class_outside_the_plan_is_not_counted(
 ) -> None:
     monkeypatch.setattr(class_names, "MAX_CLASSES", 4)
     transport = Changing(parse(keys).flat())
-
-    def cut() -> None:
-        raise PowerCutError
 
     transport.before = {2: cut}
     with pytest.raises(PowerCutError):
@@ -456,9 +460,6 @@ def test_on_resume_a_class_outside_the_plan_is_not_counted(
 def test_a_run_of_which_an_earlier_version_did_not_note_who_trained_is_resumed(keys: Values) -> None:
     transport = Changing(parse(keys).flat())
     transport.broken = lambda node, kind: node == 2 and kind == "train"
-
-    def cut() -> None:
-        raise PowerCutError
 
     transport.before = {2: cut}
     with pytest.raises(PowerCutError):
@@ -593,9 +594,6 @@ def lying(
 
 
 def test_a_run_is_resumed_without_a_node_whose_disk_is_gone(keys: Values, nodes: Path) -> None:
-    def cut() -> None:
-        raise PowerCutError
-
     with pytest.raises(PowerCutError):
         run(keys, Changing(parse(keys).flat(), {2: cut}))
     empty(nodes / "south")
@@ -813,9 +811,6 @@ def test_the_run_waits_for_classes_to_appear(
 def test_an_open_ended_run_is_resumed_with_the_classes_it_had(
     keys: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut() -> None:
-        raise PowerCutError
-
     values = appearing(keys)
     arrives = {2: lambda: store(nodes / "north", 4, patterns[4])}
     with pytest.raises(PowerCutError):
