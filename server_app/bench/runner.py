@@ -19,12 +19,14 @@ from server_app.report.compare import Group
 from server_app.report.recommend import recommend
 from server_app.report.runs import Run, flat, load_run
 from server_app.report.write import write_comparison
+from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import lock_folder, mark_failed
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, find_marked, interruptible, last_lines, start_process
 from server_app.simulation.superlink import POLL
 from task.config.schema import SAME_RESULT, complete_saved, defaults, keys_affecting
 from task.keys import ConfigError
+from task.message import Scalar
 
 MARK = "FCIL_BENCH"  # environment variable of all processes of a suite
 PATIENCE = 10.0  # seconds in which a run that is stopped can save its state
@@ -45,10 +47,15 @@ def _require_free(folder: Path) -> None:
 
 
 class Bench:
-    """Runs a suite, at most ``jobs`` runs at a time, by ``fcil run`` with ``options``; ``say`` gets its progress."""
+    """Runs a suite, at most ``jobs`` runs at a time, by ``fcil run`` with ``options``; ``say`` gets its progress.
 
-    def __init__(self, suite: Suite, jobs: int, options: Sequence[str], say: Callable[[str], None]) -> None:
-        self._suite, self._jobs, self._options, self._say = suite, jobs, options, say
+    With ``resume``, unfinished runs of the same run keys and code go on after their last round; else they begin anew.
+    """
+
+    def __init__(
+        self, suite: Suite, jobs: int, options: Sequence[str], say: Callable[[str], None], resume: bool = False
+    ) -> None:
+        self._suite, self._jobs, self._options, self._say, self._resume = suite, jobs, options, say, resume
         # every run of this folder's suites has this in its environment, so that a run that outlives its suite is found
         self._mark = f"{MARK}={hashlib.sha256(str(suite.folder).encode()).hexdigest()[:16]}"
         self._running: dict[subprocess.Popen[bytes], PlannedRun] = {}
@@ -123,16 +130,29 @@ class Bench:
             self._failed.append(run)
             self._say(f"FAILED    {run.name}: {error}")
             return
-        if run.directory.exists():
-            shutil.rmtree(run.directory)  # an unfinished run begins anew
-        run.directory.mkdir(parents=True)
-        environment = {**os.environ, MARK: self._mark.partition("=")[2]}
-        process = start_process(self._command(run), Path(__file__).parents[2], environment, run.directory / "run.log")
+        resume = self._resume and self._can_resume(run)
+        if run.directory.exists() and not resume:
+            shutil.rmtree(run.directory)
+        run.directory.mkdir(parents=True, exist_ok=True)
+        environment, log = {**os.environ, MARK: self._mark.partition("=")[2]}, run.directory / "run.log"
+        process = start_process(self._command(run, resume), Path(__file__).parents[2], environment, log)
         self._running[process], self._started_at[run.name] = run, time.monotonic()
-        self._say(f"started   {run.name}")
+        self._say(f"{'resumed  ' if resume else 'started  '} {run.name}")
 
-    def _command(self, run: PlannedRun) -> list[str]:
+    def _can_resume(self, planned: PlannedRun) -> bool:
+        """Whether an unfinished run of these run keys, this code and these versions left a whole checkpoint."""
+        run, current = self._load(planned), flat(origin())
+        if run is None or run.results["status"] == "finished" or _other_key(run, planned):
+            return False
+        try:
+            find_checkpoint(planned.directory / "checkpoint")
+        except ConfigError:
+            return False
+        return all(run.settings.get(name) == value for name, value in current.items())
+
+    def _command(self, run: PlannedRun, resume: bool) -> list[str]:
         settings = [f"{key}={value}" for key, value in run.values.items()]
+        settings = [f"resume={run.directory}"] if resume else settings
         return [sys.executable, "-m", "server_app.cli", "run", *self._options, *settings]
 
     def _record_end(self, run: PlannedRun, code: int) -> None:
@@ -176,7 +196,7 @@ class Bench:
         groups: dict[tuple[str, str], Group] = {}
         for run in self._suite.runs:
             group = groups.setdefault((run.partition, run.variant), Group(run.setting, run.variant, []))
-            # the folder of a waiting run holds an earlier, unfinished one, which will be removed
+            # the folder of a waiting run holds an earlier, unfinished one, which is removed or goes on
             if run not in self._waiting and (loaded := self._load(run)):
                 group.runs.append(loaded)
         for other in self._suite.others:
@@ -199,8 +219,10 @@ class Bench:
 class SelectionBench(Bench):
     """Runs a suite's selection; its report is the log of what was chosen, in the suite's folder."""
 
-    def __init__(self, selection: Selection, jobs: int, options: Sequence[str], say: Callable[[str], None]) -> None:
-        super().__init__(selection.suite, jobs, options, say)
+    def __init__(
+        self, selection: Selection, jobs: int, options: Sequence[str], say: Callable[[str], None], resume: bool = False
+    ) -> None:
+        super().__init__(selection.suite, jobs, options, say, resume)
         self._selection = selection
 
     def choices(self) -> dict[str, Choice]:
@@ -228,15 +250,23 @@ def finished_run(planned: PlannedRun) -> Run | None:
         return None
     if not run.finished or not (planned.directory / "config.yaml").exists():
         return None
-    # a run that is older than a key had the key's default value, or what LATER says
-    settings, ignored = defaults() | complete_saved(run.settings), keys_affecting(*SAME_RESULT)
-    for name, value in planned.config.flat().items():
-        if name not in ignored and settings[name] != value:
-            raise ConfigError(
-                f"{planned.directory} holds a finished run with {name} = {settings[name]!r}; the suite says {value!r}. "
-                "Remove the folder, or give the suite another output-dir."
-            )
+    if name := _other_key(run, planned):
+        raise ConfigError(
+            f"{planned.directory} holds a finished run with {name} = {_saved_keys(run)[name]!r}; the suite says "
+            f"{planned.config.flat()[name]!r}. Remove the folder, or give the suite another output-dir."
+        )
     return run
+
+
+def _other_key(run: Run, planned: PlannedRun) -> str | None:
+    """The first run key that affects results and is another one in a saved run than in the suite; None if none is."""
+    saved, ignored = _saved_keys(run), keys_affecting(*SAME_RESULT)
+    return next((k for k, value in planned.config.flat().items() if k not in ignored and saved[k] != value), None)
+
+
+def _saved_keys(run: Run) -> dict[str, Scalar]:
+    """The run keys of a saved run; one that is older than a key had the key's default value, or what LATER says."""
+    return defaults() | complete_saved(run.settings)
 
 
 def _minutes(seconds: float) -> str:

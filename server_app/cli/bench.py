@@ -23,8 +23,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run the variants, partitions and seeds of a suite, each without Flower in a process of its own, and write "
         "table.md, report.html and pictures after each. A suite with an entry select first chooses keys on validation "
-        "images. Finished runs are skipped, so that a suite that was ended is "
-        "continued by the same command; others begin anew. Exit code 0 if all finished, 1 if one failed, 2 if "
+        "images. Finished runs are skipped, so that a suite that was ended is continued by the same command; others "
+        "begin anew, or go on with --resume. Exit code 0 if all finished, 1 if one failed, 2 if "
         "something in the suite cannot be."
     )
     parser.add_argument("suite", type=Path, metavar="SUITE.yaml", help="such as suites/digits.yaml")
@@ -33,6 +33,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--flower", action="store_true", help="every run through Flower's simulation")
     parser.add_argument(
         "--gpus-per-client", type=share, metavar="X", help="with --flower on a Ray cluster: as that of fcil run"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="unfinished runs of the same keys, code and versions go on after their last round",
     )
     parser.add_argument("--select-only", action="store_true", help="choose keys on validation images, and end there")
     parser.set_defaults(command=_run_command)
@@ -76,13 +81,13 @@ def _run_suite(suite: "Suite", args: argparse.Namespace, options: Sequence[str])
 
     say, failed = partial(print, flush=True), list[str]()
     if suite.selection:
-        selecting = SelectionBench(suite.selection, args.jobs, options, say)
+        selecting = SelectionBench(suite.selection, args.jobs, options, say, args.resume)
         failed += [f"selection of {run.name}" for run in selecting.run()]
         suite = apply_choices(suite, suite.selection, selecting.choices())
         print(suite.folder / "selection.md", *suite.notes, sep="\n")
     if args.select_only:
         return failed
-    bench = Bench(suite, args.jobs, options, say)
+    bench = Bench(suite, args.jobs, options, say, args.resume)
     failed += [run.name for run in bench.run()]
     print(suite.folder / "table.md", suite.folder / "report.html", sep="\n")
     for head, lines in bench.recommendation.items():

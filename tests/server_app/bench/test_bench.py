@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +21,14 @@ from server_app.bench.suite import PlannedRun, read_suite
 from server_app.cli import main as cli
 from server_app.cli.bench import _run_options
 from server_app.cli.main import _parser
+from server_app.run_files.checkpoints import write_checkpoint
 from server_app.run_files.paths import read_results
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import Interrupted
 from task.keys import ConfigError
 from task.methods import METHODS
+from tests.helpers.runs import interrupt, without_times
+from tests.helpers.runs import run as run_whole
 from tests.helpers.suites import HEAD, KEYS, NCM, fill, run_results, table
 
 ROOT = Path(__file__).parents[3]
@@ -162,7 +166,7 @@ log.open("a").write(f"ends {folder.parent.name}\\n")
     def with_pause(pause=0.0):
         results = json.dumps(run_results((0.9, 0.8, 0.7)) | {"metrics": {"final_average_accuracy": 0.75}})
 
-        def command(self: Bench, run: PlannedRun) -> list[str]:
+        def command(self: Bench, run: PlannedRun, resume: bool) -> list[str]:
             words = [str(run.directory), results, str(pause), yaml.safe_dump(run.config.flat())]
             return [sys.executable, "-c", program, *words]
 
@@ -207,6 +211,36 @@ def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
     assert sorted(file.name for file in half.directory.iterdir()) == ["config.yaml", "results.json", "run.log"]
 
 
+def test_with_resume_an_unfinished_run_goes_on_after_its_last_round(write, capsys):
+    """Rounds that were over keep their times, and the end is that of a run without the interruption."""
+    path = write(variants=[HEAD | {"rounds-per-task": 2}])
+    (planned,) = read_suite(path, {}).runs
+    run_whole(planned.values)
+    uninterrupted = without_times(read_results(planned.directory))
+    shutil.rmtree(planned.directory)
+    interrupt(planned.values, cut_in_round=4)
+    before = (planned.directory / "rounds.jsonl").read_text()
+    assert cli.main(["bench", str(path), "--resume"]) == 0
+    assert "resumed   head/seed0" in capsys.readouterr().out.splitlines()
+    assert (planned.directory / "rounds.jsonl").read_text().startswith(before)
+    ended = without_times(read_results(planned.directory))
+    assert {**ended, "environment": 0} == {**uninterrupted, "environment": 0}
+
+
+@pytest.mark.parametrize("missing", ["--resume", "checkpoint", "same key", "same code"])
+def test_an_unfinished_run_begins_anew_unless_all_is_as_it_was(write, quick, capsys, missing):
+    path = write(variants=[HEAD])
+    (planned,) = read_suite(path, {}).runs
+    made_by = origin() | ({"git-revision": "0"} if missing == "same code" else {})
+    fill(planned, run_results((0.5, 0.5, 0.5), status="failed"), made_by, batch_size=3 if missing == "same key" else 16)
+    if missing != "checkpoint":
+        write_checkpoint(planned.directory / "checkpoint", 1, {})
+    options = [] if missing == "--resume" else ["--resume"]
+    assert cli.main(["bench", str(path), *options]) == 0
+    assert "started   head/seed0" in capsys.readouterr().out.splitlines()
+    assert not (planned.directory / "checkpoint").exists()
+
+
 @pytest.mark.ci
 def test_finished_runs_of_other_code_are_kept_and_told_of_in_one_line(write, quick, capsys):
     path = write(seeds=[0, 1])
@@ -240,7 +274,7 @@ def test_a_failed_run_stops_no_other(write, quick, capsys, tmp_path):
 
 def test_a_run_that_is_killed_is_a_failed_one(write, quick, monkeypatch, tmp_path):
     program = "import os; os.kill(os.getpid(), 9)"
-    monkeypatch.setattr(Bench, "_command", lambda self, run: [sys.executable, "-c", program])
+    monkeypatch.setattr(Bench, "_command", lambda self, run, resume: [sys.executable, "-c", program])
     said = []
     failed = Bench(read_suite(write(), {}), 1, ["--in-process"], said.append).run()
     assert [run.name for run in failed] == ["means/seed0", "head/seed0"]
@@ -278,7 +312,7 @@ def test_runs_are_fcil_runs(write, monkeypatch, words, way):
     path = write(common=KEYS | {"augmentation": "none"})
     options = _run_options(_parser().parse_args(["bench", str(path), *words]))
     suite = read_suite(path, {})
-    words = Bench(suite, 1, options, print)._command(suite.runs[0])
+    words = Bench(suite, 1, options, print)._command(suite.runs[0], resume=False)
     assert words[:4] == [sys.executable, "-m", "server_app.cli", "run"]
     assert words[4 : 4 + len(way)] == way
     assert {"method=ncm", "augmentation=none", "seed=0", "run-name=seed0"} < set(words[4 + len(way) :])
@@ -430,7 +464,9 @@ def test_a_run_that_outlives_its_suite_keeps_the_folder(write, quick, tmp_path, 
     """SIGKILL leaves a run behind, perhaps one that has not locked its folder yet: no second suite may start there."""
     run = "import time; print('up', flush=True); time.sleep(6)"
     program = "import sys; from server_app.bench import runner, suite; from pathlib import Path\n"
-    program += f"runner.Bench._command = lambda self, run: [sys.executable, '-c', {run!r}, str(run.directory)]\n"
+    program += (
+        f"runner.Bench._command = lambda self, run, resume: [sys.executable, '-c', {run!r}, str(run.directory)]\n"
+    )
     program += "runner.Bench(suite.read_suite(Path(sys.argv[1]), {}), 1, [], print).run()"
     process = subprocess.Popen([sys.executable, "-c", program, str(write())], cwd=ROOT, stdout=subprocess.DEVNULL)
     folder = tmp_path / "out" / "means" / "seed0"
@@ -446,7 +482,7 @@ def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path
     program = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     program += "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
     pid = tmp_path / "pid"
-    monkeypatch.setattr(Bench, "_command", lambda self, run: [sys.executable, "-c", program, str(pid)])
+    monkeypatch.setattr(Bench, "_command", lambda self, run, resume: [sys.executable, "-c", program, str(pid)])
     monkeypatch.setattr(bench, "PATIENCE", 0.5)
     waited = []
     # whoever runs the tests in the background has them ignore Ctrl-C
@@ -521,10 +557,10 @@ def test_results_that_are_none_are_named_once_and_stop_no_other_run(write, quick
     path, write_results = write(), Bench._command
     first, second = (run.name for run in read_suite(path, {}).runs)
 
-    def command(self: Bench, run: PlannedRun) -> list[str]:
+    def command(self: Bench, run: PlannedRun, resume: bool) -> list[str]:
         program = "import sys; open(sys.argv[1], 'w').write(sys.argv[2])"
         words = [sys.executable, "-c", program, str(run.directory / "results.json"), text]
-        return words if run.name == first else write_results(self, run)
+        return words if run.name == first else write_results(self, run, resume)
 
     monkeypatch.setattr(Bench, "_command", command)
     assert cli.main(["bench", str(path)]) == 1
