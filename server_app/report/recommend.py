@@ -5,47 +5,76 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from server_app.report.compare import WALL, Group
+from server_app.report.compare import WALL, Group, mean_sd
 
 POINT = 0.01  # smaller differences in accuracy count as none
 ACCURACY = "final_average_accuracy"
+SMALL = ", but less than one point is no reason to choose"
 
 
 def recommend(groups: Sequence[Group]) -> list[str]:
     """Lines of text for one setting: the most accurate group, what is as accurate within noise, and its costs.
 
-    The noise of a group is the larger of its standard deviation over seeds and that of drawing its test images
-    (binomial, all it has with one seed). Groups within one noise of the best, at least one point, are as accurate as
-    it; of these the cheapest is recommended. Pooled images and results of other code are not ranked.
+    Groups that are below the best by no more than the noise of that difference (:func:`noise`), or by no more than one
+    point, are as accurate as it; of these the cheapest is recommended. Pooled images and results of other code are not
+    ranked.
     """
     able = [group for group in groups if not (group.theirs or group.pooled)]
-    known = [group for group in able if not math.isnan(group.mean_sd(ACCURACY)[0])]
-    ranked = sorted(known, key=lambda group: -group.mean_sd(ACCURACY)[0])
+    known = [group for group in able if not math.isnan(_accuracy(group))]
+    ranked = sorted(known, key=lambda group: -_accuracy(group))
     if len(ranked) < 2:
         return ["No recommendation: it needs two methods with a finished run."]
-    best = ranked[0]
-    sd, source = noise(best)
-    margin = max(POINT, sd)
-    equal = [group for group in ranked if best.mean_sd(ACCURACY)[0] - group.mean_sd(ACCURACY)[0] <= margin]
-    lines = [f"Most accurate: {_describe(best)}."]
-    lines.append(
-        f"Differences below {100 * margin:.1f} points mean nothing here: the standard deviation of {best.label} is "
-        f"{100 * sd:.1f} points, {source}{'' if sd > POINT else ', and less than one point is no reason to choose'}."
-    )
-    lines += [f"As accurate within that: {_describe(group)}." for group in equal[1:]]
-    return [*lines, _decide(best, equal), *_doubts(able, ranked)]
+    best, lines, less = ranked[0], [f"Most accurate: {_describe(ranked[0])}."], list[str]()
+    equal = [best]
+    for group in ranked[1:]:
+        below, (sd, source) = _accuracy(best) - _accuracy(group), noise(best, group)
+        words = f"{_describe(group)}; {100 * below:.1f} points below, noise {100 * sd:.1f}: {source}"
+        if below <= max(POINT, sd):
+            equal.append(group)
+            lines.append(f"As accurate: {words}{SMALL * (sd < below)}.")
+        else:
+            less.append(f"Less accurate: {words}.")
+    return [*lines, *less[:1], _decide(best, equal), *_doubts(able, ranked)]
 
 
-def noise(group: Group) -> tuple[float, str]:
-    """Standard deviation of a group's accuracy, a fraction, and what it comes from in words."""
-    mean, over_seeds = group.mean_sd(ACCURACY)
-    images = sum(group.finished[0].results["samples_per_task"])
-    likely = (mean * images + 1) / (images + 2)  # Laplace's rule: all of a few images right does not mean no noise
-    of_images = math.sqrt(likely * (1 - likely) / images) if images else math.nan
-    by_images = f"that of drawing the {images:,} images it is measured on"
+def noise(best: Group, other: Group) -> tuple[float, str]:
+    """Standard deviation of the difference of two groups' accuracies, a fraction, and what it comes from in words.
+
+    The larger of that over seeds and that of drawing the test images. Where both groups have a seed, or say which
+    images they classify correctly, the differences of single seeds and images count. Else the noise is that of ``best``
+    alone: its sample standard deviation, and that of a binomial distribution.
+    """
+    theirs = {run.results.get("seed"): run.metrics.get(ACCURACY, math.nan) for run in other.finished}
+    by_seed = [
+        run.metrics.get(ACCURACY, math.nan) - theirs[seed]
+        for run in best.finished
+        if (seed := run.results.get("seed")) is not None and seed in theirs
+    ]
+    over_seeds = mean_sd(by_seed)[1] if len(by_seed) > 1 else best.mean_sd(ACCURACY)[1]
+    of_images, by_images = _noise_of_images(best, other)
     if math.isnan(over_seeds) or of_images > over_seeds:
-        return (of_images, by_images) if images else (0.0, "nothing that was recorded")
-    return over_seeds, f"that over {len(group.finished)} seeds"
+        return (0.0, "nothing that was recorded") if math.isnan(of_images) else (of_images, by_images)
+    seeds = len(by_seed) if len(by_seed) > 1 else len(best.finished)
+    return over_seeds, f"standard deviation over {seeds} seeds"
+
+
+def _noise_of_images(best: Group, other: Group) -> tuple[float, str]:
+    """Standard deviation by the draw of the test images, and its words; NaN without images."""
+    pair = [[run.correct for run in group.finished] for group in (best, other)]
+    if len({len(correct) for correct in pair[0] + pair[1]}) == 1 and len(pair[0][0]) > 1:
+        difference = np.mean(pair[0], axis=0) - np.mean(pair[1], axis=0)
+        tested = difference[~np.isnan(difference)]
+        words = f"by the draw of the {len(tested):,} test images, the same ones for both"
+        return float(np.std(tested, ddof=1)) / math.sqrt(len(tested)), words
+    images = sum(best.finished[0].results["samples_per_task"])
+    # Laplace's rule: all of a few images right does not mean no noise
+    likely = (_accuracy(best) * images + 1) / (images + 2)
+    of_images = math.sqrt(likely * (1 - likely) / images) if images else math.nan
+    return of_images, f"by the draw of the {images:,} test images"
+
+
+def _accuracy(group: Group) -> float:
+    return group.mean_sd(ACCURACY)[0]
 
 
 def _describe(group: Group) -> str:

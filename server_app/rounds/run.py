@@ -52,7 +52,7 @@ from task.config.schema import Config, known_keys
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
-from task.models.evaluation import confusion_counts
+from task.models.evaluation import count_pairs, predict_classes
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import build_model
 from task.scenario.client_data import has_fixed_images
@@ -304,8 +304,11 @@ class Run:
             if self.config.evaluate == "clients":
                 counts = self._count_on_clients(context, report)
             else:
-                positions = np.arange(len(dataset.test_labels))
-                counts = confusion_counts(self.model, dataset, np.array(context.seen_classes), positions)
+                seen, labels = np.array(context.seen_classes), dataset.test_labels
+                tested = dataset.test_positions(seen, np.arange(len(labels)))
+                predicted = predict_classes(self.model, dataset, seen, tested)
+                counts = count_pairs(labels[tested], predicted, len(dataset.class_names))
+                self.results.note_correct(tested, predicted == labels[tested], len(labels))
         self.results.add_evaluation(context.task, counts)
 
     def _count_on_clients(self, context: RoundContext, report: RoundReport) -> np.ndarray:

@@ -59,6 +59,7 @@ class Results:
         self.seen: list[float | None] = [None] * len(tasks)
         self.per_class: dict[str, float | None] = {}
         self.confusion: list[list[int]] = []
+        self.correct_images = ""  # see note_correct
         self.clients: list[dict[str, Any]] = []
         self.entropies: list[list[float]] = [[] for _ in tasks]
         self.distances: list[float | None] = [None] * len(tasks)
@@ -142,6 +143,16 @@ class Results:
             self.seconds["cpu_first_task"] = time.process_time() - self.cpu_started
         self.per_class = {name: _accuracy(*n) for name, *n in zip(self.class_names, correct, total, strict=True)}
 
+    def note_correct(self, tested: np.ndarray, correct: np.ndarray, images: int) -> None:
+        """Note which of the server's test images the latest model classifies correctly, so that runs can be compared.
+
+        ``correct`` is bool [N], of the images at positions ``tested`` [N]. One character for each of all ``images``: 1
+        is correct, 0 wrong, - an image of a class that is still to come.
+        """
+        marks = np.full(images, "-")
+        marks[tested] = np.where(correct, "1", "0")
+        self.correct_images = "".join(marks)
+
     def _warn_of_images(self, task: int, earlier: Sequence[int]) -> None:
         """Say which tasks (from 0) were measured on other images than before, or not at all."""
         for j, (now, before) in enumerate(zip(self.counted[-1], earlier, strict=True)):
@@ -207,6 +218,7 @@ class Results:
             "per_task_mean_accuracy": self._task_means(),
             "per_class_accuracy": self.per_class,
             "confusion": self.confusion,
+            **({"correct_images": self.correct_images} if self.correct_images else {}),
             "federated_bias": self._bias(),
             "clients": self.clients,
             "metrics": self._metrics(),

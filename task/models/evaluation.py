@@ -34,15 +34,28 @@ def _logits(model: Model, images: Images, batch: np.ndarray) -> Tensor:
 
 
 @torch.no_grad()
+def predict_classes(model: Model, dataset: Dataset, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Class ids that the model predicts for the test images at ``positions``, int64 [N] -> [N].
+
+    ``order`` is the class id of each head row, int64 [seen].
+    """
+    rows = [_logits(model, dataset.test_images, batch).argmax(dim=1).cpu().numpy() for batch in _batches(positions)]
+    return order[np.concatenate(rows)] if rows else np.empty(0, np.int64)
+
+
+def count_pairs(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
+    """Confusion matrix, int64 [C, C], of images of true ``labels`` [N] (row) and ``predicted`` classes [N] (column)."""
+    counts = np.zeros((classes, classes), np.int64)
+    np.add.at(counts, (labels, predicted), 1)
+    return counts
+
+
 def confusion_counts(model: Model, dataset: Dataset, order: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Confusion matrix of the test images at ``positions``, int64 [N]; classes not seen yet are left out.
 
     ``order`` is the class id of each head row, int64 [seen]. The matrix is int64 [C, C] over all classes of the data
     set by id: rows the true class, columns the predicted one.
     """
-    labels, classes = dataset.test_labels, len(dataset.class_names)
-    counts = np.zeros((classes, classes), np.int64)
-    for batch in _batches(dataset.test_positions(order, positions)):
-        predicted = order[_logits(model, dataset.test_images, batch).argmax(dim=1).cpu().numpy()]
-        np.add.at(counts, (labels[batch], predicted), 1)
-    return counts
+    tested = dataset.test_positions(order, positions)
+    predicted = predict_classes(model, dataset, order, tested)
+    return count_pairs(dataset.test_labels[tested], predicted, len(dataset.class_names))

@@ -60,6 +60,7 @@ def test_predictions_are_those_of_the_evaluation(kind: str, tiny: dict) -> None:
     predictions = load_predictor(directory).predict(data.test_images[np.arange(len(data.test_labels))])
     right = [name == data.class_names[label] for name, label in zip(predictions.names, data.test_labels, strict=True)]
     assert np.mean(right) == pytest.approx(results["metrics"]["last_accuracy"])
+    assert results["correct_images"] == "".join("01"[correct] for correct in right)
     assert predictions.class_names == [data.class_names[c] for c in results["class_order"]]
     assert predictions.probabilities.sum(axis=1) == pytest.approx(np.ones(len(right)), abs=1e-5)
 

@@ -13,6 +13,7 @@ from server_app.report.runs import build_run
 def group(label: str, accuracies: list[float], megabytes: float, minutes: float | None, **given: Any) -> Group:
     """Runs of one task, one for each accuracy; ``minutes`` of all cores, None if only the clock was recorded."""
     images, theirs, method = given.get("images", 400), given.get("theirs", False), given.get("method", "hgp")
+    each = [given.get(name, [None] * len(accuracies)) for name in ("seeds", "correct")]
     runs = [
         build_run(
             Path("run"),
@@ -21,13 +22,15 @@ def group(label: str, accuracies: list[float], megabytes: float, minutes: float 
                 "method": method,
                 "dataset": "digits",
                 "num_tasks": 1,
+                "seed": seed,
+                "correct_images": correct,
                 "accuracy_matrix": [[accuracy]],
                 "samples_per_task": [images],
                 "communication": {"bytes_up": 1e6 * megabytes, "bytes_down": 0},
                 "seconds": {"total": 300.0, "cpu_total": None if minutes is None else 60 * minutes},
             },
         )
-        for accuracy in accuracies
+        for accuracy, seed, correct in zip(accuracies, *each, strict=True)
     ]
     return Group("digits", label, runs, theirs=theirs)
 
@@ -37,8 +40,8 @@ def test_the_only_accurate_one_is_recommended() -> None:
     lines = recommend([group("cheap", [0.80, 0.82], 1, 1), group("good", [0.88, 0.90, 0.92], 10, 10)])
     assert lines == [
         "Most accurate: good, 90.0 ± 2.0 % for 10 MB and 10 core-minutes.",
-        "Differences below 2.0 points mean nothing here: the standard deviation of good is 2.0 points, that over 3 "
-        "seeds.",
+        "Less accurate: cheap, 81.0 ± 1.4 % for 1 MB and 1 core-minutes; 9.0 points below, noise 2.0: standard "
+        "deviation over 3 seeds.",
         "Recommended: good: nothing else is as accurate.",
     ]
 
@@ -51,8 +54,11 @@ def test_the_cheapest_within_the_noise_is_recommended() -> None:
             group("far", [0.875, 0.875], 0.1, 0.1),
         ]
     )
-    assert lines[2:] == [
-        "As accurate within that: near, 88.5 ± 0.0 % for 1 MB and 2 core-minutes.",
+    assert lines[1:] == [
+        "As accurate: near, 88.5 ± 0.0 % for 1 MB and 2 core-minutes; 1.5 points below, noise 2.0: standard deviation "
+        "over 3 seeds.",
+        "Less accurate: far, 87.5 ± 0.0 % for 0.1 MB and 0.1 core-minutes; 2.5 points below, noise 2.0: standard "
+        "deviation over 3 seeds.",
         "Recommended: near: the cheapest in traffic and in computation of these.",
     ]
 
@@ -79,20 +85,44 @@ def test_the_best_may_be_the_cheapest_too() -> None:
         ([0.8, 1.0], 98, 0.1414),  # sample deviation over seeds
     ],
 )
-def test_noise(accuracies: list[float], images: int, expected: float) -> None:
-    assert noise(group("x", accuracies, 1, 1, images=images))[0] == pytest.approx(expected, rel=0.04)
+def test_noise_of_runs_that_have_nothing_in_common(accuracies: list[float], images: int, expected: float) -> None:
+    best, other = group("x", accuracies, 1, 1, images=images), group("y", [0.5], 1, 1)
+    assert noise(best, other)[0] == pytest.approx(expected, rel=0.04)
+
+
+def test_differences_of_single_seeds_count() -> None:
+    """Accuracies of seeds differ by 20 points, of two methods with one seed by 2, 3 and 4: their deviation is one."""
+    best = group("best", [0.62, 0.73, 0.84], 1, 1, seeds=[0, 1, 2], images=10**6)
+    other = group("other", [0.80, 0.60, 0.70], 1, 1, seeds=[2, 0, 1], images=10**6)
+    assert noise(best, other) == (pytest.approx(0.01), "standard deviation over 3 seeds")
+    assert "Recommended: best: nothing else is as accurate." in recommend([best, other])
+    assert noise(best, group("one", [0.6], 1, 1, seeds=[0], images=10**6))[0] == pytest.approx(0.11)  # of best alone
+
+
+def test_differences_of_single_images_count() -> None:
+    """Of 100 images two are correct with one method only: sd sqrt((2 - 4 / 100) / 99) = 0.1407, its mean's 0.01407.
+
+    Unpaired it would be sqrt(0.9 * 0.1 / 100) = 0.03.
+    """
+    best = group("best", [0.92], 1, 1, images=100, correct=["1" * 92 + "0" * 8 + "-" * 7])
+    other = group("other", [0.90], 1, 1, images=100, correct=["1" * 90 + "0" * 10 + "-" * 7])
+    expected = "by the draw of the 100 test images, the same ones for both"
+    assert noise(best, other) == (pytest.approx(0.01407, abs=1e-5), expected)
+    assert "Recommended: best: nothing else is as accurate." in recommend([best, other])
+    others = [group("other", [0.90], 1, 1, correct=[correct]) for correct in (None, "1" * 90)]
+    assert [noise(best, other)[1] for other in others] == ["by the draw of the 100 test images"] * 2
 
 
 def test_one_seed_has_the_noise_of_its_images_and_says_so() -> None:
     lines = recommend([group("a", [0.90], 10, 10, images=100), group("b", [0.88], 1, 1, images=100)])
-    assert "3.1 points, that of drawing the 100 images it is measured on" in lines[1]
+    assert lines[1].endswith("; 2.0 points below, noise 3.1: by the draw of the 100 test images.")
     assert lines[-2] == "Recommended: b: the cheapest in traffic and in computation of these."
     assert lines[-1].startswith("One seed only: each method;")
 
 
 def test_less_than_a_point_is_no_difference() -> None:
     lines = recommend([group("a", [0.9, 0.9], 10, 10, images=10**6), group("b", [0.891, 0.891], 1, 1, images=10**6)])
-    assert lines[1].endswith("and less than one point is no reason to choose.")
+    assert lines[1].endswith(" test images, but less than one point is no reason to choose.")
     assert lines[-1].startswith("Recommended: b:")
 
 
