@@ -5,8 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from server_app.bench.suite import Selection, Suite
-from server_app.report.compare import escape
-from server_app.report.recommend import ACCURACY
+from server_app.report.compare import FINAL, escape
 from server_app.report.runs import Run
 from server_app.run_keys import complete_run_keys
 from task.message import Scalar
@@ -46,7 +45,7 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         failed: names of the runs that will not finish.
     """
     choices = {}
-    known = {name: run.metrics[ACCURACY] for name, run in finished.items() if ACCURACY in run.metrics}
+    known = {name: run.metrics[FINAL] for name, run in finished.items() if FINAL in run.metrics}
     for variant, points in selection.points.items():
         planned = {
             label: [r for r in selection.suite.runs if (r.variant, r.partition) == (variant, label)] for label in points

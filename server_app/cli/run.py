@@ -113,27 +113,29 @@ def _join(address: str, values: dict[str, Scalar], config: Config, gpus: float) 
 
 
 def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
-    config = parse(values)
+    config, begun = parse(values), False
     try:
         with interruptible(at_once=True), progress.in_background():
             from server_app.rounds.run import run_experiment  # this loads torch, which takes seconds
             from server_app.transport.in_process import InProcessTransport
 
+            begun = True  # from here on the run tells the operator itself
             run_experiment(config, InProcessTransport(values, config.num_clients))
     except RunError as error:
         return complain(f"the run failed: {error}", FAILED)
     except OSError as error:
         return complain(f"the run failed: {describe_os_error(error)}", FAILED)
     except Interrupted as stop:
-        return _report_stop(values, progress, stop)
+        mark_failed(progress.directory, str(stop))
+        return _report_stop(values, progress.directory, stop, untold=not begun)
     return OK
 
 
-def _report_stop(values: dict[str, Scalar], progress: Progress, stop: Interrupted) -> int:
-    """Tell the operator of a run that could not do so itself."""
-    if mark_failed(progress.directory, str(stop)):
-        tell_operator(str(values.get("on-end", "")), progress.directory, RunError(str(stop)))
-    return complain(f"stopped; what was saved is in {progress.directory}", 128 + stop.number)
+def _report_stop(values: dict[str, Scalar], directory: Path, stop: Interrupted, untold: bool) -> int:
+    """Say that a run was stopped; also to the operator, if the run itself could not do so."""
+    if untold:
+        tell_operator(str(values.get("on-end", "")), directory, RunError(str(stop)))
+    return complain(f"stopped; what was saved is in {directory}", 128 + stop.number)
 
 
 def _keep_log(log: Path, directory: Path) -> None:
@@ -147,13 +149,15 @@ def _keep_log(log: Path, directory: Path) -> None:
 def _run_with_flower(values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None) -> int:
     where = f", on {cluster}" if cluster else ""
     print(f"starting Flower: {values['num-clients']} clients, up to {workers} at a time{where}", flush=True)
+    before = read_results(progress.directory)
     try:
         status, details = _run_once(values, progress, workers, cluster)
         if status != COMPLETED and ray_timed_out(progress.directory / LOG):
             print("Ray did not start in time; trying once more", file=sys.stderr, flush=True)
             status, details = _run_once(values, progress, workers, cluster)
     except Interrupted as stop:
-        return _report_stop(values, progress, stop)
+        untold = mark_failed(progress.directory, str(stop)) or read_results(progress.directory) == before
+        return _report_stop(values, progress.directory, stop, untold)
     return OK if status == COMPLETED else _report_failure(progress.directory, details or status)
 
 

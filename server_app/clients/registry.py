@@ -56,7 +56,7 @@ class ClientRegistry:
         # the classes of a run that is resumed are settled, unless more may appear
         settled = bool(planned) and config.class_order != APPEARING
         absent = [*self._take_out_misfits(counts_classes=config.own_data and not settled), *absent]
-        self._note_absent(absent, set(nodes))
+        self._note_absent(absent, set(nodes), newcomers=bool(self.clients))
         self._note_asked(self.clients, absent)
         self._require_enough(absent, expected)
         self._warn_of_statistics()
@@ -72,17 +72,18 @@ class ClientRegistry:
         for client in clients:
             del self._tries[client.node]  # what fails later is a new incident
 
-    def _note_absent(self, absent: Sequence[AbsentNode], connected: set[int]) -> None:
+    def _note_absent(self, absent: Sequence[AbsentNode], connected: set[int], newcomers: bool) -> None:
         """Add nodes to ``absent``; leave out those that take part by now, under the same handle or a new one.
 
-        A node that never said its name is left out too once it has gone: it may be back under a new handle.
+        One that never said its name is left out too once it has gone and there are ``newcomers``, under handles that
+        were not known: it may be one of them.
         """
         nodes, names = ({getattr(c, attribute) for c in self.clients} for attribute in ("node", "name"))
         known = self.absent | {node.node: node for node in absent}
         self.absent = {
             n: node
             for n, node in known.items()
-            if n not in nodes and (n in connected or (node.said and node.name not in names))
+            if n not in nodes and (n in connected or (node.name not in names if node.said else not newcomers))
         }
 
     def _take_out_misfits(self, counts_classes: bool) -> list[AbsentNode]:
@@ -154,7 +155,7 @@ class ClientRegistry:
         clients, absent = say_hello(self._transport, nodes, self.config, self._dataset)
         self._note_asked(clients, absent)
         self._drop({node.node for node in absent if node.answered})
-        admitted = []
+        admitted, known = [], {client.node for client in self.clients}
         for client in clients:
             if reason := self._find_objection(client, connected):
                 absent.append(self._refuse(client, reason))
@@ -162,7 +163,7 @@ class ClientRegistry:
             else:
                 admitted.append(client)
                 self._add(client)
-        self._note_absent(absent, connected)
+        self._note_absent(absent, connected, newcomers=any(client.node not in known for client in admitted))
         log_clients(admitted)
         return admitted
 

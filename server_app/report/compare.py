@@ -12,8 +12,9 @@ from server_app.report.runs import Run
 from task.config.schema import SAME_RESULT, keys_affecting, known_keys
 from task.methods import METHODS
 
+FINAL = "final_average_accuracy"
 COMPARED = {
-    "final_average_accuracy": "Final average accuracy, %",
+    FINAL: "Final average accuracy, %",
     "average_incremental_accuracy": "Average incremental accuracy, %",
     "last_accuracy": "Last accuracy, %",
     "forgetting": "Forgetting, points",
@@ -57,6 +58,11 @@ class Group:
     def finished(self) -> list[Run]:
         """The finished runs; averages are over these."""
         return [run for run in self.runs if run.finished]
+
+    @property
+    def measured(self) -> list[Run]:
+        """The finished runs whose accuracy at the end is known: no test images were missing."""
+        return [run for run in self.finished if FINAL in run.metrics]
 
     def mean_sd(self, metric: str) -> tuple[float, float]:
         """Mean and sample standard deviation over the finished runs."""
@@ -102,9 +108,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     Runs of a suite have its labels. Others are named by their method; within one data set and method, the keys that
     differ (prompt, partition's parameter) become part of the label.
     """
-    average = "final_average_accuracy"
     groups = _group_by_folder(runs) or _group_by_keys(runs)
-    return sorted(groups, key=lambda g: (g.setting, -np.nan_to_num(g.mean_sd(average)[0], nan=-1), g.label))
+    return sorted(groups, key=lambda g: (g.setting, -np.nan_to_num(g.mean_sd(FINAL)[0], nan=-1), g.label))
 
 
 def _group_by_folder(runs: Sequence[Run]) -> list[Group]:
@@ -155,7 +160,7 @@ def _row(group: Group) -> list[str]:
     seeds = ", ".join(str(run.results.get("seed", "?")) for run in group.finished) or "-"
     unfinished = len(group.runs) - len(group.finished)
     seeds += f" (and {unfinished} unfinished)" if unfinished else ""
-    incomplete = sum(bool(run.gaps) for run in group.finished)
+    incomplete = sum(bool(run.gaps) or run not in group.measured for run in group.finished)
     seeds += f" ({incomplete} with accuracies missing)" if incomplete else ""
     percent = [(100 * mean, 100 * sd) for mean, sd in map(group.mean_sd, COMPARED)]
     hundredths = [_number(*pair, digits=2) for pair in [*percent, group.megabytes]]

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from server_app.report.compare import WALL, Group, mean_sd
+from server_app.report.compare import FINAL, WALL, Group, mean_sd
 
 POINT = 0.01  # smaller differences in accuracy count as none
-ACCURACY = "final_average_accuracy"
 SMALL = ", but less than one point is no reason to choose"
 
 
@@ -20,10 +19,9 @@ def recommend(groups: Sequence[Group]) -> list[str]:
     ranked.
     """
     able = [group for group in groups if not (group.theirs or group.pooled)]
-    known = [group for group in able if not math.isnan(_accuracy(group))]
-    ranked = sorted(known, key=lambda group: -_accuracy(group))
+    ranked = sorted((group for group in able if group.measured), key=lambda group: -_accuracy(group))
     if len(ranked) < 2:
-        return ["No recommendation: it needs two methods with a finished run."]
+        return ["No recommendation: it needs two methods with a finished run whose accuracy is known."]
     best, lines, less = ranked[0], [f"Most accurate: {_describe(ranked[0])}."], list[str]()
     equal = [best]
     for group in ranked[1:]:
@@ -44,29 +42,29 @@ def noise(best: Group, other: Group) -> tuple[float, str]:
     images they classify correctly, the differences of single seeds and images count. Else the noise is that of ``best``
     alone: its sample standard deviation, and that of a binomial distribution.
     """
-    theirs = {run.results.get("seed"): run.metrics.get(ACCURACY, math.nan) for run in other.finished}
+    theirs = {run.results.get("seed"): run.metrics[FINAL] for run in other.measured}
     by_seed = [
-        run.metrics.get(ACCURACY, math.nan) - theirs[seed]
-        for run in best.finished
+        run.metrics[FINAL] - theirs[seed]
+        for run in best.measured
         if (seed := run.results.get("seed")) is not None and seed in theirs
     ]
-    over_seeds = mean_sd(by_seed)[1] if len(by_seed) > 1 else best.mean_sd(ACCURACY)[1]
+    over_seeds = mean_sd(by_seed)[1] if len(by_seed) > 1 else best.mean_sd(FINAL)[1]
     of_images, by_images = _noise_of_images(best, other)
     if math.isnan(over_seeds) or of_images > over_seeds:
         return (0.0, "nothing that was recorded") if math.isnan(of_images) else (of_images, by_images)
-    seeds = len(by_seed) if len(by_seed) > 1 else len(best.finished)
+    seeds = len(by_seed) if len(by_seed) > 1 else len(best.measured)
     return over_seeds, f"standard deviation over {seeds} seeds"
 
 
 def _noise_of_images(best: Group, other: Group) -> tuple[float, str]:
     """Standard deviation by the draw of the test images, and its words; NaN without images."""
-    pair = [[run.correct for run in group.finished] for group in (best, other)]
+    pair = [[run.correct for run in group.measured] for group in (best, other)]
     if len({len(correct) for correct in pair[0] + pair[1]}) == 1 and len(pair[0][0]) > 1:
         difference = np.mean(pair[0], axis=0) - np.mean(pair[1], axis=0)
         tested = difference[~np.isnan(difference)]
         words = f"by the draw of the {len(tested):,} test images, the same ones for both"
         return float(np.std(tested, ddof=1)) / math.sqrt(len(tested)), words
-    images = sum(best.finished[0].results["samples_per_task"])
+    images = sum(best.measured[0].results["samples_per_task"])
     # Laplace's rule: all of a few images right does not mean no noise
     likely = (_accuracy(best) * images + 1) / (images + 2)
     of_images = math.sqrt(likely * (1 - likely) / images) if images else math.nan
@@ -74,11 +72,11 @@ def _noise_of_images(best: Group, other: Group) -> tuple[float, str]:
 
 
 def _accuracy(group: Group) -> float:
-    return group.mean_sd(ACCURACY)[0]
+    return group.mean_sd(FINAL)[0]
 
 
 def _describe(group: Group) -> str:
-    mean, sd = group.mean_sd(ACCURACY)
+    mean, sd = group.mean_sd(FINAL)
     spread = "" if math.isnan(sd) else f" ± {100 * sd:.1f}"
     return f"{group.label}, {100 * mean:.1f}{spread} % for {_traffic(group)} and {_time(group)}"
 
@@ -113,11 +111,13 @@ def _decide(best: Group, equal: Sequence[Group]) -> str:
 def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:
     """Reasons to doubt the recommendation: single seeds, unfinished runs, times by the clock."""
     lines = []
-    if single := [group.label for group in ranked if len(group.finished) == 1]:
+    if single := [group.label for group in ranked if len(group.measured) == 1]:
         which = "each method" if len(single) == len(ranked) else ", ".join(single)
         lines.append(f"One seed only: {which}; another seed may draw another class order and other clients.")
     if missing := [group.label for group in able if not group.finished]:
         lines.append(f"Not ranked, as no run has finished: {', '.join(missing)}.")
+    if unknown := [group.label for group in able if group.finished and not group.measured]:
+        lines.append(f"Not ranked, as no accuracy is known: {', '.join(unknown)}.")
     if clocked := [group.label for group in ranked if not group.has_core_time]:
         which = "all" if len(clocked) == len(ranked) else ", ".join(clocked)
         lines.append(f"No processor time was recorded, so that the clock's was taken: {which}.")

@@ -109,8 +109,16 @@ class Run:
     @property
     def gaps(self) -> list[tuple[int, int]]:
         """Where an accuracy is missing that other tasks have: after which task, on which task, counted from 1."""
-        kept = fold(self.matrix, self.samples)[1]
-        return [(i + 1, j + 1) for i, j in gaps(self.matrix).tolist() if j in kept]
+        matrix, kept = fold(self.matrix, self.samples)
+        ends = np.append(kept[1:], len(self.matrix))  # counted from 1, as a folded task ends before the next begins
+        return [(int(ends[i]), int(kept[j]) + 1) for i, j in gaps(matrix)]
+
+    @property
+    def fewer_images(self) -> list[tuple[int, int, int]]:
+        """Evaluations on fewer test images than are held: after which task, from 1, on how many, of how many."""
+        evaluated = enumerate(self.results.get("samples_after_task", []), start=1)
+        numbers = [(task, sum(counts), sum(self.samples[:task])) for task, counts in evaluated]
+        return [(task, now, held) for task, now, held in numbers if now < held]
 
     def cost(self, part: str, name: str) -> float:
         """A number of the part ``communication`` or ``seconds`` of the results; NaN if not recorded."""

@@ -76,14 +76,21 @@ RUN = """{% extends "page" %}
 {% if unlearned %}
 <section class="notice">
 <strong>Not learned: {{ "task" if unlearned | length == 1 else "tasks" }} {{ unlearned | join(", ") }}.</strong>
-No client has trained in any of its rounds: those with its images have failed or were away.
+No client with its images has trained in any of its rounds: they failed, were away or were not drawn.
 </section>
 {% endif %}
 {% if run.gaps %}
 <section class="notice">
 <strong>Not measured: {% for row in run.gaps | groupby(0) %}{{ "; " if not loop.first }}after task {{ row.grouper }}, on
 task{{ "s" if row.list | length > 1 }} {{ row.list | map(attribute=1) | join(", ") }}{% endfor %}.</strong>
-Nodes that hold the test images were away. Metrics that need these accuracies are left out.
+Nodes that hold test images of these tasks were away. Metrics that need these accuracies are left out.
+</section>
+{% endif %}
+{% if run.fewer_images %}
+<section class="notice">
+<strong>Measured on fewer test images than nodes hold: {% for task, now, held in run.fewer_images
+%}{{ ", " if not loop.first }}after task {{ task }} on {{ now }} of {{ held }}{% endfor %}.</strong>
+Nodes were away, or came later. Accuracies on different images differ for that reason too, and so does forgetting.
 </section>
 {% endif %}
 {% if status == "finished" and not run.samples | sum %}

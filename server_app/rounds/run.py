@@ -263,7 +263,9 @@ class Run:
             problem = problem or f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
         reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])
         if context.ends_task and self.results.is_not_learned(report.task):
-            said = "no client has trained in any of its rounds: those with its images have failed or are away"
+            said = (
+                "no client with its images has trained in any of its rounds: they failed, were away or were not drawn"
+            )
             log.warning("task %d is not learned: %s. %s", report.task, said, reasons)
             if self.config.method_row.pooled:  # one client has all images, and the others are not asked for any
                 problem = problem or said
@@ -333,6 +335,10 @@ class Run:
 
     def _note_clients(self) -> None:
         clients, absent = self.registry.clients, self.registry.absent.values()
+        names, labels = self.scenario.dataset.class_names, self.scenario.dataset.test_labels
+        of_clients = [client.by_class_id(client.test_counts, names) for client in clients]
+        of_server = np.bincount(labels, minlength=len(names))
+        self.results.note_held(np.sum(of_clients, axis=0) if self.config.own_data else of_server)
         self.results.absent = [{"name": node.name, "reason": node.reason} for node in absent]
         write_nodes(self.directory, clients, absent)
         if has_fixed_images(self.config):

@@ -63,8 +63,9 @@ class Results:
         self.clients: list[dict[str, Any]] = []
         self.entropies: list[list[float]] = [[] for _ in tasks]
         self.distances: list[float | None] = [None] * len(tasks)
-        self.samples: list[int] = []
-        self.counted: list[list[int]] = []  # test images of each task so far, after each task
+        self.held: list[int] = []  # by class id, the test images that the server or the clients hold: the most so far
+        self.samples: list[int] = []  # the same by task, of those that were evaluated
+        self.counted: list[list[int]] = []  # test images of each task so far that were evaluated after each task
         self.rounds: list[RoundReport] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.started, self.status, self.error = time.perf_counter(), "running", ""
@@ -126,19 +127,32 @@ class Results:
         yield
         self.seconds[name] += time.perf_counter() - started
 
+    def note_held(self, counts: np.ndarray) -> None:
+        """Note the test images of each class, int64 [C], that the server holds, or the clients that it knows."""
+        before = np.zeros(len(counts), np.int64)
+        before[: len(self.held)] = self.held
+        self.held = np.maximum(before, counts).tolist()
+
     def add_evaluation(self, task: int, confusion: np.ndarray) -> None:
-        """Note the accuracy after ``task`` (from 0); int64 [classes, classes], rows the true class."""
+        """Note the accuracy after ``task`` (from 0); int64 [classes, classes], rows the true class.
+
+        There is none of a task of which a class was not measured though some client holds test images of it: that of
+        the other classes would look like one of the whole task.
+        """
         correct, total = confusion.diagonal(), confusion.sum(axis=1)
+        unmeasured = (total == 0) & (np.array(self.held) > 0)
         self.confusion = confusion.tolist()
         for j, classes in enumerate(self.tasks[: task + 1]):
-            self.matrix[task][j] = _accuracy(correct[classes].sum(), total[classes].sum())
+            known = not unmeasured[classes].any()
+            self.matrix[task][j] = _accuracy(correct[classes].sum(), total[classes].sum()) if known else None
         self.counted.append([int(total[classes].sum()) for classes in self.tasks[: task + 1]])
-        earlier = [*self.samples, 0]
-        # the latest number that is not 0: where nobody answered, the images are still a part of the problem
-        self.samples = [now or before for now, before in zip(self.counted[-1], earlier, strict=True)]
-        nothing_missing = self.samples == self.counted[-1]
-        self.seen[task] = _accuracy(correct.sum(), total.sum()) if nothing_missing else None
-        self._warn_of_images(task, earlier)
+        self.samples = [sum(self.held[c] for c in classes) for classes in self.tasks[: task + 1]]
+        self.seen[task] = _accuracy(correct.sum(), total.sum())
+        # earlier ones too: of a task without test images some may have come since
+        for i, row in enumerate(self.matrix[: task + 1]):
+            if any(row[j] is None and self.samples[j] for j in range(i + 1)):
+                self.seen[i] = None
+        self._warn_of_images(task)
         if task == 0 and self.cpu_started is not None:
             self.seconds["cpu_first_task"] = time.process_time() - self.cpu_started
         self.per_class = {name: _accuracy(*n) for name, *n in zip(self.class_names, correct, total, strict=True)}
@@ -153,15 +167,14 @@ class Results:
         marks[tested] = np.where(correct, "1", "0")
         self.correct_images = "".join(marks)
 
-    def _warn_of_images(self, task: int, earlier: Sequence[int]) -> None:
-        """Say which tasks (from 0) were measured on other images than before, or not at all."""
-        for j, (now, before) in enumerate(zip(self.counted[-1], earlier, strict=True)):
-            if now != before and j < task:
-                log.warning(
-                    "after task %d, task %d was measured on %d test images, after earlier tasks on %d: "
-                    "nodes that hold some were away, or came",
-                    *(task + 1, j + 1, now, before),
-                )
+    def _warn_of_images(self, task: int) -> None:
+        """Say which tasks were measured after ``task`` (from 0) on fewer images than are held."""
+        numbers = enumerate(zip(self.counted[-1], self.samples, strict=True), start=1)
+        if fewer := [f"task {j} on {now} of {held}" for j, (now, held) in numbers if now < held]:
+            log.warning(
+                "after task %d not all test images were evaluated, as nodes that hold some were away: %s",
+                *(task + 1, ", ".join(fewer)),
+            )
 
     def is_not_learned(self, task: int) -> bool:
         """Whether a ``task``, counted from 1, has classes, and no client has trained in its rounds."""

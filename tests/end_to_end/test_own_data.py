@@ -1,6 +1,7 @@
 """Runs over nodes that each have images of their own, which come and go and find new classes."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -319,7 +320,7 @@ def test_a_secure_sum_says_too_that_a_task_is_not_learned(keys: Values, caplog: 
     values = keys | {"method": "afcl", "secure-aggregation": "pairwise", "secure-aggregation-threshold": 2}
     results = run(values, broken=lambda node, kind: node == 2 and kind != "hello")
     assert results["tasks_not_learned"] == [2]
-    assert "task 2 is not learned: no client has trained" in caplog.text
+    assert "task 2 is not learned: no client with its images has trained" in caplog.text
 
 
 def cut() -> None:
@@ -357,7 +358,7 @@ def test_holders_of_a_tasks_test_images_that_are_away_for_a_while_end_no_run(
     expected = {"final_average_accuracy", "last_accuracy"} if after == 1 else set()
     assert results["metrics"].keys() == expected
     assert results["per_task_seen_accuracy"][after - 1] is None
-    assert "task 2, task 1 was measured on" in caplog.text
+    assert re.search(rf"after task {after} not all test images .*: task 1 on 0 of ", caplog.text)
     found = load_run(Path(keys["output-dir"]) / "run")
     assert found.finished
     assert found.gaps == [(after, 1)]
@@ -370,7 +371,25 @@ def test_images_that_change_between_evaluations_are_named(
     results = run(keys, away(Changing(parse(keys).flat()), {0}, {"evaluate"}, {2}))
     (first,), (second, _) = results["samples_after_task"]
     assert 0 < second < first
-    assert f"task 1 was measured on {second} test images, after earlier tasks on {first}" in caplog.text
+    assert re.search(rf"after task 2 not all test images .* away: task 1 on {second} of {first}, task 2", caplog.text)
+    found = load_run(Path(keys["output-dir"]) / "run")
+    assert found.fewer_images == [(2, sum(results["samples_after_task"][1]), sum(results["samples_per_task"]))]
+
+
+@pytest.mark.parametrize("kinds", [{"evaluate"}, {"train", "evaluate"}])
+@pytest.mark.parametrize("kept", [[], ["north/cow"]])
+def test_what_was_never_measured_is_no_task_without_test_images(
+    kinds: set[str], kept: list[str], keys: Values, nodes: Path
+) -> None:
+    """West alone holds the images of the last task, or of one of its classes, and is away then."""
+    for folder in {"north/cow", "north/doe", "south/cow"} - set(kept):
+        shutil.rmtree(nodes / folder)
+    results = run(keys, away(Changing(parse(keys).flat()), {2}, kinds, {2}))
+    assert results["accuracy_matrix"][1][1] is None
+    assert results["samples_per_task"][1] > results["samples_after_task"][1][1]
+    assert results["metrics"] == {}
+    assert results["per_task_seen_accuracy"][1] is None
+    assert load_run(Path(keys["output-dir"]) / "run").gaps == [(2, 2)]
 
 
 @pytest.fixture
@@ -390,7 +409,7 @@ def test_a_task_whose_only_holder_is_out_is_not_learned(keys: Values, caplog: py
     transport.before = {1: lambda: transport.hidden.add(2), 2: come_back_unfit}
     results = run(keys | {"rounds-per-task": 2}, transport)
     assert results["tasks_not_learned"] == [2]
-    assert "task 2 is not learned: no client has trained in any of its rounds" in caplog.text
+    assert "task 2 is not learned: no client with its images has trained in any of its rounds" in caplog.text
 
 
 @pytest.mark.usefixtures("lone")
@@ -404,6 +423,8 @@ def test_a_task_whose_only_holder_is_not_there_on_resume_is_not_learned(keys: Va
     transport.hidden.add(2)
     results = run({"resume": str(Path(keys["output-dir"]) / "run"), "start-timeout": 0.1}, transport)
     assert results["tasks_not_learned"] == [2]
+    assert results["accuracy_matrix"][1][1] is None
+    assert results["metrics"] == {}
 
 
 def test_a_node_that_has_recovered_is_asked_three_times_again(keys: Values) -> None:
@@ -441,6 +462,21 @@ def test_a_node_that_never_said_its_name_is_not_absent_once_it_has_gone(keys: Va
     results = run(keys | {"rounds-per-task": 3}, transport)
     assert [client["name"] for client in results["clients"]] == ["north", "south", "west"]
     assert results["absent"] == []
+
+
+def test_a_node_that_never_said_its_name_is_absent_though_a_client_has_come_back(keys: Values) -> None:
+    transport = Changing(parse(keys).flat())
+
+    def fail() -> None:
+        reconnect(transport, keys, 1, {"error": "not mounted"})
+
+    def come_back() -> None:
+        transport.hidden = {1}
+
+    before = {1: lambda: transport.hidden.add(1), 2: fail, 3: lambda: transport.hidden.update({1, 2}), 4: come_back}
+    transport.before = before
+    results = run(keys | {"rounds-per-task": 3}, transport)
+    assert [node["reason"] for node in results["absent"]] == ["not mounted"]
 
 
 def test_on_resume_a_class_outside_the_plan_is_not_counted(
@@ -484,6 +520,21 @@ def test_a_run_in_which_nobody_has_trained_is_not_finished(keys: Values) -> None
     transport.before = {1: lambda: break_down(0, 1), 2: lambda: break_down(2)}
     with pytest.raises(RunError, match=r"no client has trained in any round. north: .*; south: .*; west: "):
         run(keys, transport)
+
+
+@pytest.mark.usefixtures("parted")
+def test_a_run_that_never_draws_who_holds_images_is_not_finished(
+    keys: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No client fails: each task draws one that holds images of the other task only."""
+    drawn = {1: "west", 2: "north"}
+    monkeypatch.setattr(
+        "server_app.rounds.run.sample_clients",
+        lambda clients, config, server_round: [c for c in clients if c.name == drawn[server_round]],
+    )
+    with pytest.raises(RunError, match=r"no client has trained in any round\. $"):
+        run(keys | {"quorum": 1})
+    assert "task 1 is not learned: no client with its images has trained" in caplog.text
 
 
 def test_a_secure_sum_that_would_have_too_few_is_refused_before_the_first_round(keys: Values) -> None:

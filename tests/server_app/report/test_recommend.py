@@ -1,16 +1,19 @@
 """The recommendation of a comparison, against cases worked out by hand."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server_app.report.compare import Group
+from server_app.report.compare import Group, comparison_table
 from server_app.report.recommend import noise, recommend
 from server_app.report.runs import build_run
 
 
-def group(label: str, accuracies: list[float], megabytes: float, minutes: float | None, **given: Any) -> Group:
+def group(
+    label: str, accuracies: Sequence[float | None], megabytes: float, minutes: float | None, **given: Any
+) -> Group:
     """Runs of one task, one for each accuracy; ``minutes`` of all cores, None if only the clock was recorded."""
     images, theirs, method = given.get("images", 400), given.get("theirs", False), given.get("method", "hgp")
     each = [given.get(name, [None] * len(accuracies)) for name in ("seeds", "correct")]
@@ -25,7 +28,7 @@ def group(label: str, accuracies: list[float], megabytes: float, minutes: float 
                 "seed": seed,
                 "correct_images": correct,
                 "accuracy_matrix": [[accuracy]],
-                "samples_per_task": [images],
+                "samples_per_task": [0 if accuracy is None else images],
                 "communication": {"bytes_up": 1e6 * megabytes, "bytes_down": 0},
                 "seconds": {"total": 300.0, "cpu_total": None if minutes is None else 60 * minutes},
             },
@@ -137,4 +140,16 @@ def test_who_is_not_ranked() -> None:
         "Not ranked, as no run has finished: unfinished.",
         "No processor time was recorded, so that the clock's was taken: b.",
     ]
-    assert recommend([ranked[0], none]) == ["No recommendation: it needs two methods with a finished run."]
+    assert recommend([ranked[0], none]) == [
+        "No recommendation: it needs two methods with a finished run whose accuracy is known."
+    ]
+
+
+def test_runs_without_a_known_accuracy_count_for_nothing() -> None:
+    """As where nodes have no test images, or those that have some were away."""
+    best, unknown = group("best", [None, 0.9], 1, 1, images=98), group("unknown", [None, None], 1, 1)
+    assert noise(best, unknown) == (pytest.approx(0.0312, rel=0.04), "by the draw of the 98 test images")
+    lines = recommend([best, unknown, group("other", [0.5, 0.5], 1, 1)])
+    assert lines[-2] == "One seed only: best; another seed may draw another class order and other clients."
+    assert lines[-1] == "Not ranked, as no accuracy is known: unknown."
+    assert comparison_table([unknown])[1][0][2].endswith("(2 with accuracies missing)")

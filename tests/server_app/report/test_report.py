@@ -190,7 +190,7 @@ def test_page_is_self_contained(make_run):
 def test_page_names_tasks_that_are_not_learned(make_run):
     folder = make_run(tasks_not_learned=[1, 3])
     write_report([folder])
-    assert "Not learned: tasks 1, 3. No client has trained" in " ".join(page_of(folder).text.split())
+    assert "Not learned: tasks 1, 3. No client with its images has trained" in " ".join(page_of(folder).text.split())
 
 
 def test_page_and_table_say_what_was_not_measured(make_run):
@@ -202,12 +202,20 @@ def test_page_and_table_say_what_was_not_measured(make_run):
     gapped = make_run("gapped", seed=1, **changes)
     write_report([gapped])
     text = " ".join(page_of(gapped).text.split())
-    assert "Not measured: after task 3, on tasks 1, 2. Nodes that hold the test images were away." in text
+    assert "Not measured: after task 3, on tasks 1, 2. Nodes that hold test images of these tasks were away." in text
     assert "recognises" not in text
     assert load_run(gapped).metrics == {}
     table = comparison_table(group_runs([load_run(whole), load_run(gapped)]))[1]
     assert [row[2] for row in table] == ["0, 1 (1 with accuracies missing)"]
     assert load_run(whole).metrics["final_average_accuracy"] == pytest.approx(float(table[0][3]) / 100)
+
+
+def test_page_says_where_fewer_images_were_evaluated(make_run):
+    counts = {"samples_per_task": [100, 100, 200], "samples_after_task": [[100], [90, 100], [100, 100, 7]]}
+    folder = make_run(**counts)
+    write_report([folder])
+    text = " ".join(page_of(folder).text.split())
+    assert "fewer test images than nodes hold: after task 2 on 190 of 200, after task 3 on 207 of 400." in text
 
 
 def test_page_of_a_finished_run_without_test_images_says_so(make_run):

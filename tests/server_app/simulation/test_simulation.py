@@ -17,12 +17,15 @@ import psutil
 import pytest
 
 from server_app.cli.main import main
+from server_app.cli.progress import Progress
+from server_app.run_files.paths import mark_failed
 from server_app.simulation import cluster, processes
 from server_app.simulation import superlink as launcher
 from server_app.simulation.cluster import Cluster
 from task.config.parsing import parse
 from task.config.schema import defaults
 from task.utils.versions import code_sha256
+from tests.helpers.runs import interrupt
 
 ROOT = Path(__file__).parents[3]
 
@@ -228,6 +231,35 @@ def test_the_operator_is_told_of_a_run_that_a_signal_ends(told, tiny, tmp_path, 
         return
     event = json.loads((tmp_path / "event").read_text())
     assert (event["status"], event["error"]) == ("failed", "stopped by SIGTERM")
+
+
+@pytest.mark.parametrize("options", [["--in-process"], []])
+def test_the_operator_is_told_of_a_resumed_run_that_a_signal_ends_before_it_goes_on(
+    options, tiny, tmp_path, monkeypatch
+):
+    """Its results.json says failed already, of the first time."""
+    folder = interrupt(tiny | {"output-dir": str(tmp_path), "run-name": "run"}, cut_in_round=2)
+    mark_failed(folder, "a power cut")
+
+    def be_stopped(run: FakeRun | Progress, *_: object) -> None:
+        if isinstance(run, FakeRun):
+            run.log.write_text("")
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(Progress, "in_background", be_stopped)
+    monkeypatch.setattr(FakeRun, "submit", be_stopped)
+    monkeypatch.setattr(FakeRun, "is_running", lambda run: bool(run.check()))
+    monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
+    words = [f"resume={folder}", f"on-end=sh -c 'cat >> {tmp_path}/event'"]
+    assert main(["run", *options, *words]) == 128 + signal.SIGTERM
+    assert json.loads((tmp_path / "event").read_text())["error"] == "stopped by SIGTERM"
+
+
+def test_the_operator_is_told_once_of_a_run_that_a_signal_ends_while_it_is_set_up(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("server_app.rounds.run.build_model", lambda *_: signal.raise_signal(signal.SIGTERM))
+    values = tiny | {"on-end": f"sh -c 'cat >> {tmp_path}/event'"}
+    assert main(["run", "--in-process", *(f"{k}={v}" for k, v in values.items())]) == 128 + signal.SIGTERM
+    assert json.loads((tmp_path / "event").read_text())["error"] == "stopped by SIGTERM"
 
 
 def test_the_operator_is_not_told_twice(tiny, tmp_path, monkeypatch):
