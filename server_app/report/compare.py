@@ -160,7 +160,7 @@ def _row(group: Group) -> list[str]:
     seeds = ", ".join(str(run.results.get("seed", "?")) for run in group.finished) or "-"
     unfinished = len(group.runs) - len(group.finished)
     seeds += f" (and {unfinished} unfinished)" if unfinished else ""
-    incomplete = sum(bool(run.gaps) or run not in group.measured for run in group.finished)
+    incomplete = sum(bool(run.gaps) or FINAL not in run.metrics for run in group.finished)
     seeds += f" ({incomplete} with accuracies missing)" if incomplete else ""
     percent = [(100 * mean, 100 * sd) for mean, sd in map(group.mean_sd, COMPARED)]
     hundredths = [_number(*pair, digits=2) for pair in [*percent, group.megabytes]]
