@@ -8,6 +8,9 @@ import sqlite3
 import ssl
 import subprocess
 import sys
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -30,7 +33,7 @@ from task.message import Packet
 from tests.helpers.compose import COMPOSE, PROGRAMS, SERVICES, filled, parsed
 from tests.helpers.documents import commands, section
 from tests.helpers.flower import LoopbackGrid, N, echo
-from tests.helpers.proxy import DOCKER, Upstream, make_keys, proxy, upstream
+from tests.helpers.proxy import DOCKER, Comparing, Upstream, free_port, make_keys, proxy, upstream
 
 GPU = yaml.safe_load((DOCKER / "compose.gpu.yml").read_text())["services"]
 PROXY = json.loads((DOCKER / "proxy.json").read_text())
@@ -281,6 +284,27 @@ def test_the_running_proxy_bounds_what_reaches_the_superlink(chunked, tmp_path):
             assert answer_to_body(port, keys, path, limit, chunked) == 200
             assert answer_to_body(port, keys, path, limit + 1, chunked) == 413
         assert set(reached) == FLEET
+
+
+@pytest.mark.ci
+def test_requests_that_wait_for_the_superlink_reach_it_as_they_were_sent(tmp_path):
+    """While it is started again, and after: Caddy 2.10 lost bodies, or gave one request that of another."""
+    keys, superlink, sizes = tmp_path / "keys", free_port(), range(1, 31)
+    make_keys.main([str(keys), "--nodes", "0"])
+    context = ssl.create_default_context(cafile=keys / "ca.crt")
+
+    def send(size: int) -> int:
+        body = "x" * size
+        with closing(http.client.HTTPSConnection("localhost", port, context=context, timeout=60)) as connection:
+            connection.request("POST", "/v1/fleet/push-object", body, {"x-body": body})
+            return connection.getresponse().status
+
+    with ThreadPoolExecutor(len(sizes)) as pool, proxy(tmp_path, keys, superlink) as port:
+        waiting = [pool.submit(send, size) for size in sizes]
+        time.sleep(2)
+        with upstream(keys, superlink, Comparing):
+            assert Counter(answer.result() for answer in waiting) == {200: 30}
+            assert Counter(pool.map(send, sizes)) == {200: 30}
 
 
 def test_a_superlink_that_fails_is_asked_again_by_nodes(tmp_path, monkeypatch):

@@ -101,11 +101,21 @@ class Upstream(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class Comparing(Upstream):
+    """Answers 409 to a body that is not the one that the header x-body says."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        self.send_response(200 if body == self.headers["x-body"].encode() else 409)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+
 @contextmanager
-def upstream(keys: Path) -> Iterator[tuple[int, list[str]]]:
+def upstream(keys: Path, port: int = 0, kind: type[Upstream] = Upstream) -> Iterator[tuple[int, list[str]]]:
     """Port of a server in the SuperLink's place, and the paths that have reached it."""
-    handler = type("Noted", (Upstream,), {"reached": []})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    handler = type("Noted", (kind,), {"reached": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(keys / "server.crt", keys / "server.key")
     server.socket = context.wrap_socket(server.socket, server_side=True)
