@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from filelock import Timeout
@@ -24,11 +24,13 @@ from server_app.run_files.paths import lock_folder, mark_failed
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, find_marked, interruptible, last_lines, start_process
 from server_app.simulation.superlink import POLL
-from task.config.schema import SAME_RESULT, complete_saved, defaults, keys_affecting
+from task.config.schema import OF_THE_SERVER, SAME_RESULT, complete_saved, defaults, keys_affecting
 from task.keys import ConfigError
 from task.message import Scalar
 
 MARK = "FCIL_BENCH"  # environment variable of all processes of a suite
+FREE = keys_affecting("waiting", *OF_THE_SERVER)  # of a run that is resumed these may change
+PLACE = ("output-dir", "run-name")
 PATIENCE = 10.0  # seconds in which a run that is stopped can save its state
 
 
@@ -104,7 +106,7 @@ class Bench:
                 mark_failed(run.directory, "stopped with its suite")
 
     def _plan(self) -> None:
-        current, foreign = flat(origin()), []
+        foreign = []
         for run in self._suite.runs:
             finished = finished_run(run)
             if finished is None:
@@ -113,7 +115,7 @@ class Bench:
                 self._waiting.append(run)
                 continue
             self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
-            different = [name for name, value in current.items() if finished.settings.get(name) != value]
+            different = _other_origin(finished)
             foreign += [f"{run.name} ({', '.join(different)})"] if different else []
         total, left = len(self._suite.runs), len(self._waiting)
         self._say(f"{total} runs, {total - left} of them finished already; results go to {self._suite.folder}")
@@ -130,29 +132,34 @@ class Bench:
             self._failed.append(run)
             self._say(f"FAILED    {run.name}: {error}")
             return
-        resume = self._resume and self._can_resume(run)
+        obstacle = self._obstacle(run) if self._resume else "no --resume"
+        resume, told = not obstacle, f", not resumed: {obstacle}" * (self._resume and run.directory.exists())
         if run.directory.exists() and not resume:
             shutil.rmtree(run.directory)
         run.directory.mkdir(parents=True, exist_ok=True)
         environment, log = {**os.environ, MARK: self._mark.partition("=")[2]}, run.directory / "run.log"
         process = start_process(self._command(run, resume), Path(__file__).parents[2], environment, log)
         self._running[process], self._started_at[run.name] = run, time.monotonic()
-        self._say(f"{'resumed  ' if resume else 'started  '} {run.name}")
+        self._say(f"resumed   {run.name}" if resume else f"started   {run.name}{told}")
 
-    def _can_resume(self, planned: PlannedRun) -> bool:
-        """Whether an unfinished run of these run keys, this code and these versions left a whole checkpoint."""
-        run, current = self._load(planned), flat(origin())
-        if run is None or run.results["status"] == "finished" or _other_key(run, planned):
-            return False
+    def _obstacle(self, planned: PlannedRun) -> str:
+        """Why a planned run cannot go on after the last round of what lies in its folder; empty if it can."""
+        run = self._load(planned)
+        if run is None or run.results["status"] == "finished":
+            return "there is no unfinished run"
+        if name := _other_key(run, planned, FREE) or ", ".join(_other_origin(run)):
+            return f"another {name}"
         try:
             find_checkpoint(planned.directory / "checkpoint")
         except ConfigError:
-            return False
-        return all(run.settings.get(name) == value for name, value in current.items())
+            return "no whole checkpoint"
+        return ""
 
     def _command(self, run: PlannedRun, resume: bool) -> list[str]:
-        settings = [f"{key}={value}" for key, value in run.values.items()]
-        settings = [f"resume={run.directory}"] if resume else settings
+        values = run.values
+        if resume:
+            values = {k: v for k, v in values.items() if k in FREE and k not in PLACE} | {"resume": str(run.directory)}
+        settings = [f"{key}={value}" for key, value in values.items()]
         return [sys.executable, "-m", "server_app.cli", "run", *self._options, *settings]
 
     def _record_end(self, run: PlannedRun, code: int) -> None:
@@ -250,7 +257,7 @@ def finished_run(planned: PlannedRun) -> Run | None:
         return None
     if not run.finished or not (planned.directory / "config.yaml").exists():
         return None
-    if name := _other_key(run, planned):
+    if name := _other_key(run, planned, keys_affecting(*SAME_RESULT)):
         raise ConfigError(
             f"{planned.directory} holds a finished run with {name} = {_saved_keys(run)[name]!r}; the suite says "
             f"{planned.config.flat()[name]!r}. Remove the folder, or give the suite another output-dir."
@@ -258,10 +265,15 @@ def finished_run(planned: PlannedRun) -> Run | None:
     return run
 
 
-def _other_key(run: Run, planned: PlannedRun) -> str | None:
-    """The first run key that affects results and is another one in a saved run than in the suite; None if none is."""
-    saved, ignored = _saved_keys(run), keys_affecting(*SAME_RESULT)
+def _other_key(run: Run, planned: PlannedRun, ignored: Collection[str]) -> str | None:
+    """The first run key whose value is another one in a saved run than in the suite, but for those ``ignored``."""
+    saved = _saved_keys(run)
     return next((k for k, value in planned.config.flat().items() if k not in ignored and saved[k] != value), None)
+
+
+def _other_origin(run: Run) -> list[str]:
+    """What of code and versions is another than that of a saved run."""
+    return [name for name, value in flat(origin()).items() if run.settings.get(name) != value]
 
 
 def _saved_keys(run: Run) -> dict[str, Scalar]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from server_app.report.compare import FINAL, WALL, Group, mean_sd
+from server_app.report.runs import Run
 
 POINT = 0.01  # smaller differences in accuracy count as none
 SMALL = ", but less than one point is no reason to choose"
@@ -27,7 +28,7 @@ def recommend(groups: Sequence[Group]) -> list[str]:
     for group in ranked[1:]:
         below, (sd, source) = _accuracy(best) - _accuracy(group), noise(best, group)
         words = f"{_describe(group)}; {100 * below:.1f} points below, noise {100 * sd:.1f}: {source}"
-        if below <= max(POINT, sd):
+        if not less and below <= max(POINT, sd):
             equal.append(group)
             lines.append(f"As accurate: {words}{SMALL * (sd < below)}.")
         else:
@@ -38,37 +39,39 @@ def recommend(groups: Sequence[Group]) -> list[str]:
 def noise(best: Group, other: Group) -> tuple[float, str]:
     """Standard deviation of the difference of two groups' accuracies, a fraction, and what it comes from in words.
 
-    The larger of that over seeds and that of drawing the test images. Where both groups have a seed, or say which
-    images they classify correctly, the differences of single seeds and images count. Else the noise is that of ``best``
-    alone: its sample standard deviation, and that of a binomial distribution.
+    The larger of that over seeds and that of drawing the test images. If both groups have a seed, and say which images
+    they classify correctly, the differences of single seeds and images count. Else the noise is that of ``best`` alone:
+    its sample standard deviation, and that of a binomial distribution.
     """
-    theirs = {run.results.get("seed"): run.metrics[FINAL] for run in other.measured}
-    by_seed = [
-        run.metrics[FINAL] - theirs[seed]
-        for run in best.measured
-        if (seed := run.results.get("seed")) is not None and seed in theirs
-    ]
-    over_seeds = mean_sd(by_seed)[1] if len(by_seed) > 1 else best.mean_sd(FINAL)[1]
-    of_images, by_images = _noise_of_images(best, other)
+    theirs = {run.results.get("seed"): run for run in other.measured}
+    seeds_of_best = [(run, run.results.get("seed")) for run in best.measured]
+    pairs = [(run, theirs[seed]) for run, seed in seeds_of_best if seed is not None and seed in theirs]
+    over_seeds, seeds = mean_sd(run.metrics[FINAL] - their.metrics[FINAL] for run, their in pairs)[1], len(pairs)
+    if seeds < 2:
+        over_seeds, seeds = best.mean_sd(FINAL)[1], len(best.measured)
+    of_images, by_images = _noise_of_images(best, pairs)
     if math.isnan(over_seeds) or of_images > over_seeds:
         return (0.0, "nothing that was recorded") if math.isnan(of_images) else (of_images, by_images)
-    seeds = len(by_seed) if len(by_seed) > 1 else len(best.measured)
     return over_seeds, f"standard deviation over {seeds} seeds"
 
 
-def _noise_of_images(best: Group, other: Group) -> tuple[float, str]:
-    """Standard deviation by the draw of the test images, and its words; NaN without images."""
-    pair = [[run.correct for run in group.measured] for group in (best, other)]
-    if len({len(correct) for correct in pair[0] + pair[1]}) == 1 and len(pair[0][0]) > 1:
-        difference = np.mean(pair[0], axis=0) - np.mean(pair[1], axis=0)
-        tested = difference[~np.isnan(difference)]
-        words = f"by the draw of the {len(tested):,} test images, the same ones for both"
-        return float(np.std(tested, ddof=1)) / math.sqrt(len(tested)), words
-    images = sum(best.measured[0].results["samples_per_task"])
+def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[float, str]:
+    """Standard deviation by the draw of the test images, and its words; NaN without images.
+
+    ``pairs`` are runs of both groups with the same seed, and so the same test images.
+    """
+    by_task = np.array([n for n in best.measured[0].results["samples_per_task"] if n])
+    images = int(by_task.sum())
+    # accuracies of tasks count alike, so that the images of a small task count more than others
+    effective = len(by_task) ** 2 / (1 / by_task).sum() if images else math.nan
+    lengths = {len(run.correct) for pair in pairs for run in pair}
+    if len(lengths) == 1 and lengths != {0}:
+        difference = np.mean([run.correct - their.correct for run, their in pairs], axis=0)
+        deviation = float(np.nanstd(difference, ddof=1))
+        return deviation / math.sqrt(effective), f"by the draw of the {images:,} test images, the same ones for both"
     # Laplace's rule: all of a few images right does not mean no noise
     likely = (_accuracy(best) * images + 1) / (images + 2)
-    of_images = math.sqrt(likely * (1 - likely) / images) if images else math.nan
-    return of_images, f"by the draw of the {images:,} test images"
+    return math.sqrt(likely * (1 - likely) / effective), f"by the draw of the {images:,} test images"
 
 
 def _accuracy(group: Group) -> float:

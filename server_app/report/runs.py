@@ -114,11 +114,11 @@ class Run:
         return [(int(ends[i]), int(kept[j]) + 1) for i, j in gaps(matrix)]
 
     @property
-    def fewer_images(self) -> list[tuple[int, int, int]]:
-        """Evaluations on fewer test images than are held: after which task, from 1, on how many, of how many."""
-        evaluated = enumerate(self.results.get("samples_after_task", []), start=1)
-        numbers = [(task, sum(counts), sum(self.samples[:task])) for task, counts in evaluated]
-        return [(task, now, held) for task, now, held in numbers if now < held]
+    def incomplete(self) -> list[tuple[int, int, int]]:
+        """Evaluations without images of nodes that were away: after which task, from 1, on how many, of how many."""
+        evaluated, away = (self.results.get(name, []) for name in ("samples_after_task", "samples_away_after_task"))
+        numbers = zip(map(sum, evaluated), map(sum, away), strict=False)
+        return [(task, now, now + missing) for task, (now, missing) in enumerate(numbers, start=1) if missing]
 
     def cost(self, part: str, name: str) -> float:
         """A number of the part ``communication`` or ``seconds`` of the results; NaN if not recorded."""

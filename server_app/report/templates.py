@@ -83,14 +83,14 @@ No client with its images has trained in any of its rounds: they failed, were aw
 <section class="notice">
 <strong>Not measured: {% for row in run.gaps | groupby(0) %}{{ "; " if not loop.first }}after task {{ row.grouper }}, on
 task{{ "s" if row.list | length > 1 }} {{ row.list | map(attribute=1) | join(", ") }}{% endfor %}.</strong>
-Nodes that hold test images of these tasks were away. Metrics that need these accuracies are left out.
+Nodes that hold test images of these tasks were away, or had none then. Metrics that need these accuracies are left out.
 </section>
 {% endif %}
-{% if run.fewer_images %}
+{% if run.incomplete %}
 <section class="notice">
-<strong>Measured on fewer test images than nodes hold: {% for task, now, held in run.fewer_images
+<strong>Measured on fewer test images than nodes hold: {% for task, now, held in run.incomplete
 %}{{ ", " if not loop.first }}after task {{ task }} on {{ now }} of {{ held }}{% endfor %}.</strong>
-Nodes were away, or came later. Accuracies on different images differ for that reason too, and so does forgetting.
+Nodes were away. Accuracies on different images differ for that reason too, and so does forgetting.
 </section>
 {% endif %}
 {% if status == "finished" and not run.samples | sum %}

@@ -139,7 +139,7 @@ class RoundAggregator:
 
 def sum_hidden_counts(
     secure_sum: RoundSum, evaluate: Packet, dataset: Dataset, context: RoundContext, config: Config
-) -> np.ndarray:
+) -> tuple[np.ndarray, set[str]]:
     """As :func:`sum_client_counts`, where only the sum of the answers is known.
 
     Raises:
@@ -159,7 +159,7 @@ def sum_hidden_counts(
             limits = np.bincount(dataset.test_labels, minlength=len(counts))
         if (counts < 0).any() or (counts.sum(axis=1) > limits).any():
             raise InvalidReply("the sum is no count of the images that these clients evaluate")
-        return counts
+        return counts, {client.name for client in survivors}
     except (TooFewClients, SpoiledSum, InvalidReply) as error:
         raise RunError(f"evaluation of task {context.task + 1}: {error}.") from error
 
@@ -171,8 +171,8 @@ def sum_client_counts(
     context: RoundContext,
     config: Config,
     report: RoundReport,
-) -> np.ndarray:
-    """Test images of all clients by true and predicted class, int64 [classes, classes].
+) -> tuple[np.ndarray, set[str]]:
+    """Test images of all clients by true and predicted class, int64 [classes, classes]; names of those that answered.
 
     The replies to the evaluate messages come from ``clients`` in any order; ``report`` gets bytes and failures.
 
@@ -182,15 +182,15 @@ def sum_client_counts(
     ordered = sort_replies(replies, [client.node for client in clients])
     report.bytes_up += sum(reply.bytes_up for reply in ordered)
     report.bytes_down += sum(reply.bytes_down for reply in ordered)
-    usable, counts = 0, np.zeros((len(dataset.class_names),) * 2, np.int64)
+    usable, counts = set[str](), np.zeros((len(dataset.class_names),) * 2, np.int64)
     all_images = np.bincount(dataset.test_labels, minlength=len(dataset.class_names))
     for client, reply in zip(clients, ordered, strict=True):
         limits = client.by_class_id(client.test_counts, dataset.class_names) if config.own_data else all_images
         try:
             counts += check_counts(reply, limits, context.seen_classes)
-            usable += 1
+            usable.add(client.name)
         except InvalidReply as error:
             report.failures.append({"name": client.name, "reason": f"evaluation: {error}"})
-    if usable < config.quorum:
-        raise RunError(f"{usable} clients evaluated task {context.task + 1}, the quorum is {config.quorum}.")
-    return counts
+    if len(usable) < config.quorum:
+        raise RunError(f"{len(usable)} clients evaluated task {context.task + 1}, the quorum is {config.quorum}.")
+    return counts, usable

@@ -301,19 +301,19 @@ class Run:
             raise RunError(f"no round of task {report.task} gave a usable model: {reason}")
 
     def _evaluate(self, context: RoundContext, report: RoundReport) -> None:
-        dataset = self.scenario.dataset
+        dataset, evaluated = self.scenario.dataset, set[str]()
         with self.results.measure_seconds("evaluate"):
             if self.config.evaluate == "clients":
-                counts = self._count_on_clients(context, report)
+                counts, evaluated = self._count_on_clients(context, report)
             else:
                 seen, labels = np.array(context.seen_classes), dataset.test_labels
                 tested = dataset.test_positions(seen, np.arange(len(labels)))
                 predicted = predict_classes(self.model, dataset, seen, tested)
                 counts = count_pairs(labels[tested], predicted, len(dataset.class_names))
                 self.results.note_correct(tested, predicted == labels[tested], len(labels))
-        self.results.add_evaluation(context.task, counts)
+        self.results.add_evaluation(context.task, counts, evaluated)
 
-    def _count_on_clients(self, context: RoundContext, report: RoundReport) -> np.ndarray:
+    def _count_on_clients(self, context: RoundContext, report: RoundReport) -> tuple[np.ndarray, set[str]]:
         clients, arrays, dataset = self.registry.clients, self.model.export(), self.scenario.dataset
         if self.config.secure_aggregation != "off":
             evaluate = self._packet("evaluate", context, clients, arrays)
@@ -335,10 +335,9 @@ class Run:
 
     def _note_clients(self) -> None:
         clients, absent = self.registry.clients, self.registry.absent.values()
-        names, labels = self.scenario.dataset.class_names, self.scenario.dataset.test_labels
-        of_clients = [client.by_class_id(client.test_counts, names) for client in clients]
-        of_server = np.bincount(labels, minlength=len(names))
-        self.results.note_held(np.sum(of_clients, axis=0) if self.config.own_data else of_server)
+        if self.config.own_data:
+            names = self.scenario.dataset.class_names
+            self.results.held |= {c.name: c.by_class_id(c.test_counts, names).tolist() for c in clients}
         self.results.absent = [{"name": node.name, "reason": node.reason} for node in absent]
         write_nodes(self.directory, clients, absent)
         if has_fixed_images(self.config):

@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -63,9 +63,10 @@ class Results:
         self.clients: list[dict[str, Any]] = []
         self.entropies: list[list[float]] = [[] for _ in tasks]
         self.distances: list[float | None] = [None] * len(tasks)
-        self.held: list[int] = []  # by class id, the test images that the server or the clients hold: the most so far
-        self.samples: list[int] = []  # the same by task, of those that were evaluated
+        self.held: dict[str, list[int]] = {}  # by client, its own test images of each class id by its latest word
+        self.samples: list[int] = []
         self.counted: list[list[int]] = []  # test images of each task so far that were evaluated after each task
+        self.away: list[list[int]] = []  # those of clients that did not evaluate
         self.rounds: list[RoundReport] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.started, self.status, self.error = time.perf_counter(), "running", ""
@@ -127,26 +128,22 @@ class Results:
         yield
         self.seconds[name] += time.perf_counter() - started
 
-    def note_held(self, counts: np.ndarray) -> None:
-        """Note the test images of each class, int64 [C], that the server holds, or the clients that it knows."""
-        before = np.zeros(len(counts), np.int64)
-        before[: len(self.held)] = self.held
-        self.held = np.maximum(before, counts).tolist()
-
-    def add_evaluation(self, task: int, confusion: np.ndarray) -> None:
+    def add_evaluation(self, task: int, confusion: np.ndarray, evaluated: Collection[str] = ()) -> None:
         """Note the accuracy after ``task`` (from 0); int64 [classes, classes], rows the true class.
 
-        There is none of a task of which a class was not measured though some client holds test images of it: that of
-        the other classes would look like one of the whole task.
+        ``evaluated`` are the clients that it comes from. There is none of a task of which a class was not evaluated
+        though another client holds test images of it: that of the other classes would look like one of the whole task.
         """
-        correct, total = confusion.diagonal(), confusion.sum(axis=1)
-        unmeasured = (total == 0) & (np.array(self.held) > 0)
+        correct, total, away = confusion.diagonal(), confusion.sum(axis=1), self._held_by_others(evaluated)
         self.confusion = confusion.tolist()
         for j, classes in enumerate(self.tasks[: task + 1]):
-            known = not unmeasured[classes].any()
+            known = not ((total == 0) & (away > 0))[classes].any()
             self.matrix[task][j] = _accuracy(correct[classes].sum(), total[classes].sum()) if known else None
-        self.counted.append([int(total[classes].sum()) for classes in self.tasks[: task + 1]])
-        self.samples = [sum(self.held[c] for c in classes) for classes in self.tasks[: task + 1]]
+        for history, counts in ((self.counted, total), (self.away, away)):
+            history.append([int(counts[classes].sum()) for classes in self.tasks[: task + 1]])
+        # where nobody answered, the images are still a part of the problem
+        numbers = zip(self.counted[-1], self.away[-1], [*self.samples, 0], strict=True)
+        self.samples = [now or others or before for now, others, before in numbers]
         self.seen[task] = _accuracy(correct.sum(), total.sum())
         # earlier ones too: of a task without test images some may have come since
         for i, row in enumerate(self.matrix[: task + 1]):
@@ -156,6 +153,13 @@ class Results:
         if task == 0 and self.cpu_started is not None:
             self.seconds["cpu_first_task"] = time.process_time() - self.cpu_started
         self.per_class = {name: _accuracy(*n) for name, *n in zip(self.class_names, correct, total, strict=True)}
+
+    def _held_by_others(self, evaluated: Collection[str]) -> np.ndarray:
+        """Test images of each class, int64 [C], of the clients that are not among those that ``evaluated``."""
+        away = np.zeros(len(self.class_names), np.int64)
+        for counts in (counts for name, counts in self.held.items() if name not in evaluated):
+            away[: len(counts)] += counts
+        return away
 
     def note_correct(self, tested: np.ndarray, correct: np.ndarray, images: int) -> None:
         """Note which of the server's test images the latest model classifies correctly, so that runs can be compared.
@@ -168,9 +172,9 @@ class Results:
         self.correct_images = "".join(marks)
 
     def _warn_of_images(self, task: int) -> None:
-        """Say which tasks were measured after ``task`` (from 0) on fewer images than are held."""
-        numbers = enumerate(zip(self.counted[-1], self.samples, strict=True), start=1)
-        if fewer := [f"task {j} on {now} of {held}" for j, (now, held) in numbers if now < held]:
+        """Say which tasks were measured after ``task`` (from 0) without images of clients that were away."""
+        numbers = enumerate(zip(self.counted[-1], self.away[-1], strict=True), start=1)
+        if fewer := [f"task {j} on {now} of {now + away}" for j, (now, away) in numbers if away]:
             log.warning(
                 "after task %d not all test images were evaluated, as nodes that hold some were away: %s",
                 *(task + 1, ", ".join(fewer)),
@@ -226,6 +230,7 @@ class Results:
             **({"stream": self.sharing} if self.sharing else {}),
             "samples_per_task": self.samples,
             "samples_after_task": self.counted,
+            "samples_away_after_task": self.away,
             "accuracy_matrix": self.matrix,
             "per_task_seen_accuracy": self.seen,
             "per_task_mean_accuracy": self._task_means(),

@@ -56,7 +56,7 @@ def start_process(
     command: Sequence[str], folder: Path, environment: Mapping[str, str], output: Path
 ) -> "subprocess.Popen[bytes]":
     """Start a program that writes to a file; in a session of its own it does not get Ctrl-C, so that we end it."""
-    with open(output, "wb") as file:
+    with open(output, "ab") as file:  # a run that is resumed keeps its log
         return subprocess.Popen(
             command,
             cwd=folder,

@@ -373,7 +373,7 @@ def test_images_that_change_between_evaluations_are_named(
     assert 0 < second < first
     assert re.search(rf"after task 2 not all test images .* away: task 1 on {second} of {first}, task 2", caplog.text)
     found = load_run(Path(keys["output-dir"]) / "run")
-    assert found.fewer_images == [(2, sum(results["samples_after_task"][1]), sum(results["samples_per_task"]))]
+    assert found.incomplete == [(2, sum(results["samples_after_task"][1]), first + results["samples_after_task"][1][1])]
 
 
 @pytest.mark.parametrize("kinds", [{"evaluate"}, {"train", "evaluate"}])
@@ -386,7 +386,7 @@ def test_what_was_never_measured_is_no_task_without_test_images(
         shutil.rmtree(nodes / folder)
     results = run(keys, away(Changing(parse(keys).flat()), {2}, kinds, {2}))
     assert results["accuracy_matrix"][1][1] is None
-    assert results["samples_per_task"][1] > results["samples_after_task"][1][1]
+    assert results["samples_away_after_task"][1][1] > 0
     assert results["metrics"] == {}
     assert results["per_task_seen_accuracy"][1] is None
     assert load_run(Path(keys["output-dir"]) / "run").gaps == [(2, 2)]

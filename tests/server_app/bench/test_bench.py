@@ -227,18 +227,43 @@ def test_with_resume_an_unfinished_run_goes_on_after_its_last_round(write, capsy
     assert {**ended, "environment": 0} == {**uninterrupted, "environment": 0}
 
 
-@pytest.mark.parametrize("missing", ["--resume", "checkpoint", "same key", "same code"])
+REASONS = {
+    "--resume": None,
+    "checkpoint": "no whole checkpoint",
+    "same key": "another batch-size",
+    "same code": "another git-revision",
+    "same device": "another device",
+}
+
+
+@pytest.mark.parametrize("missing", ["nothing", *REASONS])
 def test_an_unfinished_run_begins_anew_unless_all_is_as_it_was(write, quick, capsys, missing):
     path = write(variants=[HEAD])
     (planned,) = read_suite(path, {}).runs
     made_by = origin() | ({"git-revision": "0"} if missing == "same code" else {})
-    fill(planned, run_results((0.5, 0.5, 0.5), status="failed"), made_by, batch_size=3 if missing == "same key" else 16)
+    changed = {"same key": {"batch_size": 3}, "same device": {"device": "cuda"}}.get(missing, {})
+    fill(planned, run_results((0.5, 0.5, 0.5), status="failed"), made_by, **changed)
+    (planned.directory / "run.log").write_text("a warning of before\n")
     if missing != "checkpoint":
         write_checkpoint(planned.directory / "checkpoint", 1, {})
     options = [] if missing == "--resume" else ["--resume"]
     assert cli.main(["bench", str(path), *options]) == 0
-    assert "started   head/seed0" in capsys.readouterr().out.splitlines()
-    assert not (planned.directory / "checkpoint").exists()
+    resumed, reason = missing == "nothing", REASONS.get(missing)
+    told = (
+        "resumed   head/seed0"
+        if resumed
+        else "started   head/seed0" + f", not resumed: {reason}" * (reason is not None)
+    )
+    assert told in capsys.readouterr().out.splitlines()
+    assert (planned.directory / "checkpoint").exists() == resumed
+    assert ("of before" in (planned.directory / "run.log").read_text()) == resumed
+
+
+def test_a_run_that_is_resumed_gets_what_may_change(write):
+    suite = read_suite(write(variants=[HEAD]), {"round-timeout": 7200, "batch-size": 8})
+    words = Bench(suite, 1, [], print)._command(suite.runs[0], resume=True)
+    assert {f"resume={suite.runs[0].directory}", "round-timeout=7200"} <= set(words)
+    assert not [word for word in words if word.startswith(("batch-size", "output-dir", "run-name"))]
 
 
 @pytest.mark.ci

@@ -14,8 +14,9 @@ from server_app.report.runs import build_run
 def group(
     label: str, accuracies: Sequence[float | None], megabytes: float, minutes: float | None, **given: Any
 ) -> Group:
-    """Runs of one task, one for each accuracy; ``minutes`` of all cores, None if only the clock was recorded."""
+    """A run for each accuracy, the same on each task; ``minutes`` of all cores, None if only the clock was recorded."""
     images, theirs, method = given.get("images", 400), given.get("theirs", False), given.get("method", "hgp")
+    samples = given.get("samples", [images])
     each = [given.get(name, [None] * len(accuracies)) for name in ("seeds", "correct")]
     runs = [
         build_run(
@@ -24,11 +25,11 @@ def group(
                 "status": "finished",
                 "method": method,
                 "dataset": "digits",
-                "num_tasks": 1,
+                "num_tasks": len(samples),
                 "seed": seed,
                 "correct_images": correct,
-                "accuracy_matrix": [[accuracy]],
-                "samples_per_task": [0 if accuracy is None else images],
+                "accuracy_matrix": [[accuracy] * len(samples)] * len(samples),
+                "samples_per_task": [0 if accuracy is None else n for n in samples],
                 "communication": {"bytes_up": 1e6 * megabytes, "bytes_down": 0},
                 "seconds": {"total": 300.0, "cpu_total": None if minutes is None else 60 * minutes},
             },
@@ -107,13 +108,33 @@ def test_differences_of_single_images_count() -> None:
 
     Unpaired it would be sqrt(0.9 * 0.1 / 100) = 0.03.
     """
-    best = group("best", [0.92], 1, 1, images=100, correct=["1" * 92 + "0" * 8 + "-" * 7])
-    other = group("other", [0.90], 1, 1, images=100, correct=["1" * 90 + "0" * 10 + "-" * 7])
+    best = group("best", [0.92], 1, 1, images=100, seeds=[7], correct=["1" * 92 + "0" * 8 + "-" * 7])
+    other = group("other", [0.90], 1, 1, seeds=[7], correct=["1" * 90 + "0" * 10 + "-" * 7])
     expected = "by the draw of the 100 test images, the same ones for both"
     assert noise(best, other) == (pytest.approx(0.01407, abs=1e-5), expected)
     assert "Recommended: best: nothing else is as accurate." in recommend([best, other])
-    others = [group("other", [0.90], 1, 1, correct=[correct]) for correct in (None, "1" * 90)]
-    assert [noise(best, other)[1] for other in others] == ["by the draw of the 100 test images"] * 2
+    others = [
+        group("other", [0.90], 1, 1, correct=[c], seeds=[s]) for c, s in ((None, 7), ("1" * 90, 7), ("1" * 107, 8))
+    ]
+    assert [noise(best, other)[1] for other in others] == ["by the draw of the 100 test images"] * 3
+
+
+def test_images_of_a_small_task_count_more() -> None:
+    """Of 48, 40 and 8 test images one of the last eight differs: 0.125 / 3 = 4.2 points, with as large a noise.
+
+    A pooled noise would be 0.102 / sqrt(96) = 1.0 point. n = 9 / (1 / 48 + 1 / 40 + 1 / 8) = 52.7 images.
+    """
+    best, other = (
+        group("x", [accuracy], 1, 1, seeds=[0], samples=[48, 40, 8], correct=["1" * 95 + last])
+        for accuracy, last in ((0.9, "1"), (0.9 - 0.125 / 3, "0"))
+    )
+    assert noise(best, other)[0] == pytest.approx(0.10206 / 52.68**0.5, rel=1e-3)
+
+
+def test_none_below_a_less_accurate_one_is_as_accurate() -> None:
+    best, steady = (group(label, [a] * 3, 10, 10, seeds=[0, 1, 2]) for label, a in (("best", 0.9), ("steady", 0.86)))
+    shaky = group("shaky", [0.76, 0.90, 0.89], 1, 1, seeds=[0, 1, 2])
+    assert "Recommended: best: nothing else is as accurate." in recommend([best, steady, shaky])
 
 
 def test_one_seed_has_the_noise_of_its_images_and_says_so() -> None:
