@@ -214,7 +214,7 @@ def test_a_refinement_that_measures_no_number_ends_the_run_with_its_reason(tiny:
 
 def test_a_task_that_nobody_could_learn_ends_the_run(tiny: dict) -> None:
     """Idle clients answer too, so the quorum is met: of joint's three clients one has all images, and diverges."""
-    with pytest.raises(RunError, match=r"task 1, round 2: no client has trained in any of its rounds"):
+    with pytest.raises(RunError, match=r"task 1, round 2: no client with its images has trained in any of its rounds"):
         run(tiny | {"method": "joint", "learning-rate": 1e20, "rounds-per-task": 2})
 
 
