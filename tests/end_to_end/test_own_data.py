@@ -373,9 +373,9 @@ def test_images_that_change_between_evaluations_are_named(
     assert 0 < second < first
     assert re.search(rf"after task 2 not all test images .* away: task 1 on {second} of {first}, task 2", caplog.text)
     found = load_run(Path(keys["output-dir"]) / "run")
-    evaluated, away = results["samples_after_task"][1], results["samples_away_after_task"][1]
-    assert first == second + away[0]
-    assert found.incomplete == [(2, sum(evaluated), sum(evaluated + away))]
+    evaluated, missing = results["samples_after_task"][1], results["samples_away_after_task"][1]
+    assert first == second + missing[0]
+    assert found.incomplete == [(2, sum(evaluated), sum(evaluated + missing))]
 
 
 @pytest.mark.parametrize("kinds", [{"evaluate"}, {"train", "evaluate"}])
