@@ -62,16 +62,24 @@ def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[flo
     """
     by_task = np.array([n for n in best.measured[0].results["samples_per_task"] if n])
     images = int(by_task.sum())
+    if pairs and all(run.correct and _lengths(run) == _lengths(their) for run, their in pairs):
+        variance = np.mean([_variance(run, their) for run, their in pairs])
+        return math.sqrt(variance), f"by the draw of the {images:,} test images, the same ones for both"
     # accuracies of tasks count alike, so that the images of a small task count more than others
     effective = len(by_task) ** 2 / (1 / by_task).sum() if images else math.nan
-    lengths = {len(run.correct) for pair in pairs for run in pair}
-    if len(lengths) == 1 and lengths != {0}:
-        difference = np.mean([run.correct - their.correct for run, their in pairs], axis=0)
-        deviation = float(np.nanstd(difference, ddof=1))
-        return deviation / math.sqrt(effective), f"by the draw of the {images:,} test images, the same ones for both"
     # Laplace's rule: all of a few images right does not mean no noise
     likely = (_accuracy(best) * images + 1) / (images + 2)
     return math.sqrt(likely * (1 - likely) / effective), f"by the draw of the {images:,} test images"
+
+
+def _lengths(run: Run) -> list[int]:
+    return [len(correct) for correct in run.correct]
+
+
+def _variance(run: Run, their: Run) -> float:
+    """Variance, by the draw of the test images of each task, of the difference of two mean accuracies over tasks."""
+    differences = [a - b for a, b in zip(run.correct, their.correct, strict=True) if len(a)]
+    return float(sum(d.var() / max(len(d) - 1, 1) for d in differences)) / len(differences) ** 2
 
 
 def _accuracy(group: Group) -> float:

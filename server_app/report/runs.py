@@ -18,7 +18,7 @@ from task.utils.files import parse_small
 REQUIRED = ("status", "method", "dataset", "num_tasks")
 MATRICES = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "confusion")
 LISTS = (*MATRICES, "tasks", "class_names", "clients", "rounds")
-MARKS = {"1": 1.0, "0": 0.0, "-": math.nan}  # of correct_images
+MARKS = {"1": 1.0, "0": 0.0}  # of correct_images
 OBJECTS = ("metrics", "per_class_accuracy", "federated_bias", "communication", "seconds", "environment")
 
 
@@ -42,8 +42,8 @@ class Run:
             with test images were away.
         seen: [T], over all test samples of the classes seen so far; NaN where there is none yet.
         confusion: [C, C] test images by true class id (row) and predicted one, after task k; [0, 0] if not recorded.
-        correct: [N], whether each test image of the server was classified correctly after task k, 1 or 0; NaN for an
-            image of a later task; empty if not recorded, as where nodes keep the test images.
+        correct: of each task [N], whether its test images were classified correctly after task k, 1 or 0; empty if not
+            recorded, as where nodes keep the test images.
         client_counts: training images of each class, [C], by name of the client.
         entropies: response entropies of the local models of each task, in nats; empty if not measured.
         distances: [T], between the prototypes of different clients; NaN if not measured.
@@ -55,7 +55,7 @@ class Run:
     matrix: np.ndarray
     seen: np.ndarray
     confusion: np.ndarray
-    correct: np.ndarray
+    correct: list[np.ndarray]
     client_counts: dict[str, np.ndarray]
     entropies: list[np.ndarray]
     distances: np.ndarray
@@ -184,7 +184,7 @@ def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, 
         matrix=crop_to_finished(results["accuracy_matrix"], results["samples_per_task"] or None, allow_gaps=True),
         seen=_floats(results["per_task_seen_accuracy"] or [None] * num_tasks, num_tasks),
         confusion=_floats(results["confusion"], classes, classes) if results["confusion"] else np.empty((0, 0)),
-        correct=np.array([MARKS[mark] for mark in results.get("correct_images", "")]),
+        correct=[np.array([MARKS[mark] for mark in marks]) for marks in results.get("correct_images", [])],
         client_counts={str(client["name"]): _floats(client["class_counts"], classes) for client in results["clients"]},
         entropies=[_floats(values, -1) for values in bias.get("response_entropies", [[]] * num_tasks)],
         distances=_floats(bias.get("prototype_distance", [None] * num_tasks), num_tasks),

@@ -310,7 +310,7 @@ class Run:
                 tested = dataset.test_positions(seen, np.arange(len(labels)))
                 predicted = predict_classes(self.model, dataset, seen, tested)
                 counts = count_pairs(labels[tested], predicted, len(dataset.class_names))
-                self.results.note_correct(tested, predicted == labels[tested], len(labels))
+                self.results.note_correct(labels[tested], predicted == labels[tested])
         self.results.add_evaluation(context.task, counts, evaluated)
 
     def _count_on_clients(self, context: RoundContext, report: RoundReport) -> tuple[np.ndarray, set[str]]:

@@ -59,7 +59,7 @@ class Results:
         self.seen: list[float | None] = [None] * len(tasks)
         self.per_class: dict[str, float | None] = {}
         self.confusion: list[list[int]] = []
-        self.correct_images = ""  # see note_correct
+        self.correct_images: list[str] = []  # see note_correct
         self.clients: list[dict[str, Any]] = []
         self.entropies: list[list[float]] = [[] for _ in tasks]
         self.distances: list[float | None] = [None] * len(tasks)
@@ -161,15 +161,14 @@ class Results:
             away[: len(counts)] += counts
         return away
 
-    def note_correct(self, tested: np.ndarray, correct: np.ndarray, images: int) -> None:
+    def note_correct(self, labels: np.ndarray, correct: np.ndarray) -> None:
         """Note which of the server's test images the latest model classifies correctly, so that runs can be compared.
 
-        ``correct`` is bool [N], of the images at positions ``tested`` [N]. One character for each of all ``images``: 1
-        is correct, 0 wrong, - an image of a class that is still to come.
+        ``correct`` is bool [N], of images of classes ``labels`` [N]. Of each task it makes a text of 1 and 0.
         """
-        marks = np.full(images, "-")
-        marks[tested] = np.where(correct, "1", "0")
-        self.correct_images = "".join(marks)
+        marks = np.where(correct, "1", "0")
+        texts = ["".join(marks[np.isin(labels, classes)]) for classes in self.tasks]
+        self.correct_images = texts[: len(self.samples) + 1]
 
     def _warn_of_images(self, task: int) -> None:
         """Say which tasks were measured after ``task`` (from 0) without images of clients that were away."""

@@ -60,7 +60,8 @@ def test_predictions_are_those_of_the_evaluation(kind: str, tiny: dict) -> None:
     predictions = load_predictor(directory).predict(data.test_images[np.arange(len(data.test_labels))])
     right = [name == data.class_names[label] for name, label in zip(predictions.names, data.test_labels, strict=True)]
     assert np.mean(right) == pytest.approx(results["metrics"]["last_accuracy"])
-    assert results["correct_images"] == "".join("01"[correct] for correct in right)
+    places = [[i for c in classes for i in np.flatnonzero(data.test_labels == c)] for classes in results["tasks"]]
+    assert results["correct_images"] == ["".join("01"[right[i]] for i in task) for task in places]
     assert predictions.class_names == [data.class_names[c] for c in results["class_order"]]
     assert predictions.probabilities.sum(axis=1) == pytest.approx(np.ones(len(right)), abs=1e-5)
 

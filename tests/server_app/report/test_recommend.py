@@ -108,27 +108,27 @@ def test_differences_of_single_images_count() -> None:
 
     Unpaired it would be sqrt(0.9 * 0.1 / 100) = 0.03.
     """
-    best = group("best", [0.92], 1, 1, images=100, seeds=[7], correct=["1" * 92 + "0" * 8 + "-" * 7])
-    other = group("other", [0.90], 1, 1, seeds=[7], correct=["1" * 90 + "0" * 10 + "-" * 7])
+    best = group("best", [0.92], 1, 1, images=100, seeds=[7], correct=[["1" * 92 + "0" * 8]])
+    other = group("other", [0.90], 1, 1, seeds=[7], correct=[["1" * 90 + "0" * 10]])
     expected = "by the draw of the 100 test images, the same ones for both"
     assert noise(best, other) == (pytest.approx(0.01407, abs=1e-5), expected)
     assert "Recommended: best: nothing else is as accurate." in recommend([best, other])
     others = [
-        group("other", [0.90], 1, 1, correct=[c], seeds=[s]) for c, s in ((None, 7), ("1" * 90, 7), ("1" * 107, 8))
+        group("other", [0.90], 1, 1, correct=[c], seeds=[s]) for c, s in ((None, 7), (["1" * 90], 7), (["1" * 100], 8))
     ]
     assert [noise(best, other)[1] for other in others] == ["by the draw of the 100 test images"] * 3
 
 
 def test_images_of_a_small_task_count_more() -> None:
-    """Of 48, 40 and 8 test images one of the last eight differs: 0.125 / 3 = 4.2 points, with as large a noise.
+    """Of 48, 40 and 8 test images one of the last eight differs: 0.125 / 3 = 4.2 points, and as large a noise.
 
-    A pooled noise would be 0.102 / sqrt(96) = 1.0 point. n = 9 / (1 / 48 + 1 / 40 + 1 / 8) = 52.7 images.
+    The variance of seven zeros and a one is 7 / 64, that of their mean 7 / 64 / 7, so the noise is (1 / 8) / 3.
     """
     best, other = (
-        group("x", [accuracy], 1, 1, seeds=[0], samples=[48, 40, 8], correct=["1" * 95 + last])
+        group("x", [accuracy], 1, 1, seeds=[0], samples=[48, 40, 8], correct=[["1" * 48, "1" * 40, "1" * 7 + last]])
         for accuracy, last in ((0.9, "1"), (0.9 - 0.125 / 3, "0"))
     )
-    assert noise(best, other)[0] == pytest.approx(0.10206 / 52.68**0.5, rel=1e-3)
+    assert noise(best, other)[0] == pytest.approx(0.125 / 3)
 
 
 def test_none_below_a_less_accurate_one_is_as_accurate() -> None:
