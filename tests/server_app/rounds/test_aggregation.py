@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -221,7 +222,7 @@ class KnownSum(RoundSum):
         self.total = total
 
     def collect(self, *_: Any, **__: Any) -> tuple[np.ndarray, list[Any]]:
-        return self.total, [None, None]
+        return self.total, [SimpleNamespace(name="north"), SimpleNamespace(name="south")]
 
 
 def test_a_hidden_confusion_matrix_with_a_negative_count_is_refused(tiny: Values) -> None:
