@@ -24,13 +24,11 @@ from server_app.run_files.paths import lock_folder, mark_failed
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import end_processes, find_marked, interruptible, last_lines, start_process
 from server_app.simulation.superlink import POLL
-from task.config.schema import OF_THE_SERVER, SAME_RESULT, complete_saved, defaults, keys_affecting
+from task.config.schema import MAY_CHANGE, SAME_RESULT, complete_saved, defaults, keys_affecting
 from task.keys import ConfigError
 from task.message import Scalar
 
 MARK = "FCIL_BENCH"  # environment variable of all processes of a suite
-FREE = keys_affecting("waiting", *OF_THE_SERVER)  # of a run that is resumed these may change
-PLACE = ("output-dir", "run-name")
 PATIENCE = 10.0  # seconds in which a run that is stopped can save its state
 
 
@@ -132,22 +130,24 @@ class Bench:
             self._failed.append(run)
             self._say(f"FAILED    {run.name}: {error}")
             return
-        obstacle = self._obstacle(run) if self._resume else "no --resume"
-        resume, told = not obstacle, f", not resumed: {obstacle}" * (self._resume and run.directory.exists())
-        if run.directory.exists() and not resume:
+        obstacle, told = self._obstacle(run), ""
+        if obstacle and run.directory.exists():
             shutil.rmtree(run.directory)
+            told = f", not resumed: {obstacle}" if self._resume else ""
         run.directory.mkdir(parents=True, exist_ok=True)
         environment, log = {**os.environ, MARK: self._mark.partition("=")[2]}, run.directory / "run.log"
-        process = start_process(self._command(run, resume), Path(__file__).parents[2], environment, log)
+        process = start_process(self._command(run, not obstacle), Path(__file__).parents[2], environment, log)
         self._running[process], self._started_at[run.name] = run, time.monotonic()
-        self._say(f"resumed   {run.name}" if resume else f"started   {run.name}{told}")
+        self._say(f"started   {run.name}{told}" if obstacle else f"resumed   {run.name}")
 
     def _obstacle(self, planned: PlannedRun) -> str:
         """Why a planned run cannot go on after the last round of what lies in its folder; empty if it can."""
+        if not self._resume:
+            return "--resume is not given"
         run = self._load(planned)
         if run is None or run.results["status"] == "finished":
             return "there is no unfinished run"
-        if name := _other_key(run, planned, FREE) or ", ".join(_other_origin(run)):
+        if name := _other_key(run, planned, keys_affecting(*MAY_CHANGE)) or ", ".join(_other_origin(run)):
             return f"another {name}"
         try:
             find_checkpoint(planned.directory / "checkpoint")
@@ -158,7 +158,8 @@ class Bench:
     def _command(self, run: PlannedRun, resume: bool) -> list[str]:
         values = run.values
         if resume:
-            values = {k: v for k, v in values.items() if k in FREE and k not in PLACE} | {"resume": str(run.directory)}
+            free = set(keys_affecting(*MAY_CHANGE)) - {"output-dir", "run-name"}
+            values = {key: value for key, value in values.items() if key in free} | {"resume": str(run.directory)}
         settings = [f"{key}={value}" for key, value in values.items()]
         return [sys.executable, "-m", "server_app.cli", "run", *self._options, *settings]
 

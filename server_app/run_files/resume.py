@@ -9,7 +9,7 @@ import yaml
 from server_app.errors import one_line
 from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import read_results, resolve_output_dir
-from task.config.schema import OF_THE_SERVER, Config, complete_saved, keys_affecting, known_keys
+from task.config.schema import MAY_CHANGE, Config, complete_saved, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
@@ -33,7 +33,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     directory = resolve_output_dir(str(expand_home(str(values["resume"]), "resume")))
     saved = _read_saved_keys(directory)
     register(str(saved["method"]))
-    keys, free = known_keys(), keys_affecting("waiting", *OF_THE_SERVER)
+    keys, free = known_keys(), keys_affecting(*MAY_CHANGE)
     for name, value in values.items():
         if name in keys and name not in free and value not in (keys[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
@@ -64,7 +64,7 @@ def require_same_keys(config: Config, saved: Mapping[str, Scalar]) -> None:
     Raises:
         ConfigError: names a key that differs.
     """
-    free, now = keys_affecting("waiting", *OF_THE_SERVER), config.flat()
+    free, now = keys_affecting(*MAY_CHANGE), config.flat()
     for name, value in saved.items():
         if name not in free and now.get(name) != value:
             raise ConfigError(

@@ -39,8 +39,9 @@ PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASY
 # Groups of what a key may affect, see task.keys.Affects.
 OF_THE_NODE = ("files", "device")  # a node's own settings win over the run's
 OF_THE_SERVER = ("folder", "output")  # clients are not told
+MAY_CHANGE = ("waiting", *OF_THE_SERVER)  # when a run is resumed
 # these keys change measurements by rounding only, and on a GPU by the random numbers that a server draws there
-SAME_RESULT = ("device", "speed", "waiting", *OF_THE_SERVER)
+SAME_RESULT = ("device", "speed", *MAY_CHANGE)
 
 # Backbones without pre-trained weights, and the smallest image side with which batch normalisation can train on a batch
 # of one image: the last feature map, whose side is an eighth of it rounded up, must have more than one position.
