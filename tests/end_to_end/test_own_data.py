@@ -378,6 +378,38 @@ def test_images_that_change_between_evaluations_are_named(
     assert found.incomplete == [(2, sum(evaluated), sum(evaluated + missing))]
 
 
+def test_a_class_that_nodes_delete_leaves_the_accuracy_of_the_others(keys: Values, nodes: Path) -> None:
+    """Nobody is away, so nothing is missing: of the first task the bees are what there is to test on."""
+
+    def delete() -> None:
+        for node in ("north", "south"):
+            shutil.rmtree(nodes / node / "ant")
+
+    values = keys | {"unreadable-share": 0.5}
+    results = run(values, Changing(parse(values).flat(), {1: delete}))
+    assert sum(results["confusion"][0]) == 0
+    assert results["samples_after_task"][1][0] == sum(results["confusion"][1]) > 0
+    assert results["samples_away_after_task"] == [[0], [0, 0]]
+    assert results["accuracy_matrix"][1][0] == results["per_class_accuracy"]["bee"]
+    found = load_run(Path(keys["output-dir"]) / "run")
+    assert (found.gaps, found.incomplete) == ([], [])
+
+
+def test_images_that_a_node_collects_while_it_is_away_were_not_missing(keys: Values, nodes: Path) -> None:
+    transport = Changing(parse(keys).flat())
+
+    def collect() -> None:
+        transport.hidden.add(0)
+        paint(nodes / "north" / "bee", 30, first=100)
+
+    transport.before = {2: collect, 3: transport.hidden.clear}
+    results = run(keys | {"rounds-per-task": 3}, transport)
+    (first,), (second, _) = results["samples_after_task"]
+    assert second > first
+    assert results["samples_away_after_task"] == [[0], [0, 0]]
+    assert load_run(Path(keys["output-dir"]) / "run").incomplete == []
+
+
 @pytest.mark.parametrize("kinds", [{"evaluate"}, {"train", "evaluate"}])
 @pytest.mark.parametrize("kept", [[], ["north/cow"]])
 def test_what_was_never_measured_is_no_task_without_test_images(
