@@ -41,8 +41,8 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
     Args:
         accuracy_matrix: [T, T], T >= 1; cut the matrix of an unfinished run with ``crop_to_finished`` first.
         samples_per_task: number of test samples of each task, [T], for ``last_accuracy``, its mean over time,
-            ``average_seen_accuracy``, and ``continual_utility``; without them tasks count alike. A task with 0 of them
-            is folded, see ``fold``.
+            ``average_seen_accuracy``, and ``continual_utility``; without them tasks count alike. Where they change
+            during a run, those at its end. A task with 0 of them is folded, see ``fold``.
 
     Raises:
         ValueError: the matrix or the counts are malformed; the message says where.

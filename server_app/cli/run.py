@@ -5,12 +5,14 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.cli.progress import Progress, summary
 from server_app.errors import LaunchError, RunError, describe_os_error
-from server_app.run_files.on_end import tell_operator
+from server_app.run_files.on_end import require_hook, tell_operator
 from server_app.run_files.paths import (
+    FINISHED,
     INTERRUPTED,
     lock_run,
     mark_failed,
@@ -68,6 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     address = _cluster_address(args)
     config = parse(values)
     require_tensorboard(config)  # before Flower is started
+    require_hook(config.on_end)
     directory = run_directory(config)
     require_writable(directory)
     if directory.exists():
@@ -127,14 +130,13 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
         return complain(f"the run failed: {describe_os_error(error)}", FAILED)
     except Interrupted as stop:
         mark_failed(progress.directory, str(stop))
-        return _report_stop(values, progress.directory, stop, untold=not begun)
+        return _report_stop("" if begun else config.on_end, progress.directory, stop, RunError(str(stop)))
     return OK
 
 
-def _report_stop(values: dict[str, Scalar], directory: Path, stop: Interrupted, untold: bool) -> int:
-    """Say that a run was stopped; also to the operator, if the run itself could not do so."""
-    if untold:
-        tell_operator(str(values.get("on-end", "")), directory, RunError(str(stop)))
+def _report_stop(hook: str, directory: Path, stop: Interrupted, error: RunError | None) -> int:
+    """Say that a run was stopped; ``hook`` hears how it ended."""
+    tell_operator(hook, directory, error)
     return complain(f"stopped; what was saved is in {directory}", 128 + stop.number)
 
 
@@ -147,18 +149,30 @@ def _keep_log(log: Path, directory: Path) -> None:
 
 
 def _run_with_flower(values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None) -> int:
+    """The server app is a process of this one, which sees how every process ends: so it tells the operator."""
     where = f", on {cluster}" if cluster else ""
     print(f"starting Flower: {values['num-clients']} clients, up to {workers} at a time{where}", flush=True)
-    before = read_results(progress.directory)
+    directory, hook = progress.directory, str(values.get("on-end", ""))
+    before = read_results(directory)  # of a run that is resumed
     try:
         status, details = _run_once(values, progress, workers, cluster)
-        if status != COMPLETED and ray_timed_out(progress.directory / LOG):
+        if status != COMPLETED and ray_timed_out(directory / LOG):
             print("Ray did not start in time; trying once more", file=sys.stderr, flush=True)
             status, details = _run_once(values, progress, workers, cluster)
+    except LaunchError as error:
+        tell_operator(hook, directory, error)
+        raise
     except Interrupted as stop:
-        untold = mark_failed(progress.directory, str(stop)) or read_results(progress.directory) == before
-        return _report_stop(values, progress.directory, stop, untold)
-    return OK if status == COMPLETED else _report_failure(progress.directory, details or status)
+        mark_failed(directory, str(stop))
+        finished = read_results(directory).get("status") == FINISHED
+        return _report_stop(hook, directory, stop, None if finished else RunError(str(stop)))
+    if status != COMPLETED:
+        reason = _reason_of_failure(directory, before, details or status)
+        mark_failed(directory, reason)
+        tell_operator(hook, directory, RunError(reason))
+        return complain(f"the run failed: {reason}", FAILED)
+    tell_operator(hook, directory)
+    return OK
 
 
 def _run_once(values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None) -> tuple[str, str]:
@@ -176,14 +190,14 @@ def _run_once(values: dict[str, Scalar], progress: Progress, workers: int, clust
             _keep_log(flower.log, progress.directory)
 
 
-def _report_failure(directory: Path, details: str) -> int:
+def _reason_of_failure(directory: Path, before: dict[str, Any], details: str) -> str:
+    """Why the run failed, as it has recorded itself or as Flower and Ray say; prints where there is more."""
     log, flowers_reason = directory / LOG, details.removeprefix("Simulation failed with exception: ")
     if ray_timed_out(log):
         flowers_reason = RAY_TIMED_OUT
     results = read_results(directory)
-    reason = str((results.get("status") != INTERRUPTED and results.get("error")) or flowers_reason)
-    mark_failed(directory, reason)
+    recorded = "" if results == before or results.get("status") == INTERRUPTED else results.get("error")
     if "server_app.app.RunFailed" not in last_lines(log, 1000):  # a RunFailed has its whole reason in the results
         print(last_lines(log), file=sys.stderr)
     print(f"the log is {log}", file=sys.stderr)
-    return complain(f"the run failed: {reason}", FAILED)
+    return str(recorded or flowers_reason)

@@ -123,7 +123,9 @@ def _failures_section(rounds: Sequence[Mapping[str, Any]]) -> Section:
 def _metrics_section(run: Run) -> Section:
     formulas = {name: (inspect.getdoc(metric) or "").split("\n")[0] for name, metric in METRICS.items()}
     formulas["last_accuracy"] = "Accuracy over all test samples after the last task."
-    formulas["average_seen_accuracy"] = "Mean over time of the accuracy over all test samples of seen classes."
+    formulas["average_seen_accuracy"] = (
+        "Mean over time of the accuracy over all test samples of seen classes; their numbers are those of the end."
+    )
     rows = [(n, formulas.get(n), f"{100 * v:.2f} %" if n in formulas else v) for n, v in run.metrics.items()]
     return Section("Metrics", ["Metric", "Formula", "Value"], rows, text=2)
 

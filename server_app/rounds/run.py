@@ -311,7 +311,14 @@ class Run:
                 predicted = predict_classes(self.model, dataset, seen, tested)
                 counts = count_pairs(labels[tested], predicted, len(dataset.class_names))
                 self.results.note_correct(labels[tested], predicted == labels[tested])
-        self.results.add_evaluation(context.task, counts, evaluated)
+        self.results.add_evaluation(context.task, counts, self._count_away(counts, evaluated))
+
+    def _count_away(self, counts: np.ndarray, evaluated: set[str]) -> np.ndarray:
+        """Test images of each class, int64 [C], that are not in ``counts``, as their clients have not ``evaluated``."""
+        if self.config.own_data:
+            return self.results.held_by_others(evaluated)
+        images = np.bincount(self.scenario.dataset.test_labels, minlength=len(counts))
+        return np.maximum(images - counts.sum(axis=1), 0)
 
     def _count_on_clients(self, context: RoundContext, report: RoundReport) -> tuple[np.ndarray, set[str]]:
         clients, arrays, dataset = self.registry.clients, self.model.export(), self.scenario.dataset
@@ -337,7 +344,7 @@ class Run:
         clients, absent = self.registry.clients, self.registry.absent.values()
         if self.config.own_data:
             names = self.scenario.dataset.class_names
-            self.results.held |= {c.name: c.by_class_id(c.test_counts, names).tolist() for c in clients}
+            self.results.note_holders({c.name: (c.node, c.by_class_id(c.test_counts, names)) for c in clients})
         self.results.absent = [{"name": node.name, "reason": node.reason} for node in absent]
         write_nodes(self.directory, clients, absent)
         if has_fixed_images(self.config):

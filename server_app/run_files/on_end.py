@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,7 +21,10 @@ from task.keys import ConfigError
 log = logging.getLogger(__name__)
 
 PATIENCE = 30.0  # seconds for the operator's command or URL
+# environment variable of the processes of fcil run: it sees how all of them end, and tells in their place
+SUPERVISED = "FCIL_SUPERVISED"
 _WEB = ("http://", "https://")
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{(\w+)\})")
 _QUOTED = 250  # bytes that are quoted of a command's output: the last, where programs put the reason
 
 
@@ -34,19 +38,29 @@ def require_hook(hook: str) -> None:
     Raises:
         ConfigError: quotes ``hook`` as it was typed, as variables are for secrets.
     """
-    target = os.path.expandvars(hook)
     try:
-        if target.startswith(_WEB):
-            usable = bool(urlsplit(target).hostname) and target.isascii() and len(target.split()) == 1
-            expected = "a URL needs a host, and no blank or letter beyond ASCII"
-        else:
-            words = shlex.split(target)
-            usable = not words or bool(shutil.which(words[0]))
-            expected = "there is no such command on the server, or its variable is not set there"
+        objection = _unset_variable(hook) or _objection(os.path.expandvars(hook))
     except ValueError:
-        usable, expected = False, "with its variables filled in, it is neither a command line nor a URL"
-    if not usable:
-        raise ConfigError(f"on-end = {hook!r} cannot work: {expected}.")
+        objection = "with its variables filled in, it is neither a command line nor a URL"
+    if objection:
+        raise ConfigError(f"on-end = {hook!r} cannot work: {objection}.")
+
+
+def _unset_variable(hook: str) -> str:
+    """Says which variable is not set or empty; in a script, a word with blanks, variables may be the script's own."""
+    words = [hook] if hook.startswith(_WEB) else [word for word in shlex.split(hook) if not word.split()[1:]]
+    names = [bare or braced for word in words for bare, braced in _VARIABLE.findall(word)]
+    return next((f"the variable {name} is not set on the server" for name in names if not os.environ.get(name)), "")
+
+
+def _objection(target: str) -> str:
+    """Why a command, or a URL, with its variables filled in, cannot be used; or an empty text."""
+    if target.startswith(_WEB):
+        url = urlsplit(target)
+        usable = url.hostname and url.port != 0 and target.isascii() and len(target.split()) == 1
+        return "" if usable else "a URL needs a host, and no blank or letter beyond ASCII"
+    words = shlex.split(target)
+    return "" if not words or shutil.which(words[0]) else "there is no such command on the server"
 
 
 def tell_operator(hook: str, directory: Path, error: BaseException | None = None) -> None:
@@ -55,8 +69,11 @@ def tell_operator(hook: str, directory: Path, error: BaseException | None = None
     Both get the same JSON object, a command on its standard input: ``run``, ``status`` (finished or failed), ``error``
     and ``directory``. They have PATIENCE seconds. What goes wrong is logged and changes nothing else.
 
-    An empty ``hook`` does nothing; ``error`` is why the run failed, None if it finished.
+    An empty ``hook`` does nothing, and nobody is told by a process that is SUPERVISED; ``error`` is why the run failed,
+    None if it finished.
     """
+    if os.environ.get(SUPERVISED):
+        return
     status, reason = ("finished", "") if error is None else ("failed", reason_of(error))
     event = {"run": directory.name, "status": status, "error": reason, "directory": str(directory)}
     content, target = json.dumps(event).encode(), os.path.expandvars(hook)

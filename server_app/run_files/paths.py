@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 SCHEMA = 1  # of results.json
 LARGEST_RESULTS = 2**30  # bytes; the confusion of ten thousand classes alone has 300 MB
-RUNNING, INTERRUPTED = "running", "interrupted"  # nobody records the second: :func:`true_status` finds it out
+RUNNING, FINISHED = "running", "finished"
+INTERRUPTED = "interrupted"  # nobody records it: :func:`true_status` finds it out
 
 
 def project_folder() -> Path:
@@ -148,18 +149,13 @@ def read_results(directory: Path) -> dict[str, Any]:
     return {}
 
 
-def mark_failed(directory: Path, reason: str) -> bool:
-    """Record as failed a run whose process was killed before it recorded its end; an end that is recorded stays.
-
-    Returns whether there was none, so that nobody has been told of it.
-    """
+def mark_failed(directory: Path, reason: str) -> None:
+    """Record as failed a run whose process was killed before it recorded its end; an end that is recorded stays."""
     results = read_results(directory)
-    ended = results.get("status") not in (None, RUNNING, INTERRUPTED)
-    if results and not ended:
+    if results.get("status") in (RUNNING, INTERRUPTED):
         content = json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n"
         with contextlib.suppress(OSError):  # a full disk must not hide the reason
             write_atomically(directory / "results.json", content.encode())
-    return not ended
 
 
 def resolve_output_dir(output_dir: str) -> Path:

@@ -63,10 +63,11 @@ class Results:
         self.clients: list[dict[str, Any]] = []
         self.entropies: list[list[float]] = [[] for _ in tasks]
         self.distances: list[float | None] = [None] * len(tasks)
-        self.held: dict[str, list[int]] = {}  # by client, its own test images of each class id by its latest word
+        # by client, its node and its own test images of each class id, by its latest word
+        self.holders: dict[str, tuple[int, np.ndarray]] = {}
         self.samples: list[int] = []
         self.counted: list[list[int]] = []  # test images of each task so far that were evaluated after each task
-        self.away: list[list[int]] = []  # those of clients that did not evaluate
+        self.away: list[list[int]] = []  # those that nobody evaluated, as nodes were away
         self.rounds: list[RoundReport] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.started, self.status, self.error = time.perf_counter(), "running", ""
@@ -128,13 +129,25 @@ class Results:
         yield
         self.seconds[name] += time.perf_counter() - started
 
-    def add_evaluation(self, task: int, confusion: np.ndarray, evaluated: Collection[str] = ()) -> None:
-        """Note the accuracy after ``task`` (from 0); int64 [classes, classes], rows the true class.
+    def note_holders(self, holders: Mapping[str, tuple[int, np.ndarray]]) -> None:
+        """Note by client's name its node and its own test images of each class id, int64 [C]; a node has one name."""
+        nodes = {node for node, _ in holders.values()}
+        self.holders = {name: (n, held) for name, (n, held) in self.holders.items() if n not in nodes} | dict(holders)
 
-        ``evaluated`` are the clients that it comes from. There is none of a task of which a class was not evaluated
-        though another client holds test images of it: that of the other classes would look like one of the whole task.
+    def held_by_others(self, evaluated: Collection[str]) -> np.ndarray:
+        """Test images of each class, int64 [C], of the holders that are not among those that ``evaluated``."""
+        away = np.zeros(len(self.class_names), np.int64)
+        for held in (held for name, (_, held) in self.holders.items() if name not in evaluated):
+            away[: len(held)] += held
+        return away
+
+    def add_evaluation(self, task: int, confusion: np.ndarray, away: np.ndarray) -> None:
+        """Note the accuracy after ``task`` (from 0); int64 [C, C], rows the true class.
+
+        ``away``, int64 [C], are test images that nobody evaluated. There is no accuracy of a task of which a whole
+        class was away: that of the other classes would look like one of the whole task.
         """
-        correct, total, away = confusion.diagonal(), confusion.sum(axis=1), self._held_by_others(evaluated)
+        correct, total = confusion.diagonal(), confusion.sum(axis=1)
         self.confusion = confusion.tolist()
         for j, classes in enumerate(self.tasks[: task + 1]):
             known = not ((total == 0) & (away > 0))[classes].any()
@@ -153,13 +166,6 @@ class Results:
         if task == 0 and self.cpu_started is not None:
             self.seconds["cpu_first_task"] = time.process_time() - self.cpu_started
         self.per_class = {name: _accuracy(*n) for name, *n in zip(self.class_names, correct, total, strict=True)}
-
-    def _held_by_others(self, evaluated: Collection[str]) -> np.ndarray:
-        """Test images of each class, int64 [C], of the clients that are not among those that ``evaluated``."""
-        away = np.zeros(len(self.class_names), np.int64)
-        for counts in (counts for name, counts in self.held.items() if name not in evaluated):
-            away[: len(counts)] += counts
-        return away
 
     def note_correct(self, labels: np.ndarray, correct: np.ndarray) -> None:
         """Note which of the server's test images the latest model classifies correctly, so that runs can be compared.

@@ -104,7 +104,7 @@ def _require_answer(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT).close()
-    except (OSError, OverflowError) as error:  # Ray itself would try for minutes
+    except (OSError, OverflowError, UnicodeError) as error:  # Ray itself would try for minutes
         raise LaunchError(
             f"{ADDRESS} = {address!r}: nothing answers there ({error}). Start the cluster with ray start, or unset "
             f"{ADDRESS} to run on this machine alone."

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from server_app.errors import LaunchError
+from server_app.run_files.on_end import SUPERVISED
 from server_app.simulation.cluster import ADDRESS, Cluster
 from server_app.simulation.processes import end_processes, last_lines, start_process
 from server_app.simulation.warden import start_warden
@@ -150,6 +151,7 @@ def _environment(home: Path, cluster: Cluster | None = None) -> dict[str, str]:
     """Environment of Flower's programs: they write below ``home`` and use no network but this machine's own."""
     own = {
         "FLWR_HOME": str(home),
+        SUPERVISED: "1",
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",

@@ -810,6 +810,7 @@ def test_a_node_that_comes_back_under_another_name_is_one_client_still(keys: Val
     assert results["rounds"][0]["failures"] == [{"name": "west", "reason": "gone"}]
     assert [r["participants"][-1] for r in results["rounds"]] == ["west", "west", "xeno", "xeno"]
     assert [c["name"] for c in results["clients"]] == ["north", "south", "xeno"]
+    assert results["samples_away_after_task"] == [[0], [0, 0]]  # what west held is what xeno holds
 
 
 @pytest.mark.parametrize(

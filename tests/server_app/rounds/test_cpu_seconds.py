@@ -46,9 +46,9 @@ def test_threads_count_and_waiting_does_not(results: Results) -> None:
 def test_what_the_first_task_took_stays_when_later_ones_go_on(results: Results) -> None:
     results.start_cpu_clock()
     busy(0.1)
-    results.add_evaluation(0, np.eye(12, dtype=np.int64))
+    results.add_evaluation(0, np.eye(12, dtype=np.int64), np.zeros(12, np.int64))
     busy(0.2)
-    results.add_evaluation(1, np.eye(12, dtype=np.int64))
+    results.add_evaluation(1, np.eye(12, dtype=np.int64), np.zeros(12, np.int64))
     results.write()
     assert 0.1 <= results.seconds["cpu_first_task"] < 0.2
     assert results.seconds["cpu_total"] >= 0.3

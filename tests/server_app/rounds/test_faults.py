@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from server_app.errors import RunError
+from server_app.report.runs import load_run
 from strategies.base import RoundContext, Update
 from task.keys import ConfigError
 from task.message import Kind, Packet
@@ -197,6 +198,42 @@ def test_a_bad_evaluation_is_named_and_left_out(change: Change, tiny: dict) -> N
     assert [f["name"] for f in results["rounds"][0]["failures"]] == ["client-0001"]
     assert "evaluation" in results["rounds"][0]["failures"][0]["reason"]
     assert results["accuracy_matrix"][1][1] is not None
+
+
+@pytest.mark.parametrize("sums", ["off", "pairwise"])
+def test_test_images_whose_clients_are_away_are_missed(sums: str, tiny: dict, caplog: pytest.LogCaptureFixture) -> None:
+    """Each client evaluates its part of the data set's test images."""
+    values = tiny | {"method": "ncm", "evaluate": "clients", "num-clients": 3, "secure-aggregation": sums}
+    results = run(values, broken=lambda node, kind: node == 2 and kind == "evaluate")
+    whole = run(values | {"run-name": "whole"})
+    assert whole["samples_away_after_task"] == [[0], [0, 0]]
+    after, away = (np.concatenate(results[f"samples{name}_after_task"]) for name in ("", "_away"))
+    assert (away > 0).all()
+    assert (after + away).tolist() == np.concatenate(whole["samples_after_task"]).tolist()
+    assert "not all test images were evaluated" in caplog.text
+    assert load_run(folder_of(tiny)).incomplete
+
+
+def test_a_class_that_no_client_has_evaluated_leaves_its_task_without_accuracy(
+    tiny: dict, tmp_path: Path, patterns: list[np.ndarray]
+) -> None:
+    """Test images come in the order of their classes again and again, so each of four clients has those of one."""
+    images = np.stack(patterns[:4], axis=1).reshape(-1, *patterns[0].shape[1:])
+    labels, split = np.tile(np.arange(4), 20), np.repeat([0, 1], 40)
+    np.savez(tmp_path / "turns.npz", allow_pickle=False, images=images, labels=labels, split=split)
+    values = tiny | {"method": "ncm", "dataset": "npz", "data-dir": str(tmp_path / "turns.npz"), "num-tasks": 2}
+    values |= {"class-order": "given", "partition": "iid", "evaluate": "clients", "num-clients": 4}
+    evaluations = []
+
+    def broken(node: int, kind: Kind) -> bool:
+        evaluations.extend([node] * (kind == "evaluate"))
+        return kind == "evaluate" and node == 3 and len(evaluations) > 4
+
+    results = run(values, broken=broken)
+    assert (results["samples_after_task"], results["samples_away_after_task"]) == ([[20], [20, 10]], [[0], [0, 10]])
+    assert results["accuracy_matrix"][1][0] is not None
+    assert results["accuracy_matrix"][1][1] is None
+    assert results["metrics"] == {}
 
 
 def test_a_refinement_that_diverges_ends_the_run_with_a_reason(tiny: dict) -> None:

@@ -18,7 +18,8 @@ import pytest
 from server_app.errors import RunError
 from server_app.rounds.report_drawer import ReportDrawer
 from server_app.run_files import on_end
-from server_app.run_files.on_end import require_hook, tell_operator
+from server_app.run_files.on_end import SUPERVISED, require_hook, tell_operator
+from server_app.simulation.superlink import _environment
 from task.config.parsing import parse
 from task.keys import ConfigError
 from tests.helpers.runs import Values, results_of, run
@@ -52,11 +53,33 @@ def test_a_run_that_does_not_come_to_its_first_round_is_reported_too(tiny: Value
     assert json.loads((tmp_path / "event").read_text())["status"] == "failed"
 
 
-@pytest.mark.parametrize("hook", ["no-such-program --now", "$NO_SUCH_HOOK", "https://", "http://[::1", "http://a b/"])
-def test_what_cannot_work_is_refused_before_the_first_round(hook: str, tiny: Values, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "hook",
+    [
+        *("no-such-program --now", "$NO_SUCH_HOOK", "https://", "http://[::1", "http://a b/"),
+        *("http://localhost:abc/", "http://localhost:99999/"),
+        *("https://$NO_SUCH_HOOK/x", "https://a.example/${NO_SUCH_HOOK}"),
+        *("true $NO_SUCH_HOOK", "true --token=$NO_SUCH_HOOK", "$EMPTY_HOOK"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_first_round(
+    hook: str, tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMPTY_HOOK", "")
     with pytest.raises(ConfigError, match=f"^on-end = {re.escape(repr(hook))}"):
         run(tiny | {"on-end": hook})
     assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_variables_of_a_script_are_its_own() -> None:
+    require_hook("sh -c 'for f in *; do echo $f; done'")
+
+
+def test_fcil_run_tells_in_the_place_of_its_server_app(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = _environment(tmp_path)
+    monkeypatch.setenv(SUPERVISED, environment[SUPERVISED])
+    tell_operator(saves_to(tmp_path / "event"), tmp_path)
+    assert not (tmp_path / "event").exists()
 
 
 @pytest.mark.parametrize("value", ["mail 'token-123", "http://[token-123"])

@@ -18,6 +18,7 @@ import pytest
 
 from server_app.cli.main import main
 from server_app.cli.progress import Progress
+from server_app.errors import LaunchError
 from server_app.run_files.paths import mark_failed
 from server_app.simulation import cluster, processes
 from server_app.simulation import superlink as launcher
@@ -73,12 +74,12 @@ def test_other_words_in_ray_address_are_refused(address, monkeypatch):
         cluster.cluster_address()
 
 
-@pytest.mark.parametrize("port", [None, 99999])
-def test_nothing_at_the_address_is_said_at_once(port, tiny, monkeypatch, capsys):
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port or launcher._free_port()}")
+@pytest.mark.parametrize("address", [None, "127.0.0.1:99999", "..:6379"])
+def test_nothing_at_the_address_is_said_at_once(address, tiny, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", address or f"127.0.0.1:{launcher._free_port()}")
     assert main(["run", *(f"{name}={value}" for name, value in tiny.items())]) == 1
     assert re.search(
-        r"fcil: RAY_ADDRESS = '127.0.0.1:\d+': nothing answers there \(.*Start the", capsys.readouterr().err
+        r"fcil: RAY_ADDRESS = '[\d.]*:\d+': nothing answers there \(.*Start the", capsys.readouterr().err
     )
 
 
@@ -262,9 +263,7 @@ def test_the_operator_is_told_once_of_a_run_that_a_signal_ends_while_it_is_set_u
     assert json.loads((tmp_path / "event").read_text())["error"] == "stopped by SIGTERM"
 
 
-def test_the_operator_is_not_told_twice(tiny, tmp_path, monkeypatch):
-    """A signal that comes when the run has ended changes nothing of what was recorded and told."""
-
+def test_a_signal_after_the_end_of_a_run_does_not_change_what_the_operator_is_told(tiny, tmp_path, monkeypatch):
     def be_stopped(run: FakeRun, values: dict, *_: object) -> None:
         run.log.write_text("")
         folder = Path(values["output-dir"], values["run-name"])
@@ -275,9 +274,41 @@ def test_the_operator_is_not_told_twice(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(FakeRun, "submit", be_stopped)
     monkeypatch.setattr(FakeRun, "is_running", lambda run: bool(run.check()))
     monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
-    values = tiny | {"on-end": f"sh -c 'cat > {tmp_path}/event'"}
+    values = tiny | {"on-end": f"sh -c 'cat >> {tmp_path}/event'"}
     assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == 128 + signal.SIGTERM
-    assert not (tmp_path / "event").exists()
+    assert json.loads((tmp_path / "event").read_text())["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "status", "error"),
+    [
+        ([DONE], 0, "finished", ""),
+        ([(*FAILED, RAY_LOG), DONE], 0, "finished", ""),
+        ([(*FAILED, RAY_LOG)] * 2, 1, "failed", launcher.RAY_TIMED_OUT),
+        ([], 1, "failed", "no SuperLink"),
+    ],
+)
+def test_the_operator_is_told_once_how_flower_ended_a_run(ends, code, status, error, tiny, tmp_path, monkeypatch):
+    def be_missing(run: FakeRun) -> None:
+        raise LaunchError("no SuperLink")
+
+    monkeypatch.setattr(FakeRun, "ends", list(ends), raising=False)
+    monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
+    if not ends:
+        monkeypatch.setattr(FakeRun, "__enter__", be_missing)
+    values = tiny | {"on-end": f"sh -c 'cat >> {tmp_path}/event'"}
+    assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == code
+    event = json.loads((tmp_path / "event").read_text())
+    assert (event["status"], event["error"]) == (status, error)
+
+
+def test_the_reason_of_an_earlier_failure_is_not_that_of_a_run_that_did_not_go_on(tiny, tmp_path, monkeypatch, capsys):
+    folder = interrupt(tiny | {"output-dir": str(tmp_path), "run-name": "run"}, cut_in_round=2)
+    mark_failed(folder, "a power cut")
+    monkeypatch.setattr(FakeRun, "ends", [(*FAILED, RAY_LOG)] * 2, raising=False)
+    monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
+    assert main(["run", f"resume={folder}"]) == 1
+    assert f"the run failed: {launcher.RAY_TIMED_OUT}" in capsys.readouterr().err
 
 
 STUBBORN = """
