@@ -78,9 +78,7 @@ def test_other_words_in_ray_address_are_refused(address, monkeypatch):
 def test_nothing_at_the_address_is_said_at_once(address, tiny, monkeypatch, capsys):
     monkeypatch.setenv("RAY_ADDRESS", address or f"127.0.0.1:{launcher._free_port()}")
     assert main(["run", *(f"{name}={value}" for name, value in tiny.items())]) == 1
-    assert re.search(
-        r"fcil: RAY_ADDRESS = '[\d.]*:\d+': nothing answers there \(.*Start the", capsys.readouterr().err
-    )
+    assert re.search(r"fcil: RAY_ADDRESS = '[\d.]*:\d+': nothing answers there \(.*Start the", capsys.readouterr().err)
 
 
 def test_flower_is_told_to_join_a_cluster_and_else_keeps_to_itself(monkeypatch):
