@@ -1,4 +1,4 @@
-"""Make a data set that is far from photographs: the letters a to t, each drawn once in every font of a folder.
+"""Make a data set that is far from photographs: the letters a to t, each drawn once in 160 fonts of a folder.
 
     while read name; do npm pack @fontsource/$name; done < benchmarks/fonts.txt
     for file in *.tgz; do tar xzf $file --wildcards --strip-components=2 'package/files/*-latin-400-normal.woff'; done
@@ -32,7 +32,13 @@ def draw(letter: str, font: Path) -> np.ndarray:
 
 
 def make(fonts: list[Path], train: int, test: int, seed: int) -> dict[str, np.ndarray]:
-    """Images uint8 [N, SIDE, SIDE, 3], labels int64 [N], split [N] (0 = train, 1 = test) and class names."""
+    """Images uint8 [N, SIDE, SIDE, 3], labels int64 [N], split [N] (0 = train, 1 = test) and class names.
+
+    Raises:
+        SystemExit: there are too few fonts.
+    """
+    if len(fonts) < train + test:
+        raise SystemExit(f"{train} + {test} fonts are needed, {len(fonts)} .woff files were found")
     drawn = numpy_rng(seed, "letters").permutation(np.array(sorted(fonts), object))[: train + test]
     return {
         "images": np.stack([draw(letter, font) for letter in LETTERS for font in drawn]),

@@ -22,14 +22,21 @@ from server_app.report.write import write_comparison
 from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import lock_folder, mark_failed
 from server_app.run_files.writers import origin
-from server_app.simulation.processes import end_processes, find_marked, interruptible, last_lines, start_process
+from server_app.simulation.processes import (
+    ask_to_end,
+    end_processes,
+    find_marked,
+    interruptible,
+    last_lines,
+    start_process,
+)
 from server_app.simulation.superlink import POLL
 from task.config.schema import MAY_CHANGE, SAME_RESULT, complete_saved, defaults, keys_affecting
 from task.keys import ConfigError
 from task.message import Scalar
 
 MARK = "FCIL_BENCH"  # environment variable of all processes of a suite
-PATIENCE = 10.0  # seconds in which a run that is stopped can save its state
+PATIENCE = 40.0  # seconds in which a run that is stopped can save its state and tell the operator
 
 
 def _in_use(folder: Path) -> LaunchError:
@@ -99,7 +106,8 @@ class Bench:
                 check()
                 time.sleep(POLL)
         finally:
-            end_processes(list(self._running), self._mark, PATIENCE)
+            ask_to_end(list(self._running), PATIENCE)
+            end_processes(list(self._running), self._mark)
             for run in self._running.values():
                 mark_failed(run.directory, "stopped with its suite")
 

@@ -1,15 +1,16 @@
 """fcil run: one run, through Flower's simulation or in this process."""
 
 import argparse
+import contextlib
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.cli.progress import Progress, summary
-from server_app.errors import LaunchError, RunError, describe_os_error
+from server_app.errors import LaunchError, RunError, describe_os_error, reason_of
 from server_app.run_files.on_end import require_hook, tell_operator
 from server_app.run_files.paths import (
     FINISHED,
@@ -79,15 +80,8 @@ def _run(args: argparse.Namespace) -> int:
     values |= {"output-dir": str(directory.parent), "run-name": directory.name}
     print(f"results go to {directory}", flush=True)
     progress = Progress(directory)
-    if args.in_process:
-        code = _run_here(values, progress)
-    else:
-        try:
-            cluster = _join(address, values, config, args.gpus_per_client or 0.0) if address else None
-        except Interrupted as stop:
-            return complain("stopped before the run began", 128 + stop.number)
-        workers = cluster.workers if cluster else args.workers or default_workers(config)
-        code = _run_with_flower(values, progress, workers, cluster)
+    here = args.in_process
+    code = _run_here(values, progress) if here else _run_with_flower(values, progress, config, args, address)
     if code == OK:
         print(*summary(directory), sep="\n")
     return code
@@ -130,14 +124,15 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
         return complain(f"the run failed: {describe_os_error(error)}", FAILED)
     except Interrupted as stop:
         mark_failed(progress.directory, str(stop))
-        return _report_stop("" if begun else config.on_end, progress.directory, stop, RunError(str(stop)))
+        if not begun:
+            tell_operator(config.on_end, progress.directory, RunError(str(stop)))
+        return _report_stop(progress.directory, stop)
     return OK
 
 
-def _report_stop(hook: str, directory: Path, stop: Interrupted, error: RunError | None) -> int:
-    """Say that a run was stopped; ``hook`` hears how it ended."""
-    tell_operator(hook, directory, error)
-    return complain(f"stopped; what was saved is in {directory}", 128 + stop.number)
+def _report_stop(directory: Path, stop: Interrupted) -> int:
+    saved = f"what was saved is in {directory}" if directory.exists() else "before the run began"
+    return complain(f"stopped; {saved}", 128 + stop.number)
 
 
 def _keep_log(log: Path, directory: Path) -> None:
@@ -148,31 +143,67 @@ def _keep_log(log: Path, directory: Path) -> None:
         complain(f"{directory / LOG} cannot be written: {error.strerror}", FAILED)
 
 
-def _run_with_flower(values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None) -> int:
-    """The server app is a process of this one, which sees how every process ends: so it tells the operator."""
-    where = f", on {cluster}" if cluster else ""
-    print(f"starting Flower: {values['num-clients']} clients, up to {workers} at a time{where}", flush=True)
-    directory, hook = progress.directory, str(values.get("on-end", ""))
-    before = read_results(directory)  # of a run that is resumed
+def _run_with_flower(
+    values: dict[str, Scalar], progress: Progress, config: Config, args: argparse.Namespace, address: str
+) -> int:
     try:
-        status, details = _run_once(values, progress, workers, cluster)
-        if status != COMPLETED and ray_timed_out(directory / LOG):
-            print("Ray did not start in time; trying once more", file=sys.stderr, flush=True)
-            status, details = _run_once(values, progress, workers, cluster)
-    except LaunchError as error:
-        tell_operator(hook, directory, error)
-        raise
+        with _telling(config.on_end, progress.directory):
+            cluster = _join(address, values, config, args.gpus_per_client or 0.0) if address else None
+            workers = cluster.workers if cluster else args.workers or default_workers(config)
+            where = f", on {cluster}" if cluster else ""
+            print(f"starting Flower: {values['num-clients']} clients, up to {workers} at a time{where}", flush=True)
+            _complete(values, progress, workers, cluster)
     except Interrupted as stop:
-        mark_failed(directory, str(stop))
-        finished = read_results(directory).get("status") == FINISHED
-        return _report_stop(hook, directory, stop, None if finished else RunError(str(stop)))
-    if status != COMPLETED:
-        reason = _reason_of_failure(directory, before, details or status)
-        mark_failed(directory, reason)
-        tell_operator(hook, directory, RunError(reason))
-        return complain(f"the run failed: {reason}", FAILED)
-    tell_operator(hook, directory)
+        return _report_stop(progress.directory, stop)
+    except RunError as error:
+        return complain(f"the run failed: {error}", FAILED)
     return OK
+
+
+@contextlib.contextmanager
+def _telling(hook: str, directory: Path) -> Iterator[None]:
+    """Tell the operator how a run through Flower ended, for its server app: this process sees how all others end.
+
+    What the run has recorded itself comes before what is raised here.
+    """
+    before, error = read_results(directory), None  # a run that is resumed has a record
+    try:
+        yield
+    except BaseException as problem:
+        reason = reason_of(problem).partition("\n")[0]  # what follows are lines of a log
+        mark_failed(directory, reason)
+        after = read_results(directory)
+        if after == before or after.get("status") != FINISHED:
+            error = RunError(reason if after == before else after.get("error") or reason)
+        raise
+    finally:
+        tell_operator(hook, directory, error)
+
+
+def _complete(values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None) -> None:
+    """Run it through Flower, once more if Ray did not start in time.
+
+    Raises:
+        RunError: it did not finish, with the reason that it has recorded itself, or that Flower and Ray say.
+    """
+    directory = progress.directory
+    before, log = read_results(directory), directory / LOG
+    status, details = _run_once(values, progress, workers, cluster)
+    if status != COMPLETED and ray_timed_out(log):
+        print("Ray did not start in time; trying once more", file=sys.stderr, flush=True)
+        status, details = _run_once(values, progress, workers, cluster)
+    if status == COMPLETED:
+        return
+    results = read_results(directory)
+    if results != before and results.get("status") == FINISHED:  # killed while it drew pictures, perhaps
+        print(f"the run finished, but then Flower says: {details or status}; see {log}", file=sys.stderr)
+        return
+    recorded = "" if results == before or results.get("status") == INTERRUPTED else results.get("error")
+    if "server_app.app.RunFailed" not in last_lines(log, 1000):  # a RunFailed has its whole reason in the results
+        print(last_lines(log), file=sys.stderr)
+    print(f"the log is {log}", file=sys.stderr)
+    flowers_reason = (details or status).removeprefix("Simulation failed with exception: ")
+    raise RunError(recorded or (RAY_TIMED_OUT if ray_timed_out(log) else flowers_reason))
 
 
 def _run_once(values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None) -> tuple[str, str]:
@@ -188,16 +219,3 @@ def _run_once(values: dict[str, Scalar], progress: Progress, workers: int, clust
             return flower.status()
         finally:
             _keep_log(flower.log, progress.directory)
-
-
-def _reason_of_failure(directory: Path, before: dict[str, Any], details: str) -> str:
-    """Why the run failed, as it has recorded itself or as Flower and Ray say; prints where there is more."""
-    log, flowers_reason = directory / LOG, details.removeprefix("Simulation failed with exception: ")
-    if ray_timed_out(log):
-        flowers_reason = RAY_TIMED_OUT
-    results = read_results(directory)
-    recorded = "" if results == before or results.get("status") == INTERRUPTED else results.get("error")
-    if "server_app.app.RunFailed" not in last_lines(log, 1000):  # a RunFailed has its whole reason in the results
-        print(last_lines(log), file=sys.stderr)
-    print(f"the log is {log}", file=sys.stderr)
-    return str(recorded or flowers_reason)

@@ -68,6 +68,16 @@ def start_process(
         )
 
 
+def ask_to_end(started: Sequence["subprocess.Popen[bytes]"], patience: float) -> None:
+    """End processes, but not their descendants, with SIGTERM, and wait at most ``patience`` seconds until they have."""
+    deadline = time.monotonic() + patience
+    for process in started:
+        process.terminate()
+    for process in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+
+
 def end_processes(started: list["subprocess.Popen[bytes]"], mark: str, patience: float = 2.0) -> None:
     """End processes and their descendants with SIGTERM, and with SIGKILL after ``patience`` seconds.
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
+import pytest
 
 from benchmarks.letters_npz import LETTERS, MARGIN, SIDE, draw, make
 
@@ -18,6 +19,11 @@ def test_a_letter_is_black_in_the_middle_and_as_large_as_fits() -> None:
     assert SIDE - MARGIN - 1 - rows.max() <= 1
     assert abs(columns.min() + columns.max() - (SIDE - 1)) <= 2
     assert (image[:MARGIN] == 255).all()
+
+
+def test_too_few_fonts_are_said() -> None:
+    with pytest.raises(SystemExit, match=r"3 . 2 fonts are needed, 4 \.woff files were found"):
+        make(FONTS[:4], 3, 2, seed=0)
 
 
 def test_no_font_is_in_both_parts() -> None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -524,6 +525,25 @@ def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path
         Bench(read_suite(write(), {}), 1, ["--in-process"], lambda line: None).run()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+
+
+def test_being_stopped_leaves_a_run_the_time_to_tell_the_operator(write, monkeypatch, tmp_path):
+    """Its command is a process that it starts only then."""
+    telling = f"sleep 1; echo told > {tmp_path / 'told'}"
+    program = "import signal, subprocess, time\n"
+    program += f"signal.signal(15, lambda *_: exit(subprocess.call({telling!r}, shell=True)))\n"
+    program += f"open({str(tmp_path / 'up')!r}, 'w').close(); time.sleep(60)"
+    monkeypatch.setattr(Bench, "_command", lambda self, run, resume: [sys.executable, "-c", program])
+
+    def sleep(seconds: float, real: Callable[[float], None] = time.sleep) -> None:
+        real(seconds)
+        if (tmp_path / "up").exists():
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(bench.time, "sleep", sleep)
+    with pytest.raises(Interrupted):
+        Bench(read_suite(write(), {}), 1, ["--in-process"], lambda line: None).run()
+    assert (tmp_path / "told").exists()
 
 
 # ------------------------------------------------------------------------------------------------------- the table

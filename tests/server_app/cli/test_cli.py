@@ -14,6 +14,7 @@ import client_app.client
 from server_app.cli import main as cli
 from server_app.cli import run as run_command
 from server_app.cli.progress import Progress
+from server_app.errors import RunError
 from server_app.simulation import superlink as launcher
 from task.message import Packet
 from tests.helpers.runs import results_of, settings
@@ -247,10 +248,10 @@ def test_a_log_that_cannot_be_kept_does_not_hide_the_reason(tmp_path, capsys, mo
     monkeypatch.setattr(run_command, "FlowerRun", Failed)
     monkeypatch.setattr("shutil.copy", full)
     monkeypatch.setattr("os.fsync", full)
-    assert run_command._run_with_flower({"num-clients": 2}, Progress(tmp_path / "run"), 1, None) == 1
-    err = capsys.readouterr().err
-    assert "flower.log cannot be written: No space left" in err
-    assert err.endswith("fcil: the run failed: no room\n")
+    folder = tmp_path / "run"
+    with pytest.raises(RunError, match=r"^no room$"), run_command._telling("", folder):
+        run_command._complete({"num-clients": 2}, Progress(folder), 1, None)
+    assert "flower.log cannot be written: No space left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])

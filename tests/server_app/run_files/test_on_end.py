@@ -80,6 +80,7 @@ def test_fcil_run_tells_in_the_place_of_its_server_app(tmp_path: Path, monkeypat
     monkeypatch.setenv(SUPERVISED, environment[SUPERVISED])
     tell_operator(saves_to(tmp_path / "event"), tmp_path)
     assert not (tmp_path / "event").exists()
+    require_hook("./a-command-in-the-folder-of-fcil-run")
 
 
 @pytest.mark.parametrize("value", ["mail 'token-123", "http://[token-123"])

@@ -261,43 +261,63 @@ def test_the_operator_is_told_once_of_a_run_that_a_signal_ends_while_it_is_set_u
     assert json.loads((tmp_path / "event").read_text())["error"] == "stopped by SIGTERM"
 
 
-def test_a_signal_after_the_end_of_a_run_does_not_change_what_the_operator_is_told(tiny, tmp_path, monkeypatch):
-    def be_stopped(run: FakeRun, values: dict, *_: object) -> None:
-        run.log.write_text("")
-        folder = Path(values["output-dir"], values["run-name"])
-        folder.mkdir(parents=True)
-        (folder / "results.json").write_text('{"status": "finished"}')
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(FakeRun, "submit", be_stopped)
-    monkeypatch.setattr(FakeRun, "is_running", lambda run: bool(run.check()))
-    monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
-    values = tiny | {"on-end": f"sh -c 'cat >> {tmp_path}/event'"}
-    assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == 128 + signal.SIGTERM
-    assert json.loads((tmp_path / "event").read_text())["status"] == "finished"
-
-
 @pytest.mark.parametrize(
     ("ends", "code", "status", "error"),
     [
         ([DONE], 0, "finished", ""),
         ([(*FAILED, RAY_LOG), DONE], 0, "finished", ""),
         ([(*FAILED, RAY_LOG)] * 2, 1, "failed", launcher.RAY_TIMED_OUT),
-        ([], 1, "failed", "no SuperLink"),
+        (LaunchError("no SuperLink:\n a line of its log"), 1, "failed", "no SuperLink:"),
+        (OSError("no usable temporary folder"), 1, "failed", "no usable temporary folder"),
     ],
 )
 def test_the_operator_is_told_once_how_flower_ended_a_run(ends, code, status, error, tiny, tmp_path, monkeypatch):
     def be_missing(run: FakeRun) -> None:
-        raise LaunchError("no SuperLink")
+        raise ends
 
-    monkeypatch.setattr(FakeRun, "ends", list(ends), raising=False)
     monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
-    if not ends:
+    if isinstance(ends, list):
+        monkeypatch.setattr(FakeRun, "ends", list(ends), raising=False)
+    else:
         monkeypatch.setattr(FakeRun, "__enter__", be_missing)
     values = tiny | {"on-end": f"sh -c 'cat >> {tmp_path}/event'"}
     assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == code
     event = json.loads((tmp_path / "event").read_text())
     assert (event["status"], event["error"]) == (status, error)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "code", "status", "error"),
+    [({"status": "finished"}, 0, "finished", ""), ({"status": "failed", "error": "too few"}, 1, "failed", "too few")],
+)
+@pytest.mark.parametrize("stopped", [False, True])
+def test_the_end_that_a_run_has_recorded_comes_before_what_ends_flower(
+    recorded, code, status, error, stopped, tiny, tmp_path, monkeypatch
+):
+    def end(run: FakeRun, values: dict, *_: object) -> None:
+        run.log.write_text("")
+        run.status_, run.details = FAILED
+        folder = Path(values["output-dir"], values["run-name"])
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps(recorded))
+        if stopped:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(FakeRun, "submit", end)
+    monkeypatch.setattr(FakeRun, "is_running", lambda run: bool(run.check()))
+    monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
+    values = tiny | {"on-end": f"sh -c 'cat >> {tmp_path}/event'"}
+    expected = 128 + signal.SIGTERM if stopped else code
+    assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == expected
+    event = json.loads((tmp_path / "event").read_text())
+    assert (event["status"], event["error"]) == (status, error)
+
+
+def test_the_operator_is_told_of_a_cluster_that_does_not_answer(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{launcher._free_port()}")
+    values = tiny | {"on-end": f"sh -c 'cat >> {tmp_path}/event'"}
+    assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == 1
+    assert "nothing answers there" in json.loads((tmp_path / "event").read_text())["error"]
 
 
 def test_the_reason_of_an_earlier_failure_is_not_that_of_a_run_that_did_not_go_on(tiny, tmp_path, monkeypatch, capsys):
