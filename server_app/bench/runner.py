@@ -20,7 +20,7 @@ from server_app.report.recommend import recommend
 from server_app.report.runs import Run, flat, load_run
 from server_app.report.write import write_comparison
 from server_app.run_files.checkpoints import find_checkpoint
-from server_app.run_files.paths import lock_folder, mark_failed
+from server_app.run_files.paths import FINISHED, lock_folder, mark_failed
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import (
     ask_to_end,
@@ -153,7 +153,7 @@ class Bench:
         if not self._resume:
             return "--resume is not given"
         run = self._load(planned)
-        if run is None or run.results["status"] == "finished":
+        if run is None or run.results["status"] == FINISHED:
             return "there is no unfinished run"
         if name := _other_key(run, planned, keys_affecting(*MAY_CHANGE)) or ", ".join(_other_origin(run)):
             return f"another {name}"

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.cli.progress import Progress, summary
@@ -15,6 +16,7 @@ from server_app.run_files.on_end import require_hook, tell_operator
 from server_app.run_files.paths import (
     FINISHED,
     INTERRUPTED,
+    RUNNING,
     lock_run,
     mark_failed,
     project_folder,
@@ -147,12 +149,12 @@ def _run_with_flower(
     values: dict[str, Scalar], progress: Progress, config: Config, args: argparse.Namespace, address: str
 ) -> int:
     try:
-        with _telling(config.on_end, progress.directory):
+        with _telling(config.on_end, progress.directory) as before:
             cluster = _join(address, values, config, args.gpus_per_client or 0.0) if address else None
             workers = cluster.workers if cluster else args.workers or default_workers(config)
             where = f", on {cluster}" if cluster else ""
             print(f"starting Flower: {values['num-clients']} clients, up to {workers} at a time{where}", flush=True)
-            _complete(values, progress, workers, cluster)
+            _complete(values, progress, workers, cluster, before)
     except Interrupted as stop:
         return _report_stop(progress.directory, stop)
     except RunError as error:
@@ -161,49 +163,55 @@ def _run_with_flower(
 
 
 @contextlib.contextmanager
-def _telling(hook: str, directory: Path) -> Iterator[None]:
+def _telling(hook: str, directory: Path) -> Iterator[dict[str, Any]]:
     """Tell the operator how a run through Flower ended, for its server app: this process sees how all others end.
 
-    What the run has recorded itself comes before what is raised here.
+    What the run has recorded itself comes before what is raised here. Yields its results of before, if it is resumed.
     """
-    before, error = read_results(directory), None  # a run that is resumed has a record
+    before, error = read_results(directory), None
     try:
-        yield
+        yield before
     except BaseException as problem:
         reason = reason_of(problem).partition("\n")[0]  # what follows are lines of a log
         mark_failed(directory, reason)
-        after = read_results(directory)
-        if after == before or after.get("status") != FINISHED:
-            error = RunError(reason if after == before else after.get("error") or reason)
+        end = _recorded_end(directory, before)
+        if end.get("status") != FINISHED:
+            error = RunError(end.get("error") or reason)
         raise
     finally:
         tell_operator(hook, directory, error)
 
 
-def _complete(values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None) -> None:
+def _recorded_end(directory: Path, before: dict[str, Any]) -> dict[str, Any]:
+    """The results of a run that has recorded since ``before`` how it ended; empty if it has not."""
+    results = read_results(directory)
+    return {} if results == before or results.get("status") in (RUNNING, INTERRUPTED) else results
+
+
+def _complete(
+    values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None, before: dict[str, Any]
+) -> None:
     """Run it through Flower, once more if Ray did not start in time.
 
     Raises:
         RunError: it did not finish, with the reason that it has recorded itself, or that Flower and Ray say.
     """
-    directory = progress.directory
-    before, log = read_results(directory), directory / LOG
+    log = progress.directory / LOG
     status, details = _run_once(values, progress, workers, cluster)
     if status != COMPLETED and ray_timed_out(log):
         print("Ray did not start in time; trying once more", file=sys.stderr, flush=True)
         status, details = _run_once(values, progress, workers, cluster)
     if status == COMPLETED:
         return
-    results = read_results(directory)
-    if results != before and results.get("status") == FINISHED:  # killed while it drew pictures, perhaps
+    end = _recorded_end(progress.directory, before)
+    if end.get("status") == FINISHED:  # killed while it drew pictures, perhaps
         print(f"the run finished, but then Flower says: {details or status}; see {log}", file=sys.stderr)
         return
-    recorded = "" if results == before or results.get("status") == INTERRUPTED else results.get("error")
     if "server_app.app.RunFailed" not in last_lines(log, 1000):  # a RunFailed has its whole reason in the results
         print(last_lines(log), file=sys.stderr)
     print(f"the log is {log}", file=sys.stderr)
     flowers_reason = (details or status).removeprefix("Simulation failed with exception: ")
-    raise RunError(recorded or (RAY_TIMED_OUT if ray_timed_out(log) else flowers_reason))
+    raise RunError(end.get("error") or (RAY_TIMED_OUT if ray_timed_out(log) else flowers_reason))
 
 
 def _run_once(values: dict[str, Scalar], progress: Progress, workers: int, cluster: Cluster | None) -> tuple[str, str]:

@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from server_app.errors import ReportError
-from server_app.run_files.paths import LARGEST_RESULTS, SCHEMA, true_status
+from server_app.run_files.paths import FINISHED, LARGEST_RESULTS, SCHEMA, true_status
 from task.metrics import crop_to_finished, fold, gaps, summarize_measured
 from task.utils.files import parse_small
 
@@ -73,7 +73,7 @@ class Run:
     @property
     def finished(self) -> bool:
         """Whether the run is recorded as finished and has all its tasks."""
-        return self.results["status"] == "finished" and len(self.matrix) == len(self.seen)
+        return self.results["status"] == FINISHED and len(self.matrix) == len(self.seen)
 
     @property
     def title(self) -> str:

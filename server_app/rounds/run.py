@@ -38,7 +38,7 @@ from server_app.rounds.setup import (
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.on_end import require_hook, tell_operator
-from server_app.run_files.paths import lock_run, require_writable, run_directory
+from server_app.run_files.paths import FINISHED, lock_run, require_writable, run_directory
 from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_backbone, require_same_keys
 from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
@@ -168,7 +168,7 @@ class Run:
                 self._evaluate(context, report)
             self._write_round(context)
         self._require_training()
-        self.results.status = "finished"
+        self.results.status = FINISHED
         self._write_results()
 
     def train_round(self, context: RoundContext) -> RoundReport:

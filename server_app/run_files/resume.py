@@ -8,7 +8,7 @@ import yaml
 
 from server_app.errors import one_line
 from server_app.run_files.checkpoints import find_checkpoint
-from server_app.run_files.paths import read_results, resolve_output_dir
+from server_app.run_files.paths import FINISHED, read_results, resolve_output_dir
 from task.config.schema import MAY_CHANGE, Config, complete_saved, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
@@ -37,7 +37,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     for name, value in values.items():
         if name in keys and name not in free and value not in (keys[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
-    if read_results(directory).get("status") == "finished":
+    if read_results(directory).get("status") == FINISHED:
         raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
     find_checkpoint(directory / "checkpoint")
     given = {name: values[name] for name in free if values.get(name, keys[name].default) != keys[name].default}

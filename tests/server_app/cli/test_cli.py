@@ -1,5 +1,6 @@
 """The fcil command: what it is told, what it shows, how it ends."""
 
+import argparse
 import errno
 import json
 import os
@@ -14,8 +15,8 @@ import client_app.client
 from server_app.cli import main as cli
 from server_app.cli import run as run_command
 from server_app.cli.progress import Progress
-from server_app.errors import RunError
 from server_app.simulation import superlink as launcher
+from task.config.parsing import parse
 from task.message import Packet
 from tests.helpers.runs import results_of, settings
 
@@ -248,10 +249,11 @@ def test_a_log_that_cannot_be_kept_does_not_hide_the_reason(tmp_path, capsys, mo
     monkeypatch.setattr(run_command, "FlowerRun", Failed)
     monkeypatch.setattr("shutil.copy", full)
     monkeypatch.setattr("os.fsync", full)
-    folder = tmp_path / "run"
-    with pytest.raises(RunError, match=r"^no room$"), run_command._telling("", folder):
-        run_command._complete({"num-clients": 2}, Progress(folder), 1, None)
-    assert "flower.log cannot be written: No space left" in capsys.readouterr().err
+    args, progress = argparse.Namespace(workers=1), Progress(tmp_path / "run")
+    assert run_command._run_with_flower({"num-clients": 2}, progress, parse({}), args, "") == 1
+    err = capsys.readouterr().err
+    assert "flower.log cannot be written: No space left" in err
+    assert err.endswith("fcil: the run failed: no room\n")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"]])
