@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.errors import LaunchError
+from server_app.run_files.on_end import require_hook
 from server_app.run_files.paths import require_writable
 from server_app.run_keys import read_words
 from server_app.simulation.cluster import ADDRESS, cluster_address
@@ -51,6 +52,8 @@ def _run_command(args: argparse.Namespace) -> int:
     if args.select_only and not suite.selection:
         raise ConfigError(f"{args.suite}: --select-only needs an entry select.")
     require_writable(suite.folder / "run")
+    for hook in {str(run.values.get("on-end", "")) for run in suite.runs}:
+        require_hook(hook)
     try:
         failed = _run_suite(suite, args, options)
     except Interrupted as stop:

@@ -228,6 +228,21 @@ def test_with_resume_an_unfinished_run_goes_on_after_its_last_round(write, capsy
     assert {**ended, "environment": 0} == {**uninterrupted, "environment": 0}
 
 
+def test_the_command_of_on_end_is_in_the_callers_folder(write, tmp_path, monkeypatch, capsys):
+    """What else lies there, such as a folder task, is not imported."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "task").mkdir()
+    (tmp_path / "task" / "__init__.py").write_text("raise SystemExit('not this one')")
+    path = write(variants=[NCM])
+    assert cli.main(["bench", str(path), "on-end=./notify.sh"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, "there is no such command" in err) == ("", True)
+    (tmp_path / "notify.sh").write_text("#!/bin/sh\ncat >> told\n")
+    (tmp_path / "notify.sh").chmod(0o755)
+    assert cli.main(["bench", str(path), "on-end=./notify.sh"]) == 0
+    assert json.loads((tmp_path / "told").read_text())["status"] == "finished"
+
+
 REASONS = {
     "--resume": None,
     "checkpoint": "no whole checkpoint",

@@ -17,6 +17,7 @@ import pytest
 
 from server_app.errors import RunError
 from server_app.rounds.report_drawer import ReportDrawer
+from server_app.rounds.run import Run
 from server_app.run_files import on_end
 from server_app.run_files.on_end import SUPERVISED, require_hook, tell_operator
 from server_app.simulation.superlink import _environment
@@ -243,6 +244,23 @@ def test_a_signal_while_pictures_are_drawn_leaves_the_run_finished(
         run(tiny | {"on-end": hook})
     assert results_of(tmp_path / "runs" / "run")["status"] == "finished"
     assert json.loads((tmp_path / "told").read_text())["status"] == "finished"
+
+
+def test_a_signal_while_pictures_of_a_failed_run_are_drawn_does_not_hide_why_it_failed(
+    tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def be_stopped(drawer: ReportDrawer) -> None:
+        raise KeyboardInterrupt
+
+    def fail(failing: Run) -> None:
+        raise RunError("no quorum")
+
+    monkeypatch.setattr(ReportDrawer, "draw", be_stopped)
+    monkeypatch.setattr(Run, "run", fail)
+    with pytest.raises(RunError, match="no quorum"):
+        run(tiny | {"on-end": shlex.join(["sh", "-c", f"cat >> {tmp_path}/told"])})
+    assert results_of(tmp_path / "runs" / "run")["error"] == "no quorum"
+    assert json.loads((tmp_path / "told").read_text())["error"] == "no quorum"
 
 
 def test_nodes_are_not_told(tiny: Values) -> None:
