@@ -143,10 +143,8 @@ class Bench:
             shutil.rmtree(run.directory)
             told = f", not resumed: {obstacle}" if self._resume else ""
         run.directory.mkdir(parents=True, exist_ok=True)
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, MARK: self._mark.partition("=")[2], "PYTHONPATH": path}
-        # in the caller's folder, as on-end may name a command there
-        process = start_process(self._command(run, not obstacle), Path.cwd(), environment, run.directory / "run.log")
+        environment, log = {**os.environ, MARK: self._mark.partition("=")[2]}, run.directory / "run.log"
+        process = start_process(self._command(run, not obstacle), Path(__file__).parents[2], environment, log)
         self._running[process], self._started_at[run.name] = run, time.monotonic()
         self._say(f"started   {run.name}{told}" if obstacle else f"resumed   {run.name}")
 
@@ -171,8 +169,7 @@ class Bench:
             free = set(keys_affecting(*MAY_CHANGE)) - {"output-dir", "run-name"}
             values = {key: value for key, value in values.items() if key in free} | {"resume": str(run.directory)}
         settings = [f"{key}={value}" for key, value in values.items()]
-        # -P: what lies in the caller's folder must not be imported
-        return [sys.executable, "-P", "-m", "server_app.cli", "run", *self._options, *settings]
+        return [sys.executable, "-m", "server_app.cli", "run", *self._options, *settings]
 
     def _record_end(self, run: PlannedRun, code: int) -> None:
         ended = self._load(run)

@@ -17,7 +17,6 @@ from server_app.run_files.paths import (
     FINISHED,
     INTERRUPTED,
     RUNNING,
-    is_locked,
     lock_run,
     mark_failed,
     project_folder,
@@ -139,8 +138,6 @@ def _report_stop(directory: Path, stop: Interrupted) -> int:
 
 
 def _keep_log(log: Path, directory: Path) -> None:
-    if is_locked(directory, if_unknown=False):
-        return  # another run, started under the same name
     try:
         directory.mkdir(parents=True, exist_ok=True)
         shutil.copy(log, directory / LOG)
@@ -169,15 +166,12 @@ def _run_with_flower(
 def _telling(hook: str, directory: Path) -> Iterator[dict[str, Any]]:
     """Tell the operator how a run through Flower ended, for its server app: this process sees how all others end.
 
-    What the run has recorded itself comes before what is raised here. Nobody is told where another run, started under
-    the same name, is at work in the folder. Yields the results of before, if the run is resumed.
+    What the run has recorded itself comes before what is raised here. Yields its results of before, if it is resumed.
     """
     before, error = read_results(directory), None
     try:
         yield before
     except BaseException as problem:
-        if is_locked(directory, if_unknown=False):
-            hook = ""
         reason = reason_of(problem).partition("\n")[0]  # what follows are lines of a log
         mark_failed(directory, reason)
         end = _recorded_end(directory, before)

@@ -405,12 +405,12 @@ class Run:
         write_checkpoint(self.directory / "checkpoint", context.server_round, state)
 
     def fail(self, error: BaseException) -> None:
-        """Save what there is and why the run ended; neither a full disk nor a signal must hide that reason."""
+        """Save what there is and why the run ended; a full disk, or a signal to the drawing, must not hide that reason."""
         self.results.status = "failed"
         self.results.error = reason_of(error)
         with contextlib.suppress(OSError):
             self._write_results()
-        with contextlib.suppress(OSError, KeyboardInterrupt):  # what is recorded by now is what is told
+        with contextlib.suppress(OSError, KeyboardInterrupt, SystemExit):  # Flower turns a signal into SystemExit
             self.draw()
 
     def draw(self) -> None:

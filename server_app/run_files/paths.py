@@ -120,20 +120,15 @@ def lock_run(directory: Path) -> Iterator[None]:
         yield
 
 
-def is_locked(folder: Path, if_unknown: bool = True) -> bool:
-    """Whether a process has locked a folder, see :func:`lock_folder`.
-
-    ``if_unknown`` is the answer where the file system has no locks.
-    """
+def is_locked(folder: Path) -> bool:
+    """Whether a process has locked a folder, see :func:`lock_folder`; true also where that cannot be known."""
     if not (folder / LOCK).exists():
         return False
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(blocking=False)
-    except Timeout:
+    except (Timeout, OSError, NotImplementedError):
         return True
-    except (OSError, NotImplementedError):
-        return if_unknown
     lock.release()
     return False
 
@@ -155,12 +150,9 @@ def read_results(directory: Path) -> dict[str, Any]:
 
 
 def mark_failed(directory: Path, reason: str) -> None:
-    """Record as failed a run whose process was killed before it recorded its end; an end that is recorded stays.
-
-    A folder that a process is still at is that of another run, started under the same name: it stays as it is.
-    """
+    """Record as failed a run whose process was killed before it recorded its end; an end that is recorded stays."""
     results = read_results(directory)
-    if results.get("status") in (RUNNING, INTERRUPTED) and not is_locked(directory, if_unknown=False):
+    if results.get("status") in (RUNNING, INTERRUPTED):
         content = json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n"
         with contextlib.suppress(OSError):  # a full disk must not hide the reason
             write_atomically(directory / "results.json", content.encode())

@@ -228,19 +228,20 @@ def test_with_resume_an_unfinished_run_goes_on_after_its_last_round(write, capsy
     assert {**ended, "environment": 0} == {**uninterrupted, "environment": 0}
 
 
-def test_the_command_of_on_end_is_in_the_callers_folder(write, tmp_path, monkeypatch, capsys):
-    """What else lies there, such as a folder task, is not imported."""
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [("no-such-command", "there is no such command"), ("./notify.sh --now", "write the absolute path")],
+)
+def test_an_on_end_that_runs_cannot_use_is_refused_once(write, tmp_path, monkeypatch, capsys, hook, message):
+    """Runs of a suite, and those that choose keys, do not have the caller's working folder."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "task").mkdir()
-    (tmp_path / "task" / "__init__.py").write_text("raise SystemExit('not this one')")
-    path = write(variants=[NCM])
-    assert cli.main(["bench", str(path), "on-end=./notify.sh"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, "there is no such command" in err) == ("", True)
-    (tmp_path / "notify.sh").write_text("#!/bin/sh\ncat >> told\n")
+    (tmp_path / "notify.sh").write_text("#!/bin/sh\n")
     (tmp_path / "notify.sh").chmod(0o755)
-    assert cli.main(["bench", str(path), "on-end=./notify.sh"]) == 0
-    assert json.loads((tmp_path / "told").read_text())["status"] == "finished"
+    select = {"keys": {"learning-rate": [0.1, 0.2]}, "common": {"validation-share": 0.3, "on-end": hook}}
+    for path, words in ((write(variants=[NCM]), [f"on-end={hook}"]), (write(variants=[HEAD], select=select), [])):
+        assert cli.main(["bench", str(path), *words]) == 2
+        out, err = capsys.readouterr()
+        assert (out, message in err) == ("", True)
 
 
 REASONS = {

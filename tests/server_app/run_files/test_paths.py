@@ -42,13 +42,6 @@ def test_a_killed_run_is_marked_as_failed(tmp_path):
     paths.mark_failed(tmp_path / "absent", "no matter")
 
 
-def test_a_run_that_another_process_is_at_is_not_marked(tmp_path):
-    (tmp_path / "results.json").write_text('{"status": "running"}')
-    with paths.lock_run(tmp_path):
-        paths.mark_failed(tmp_path, "a second one of the same name was stopped")
-        assert paths.read_results(tmp_path) == {"status": "running"}
-
-
 def test_results_of_another_kind_are_no_results(tmp_path):
     path = tmp_path / "results.json"
     for content in ("[" * 100_000, "[]", "{"):

@@ -1,6 +1,5 @@
 """Starting Flower, ending whole families of processes, and being ended in order."""
 
-import contextlib
 import json
 import os
 import re
@@ -20,7 +19,7 @@ import pytest
 from server_app.cli.main import main
 from server_app.cli.progress import Progress
 from server_app.errors import LaunchError
-from server_app.run_files.paths import lock_run, mark_failed
+from server_app.run_files.paths import mark_failed
 from server_app.simulation import cluster, processes
 from server_app.simulation import superlink as launcher
 from server_app.simulation.cluster import Cluster
@@ -312,29 +311,6 @@ def test_the_end_that_a_run_has_recorded_comes_before_what_ends_flower(
     assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == expected
     event = json.loads((tmp_path / "event").read_text())
     assert (event["status"], event["error"]) == (status, error)
-
-
-def test_a_second_run_of_the_same_name_leaves_the_first_alone(tiny, tmp_path, monkeypatch):
-    """It was started before the first had made its folder, and is stopped when that one is at work."""
-    first, running = contextlib.ExitStack(), {"status": "running", "rounds": []}
-
-    def be_overtaken(run: FakeRun, values: dict, *_: object) -> None:
-        run.log.write_text("of the second")
-        folder = Path(values["output-dir"], values["run-name"])
-        first.enter_context(lock_run(folder))
-        (folder / "results.json").write_text(json.dumps(running))
-        signal.raise_signal(signal.SIGTERM)
-
-    monkeypatch.setattr(FakeRun, "submit", be_overtaken)
-    monkeypatch.setattr(FakeRun, "is_running", lambda run: bool(run.check()))
-    monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
-    names = {"output-dir": str(tmp_path / "runs"), "run-name": "twice"}
-    values = tiny | names | {"on-end": f"sh -c 'cat >> {tmp_path}/event'"}
-    with first:
-        assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == 128 + signal.SIGTERM
-        assert json.loads((tmp_path / "runs" / "twice" / "results.json").read_text()) == running
-        assert not (tmp_path / "runs" / "twice" / "flower.log").exists()
-        assert not (tmp_path / "event").exists()
 
 
 def test_the_operator_is_told_of_a_cluster_that_does_not_answer(tiny, tmp_path, monkeypatch):
