@@ -405,13 +405,13 @@ class Run:
         write_checkpoint(self.directory / "checkpoint", context.server_round, state)
 
     def fail(self, error: BaseException) -> None:
-        """Save what there is and why the run ended; a full disk, or a signal to the drawing, must not hide that reason."""
+        """Save what there is and why the run ended; a full disk, or a signal while drawing, must not hide it."""
         self.results.status = "failed"
         self.results.error = reason_of(error)
         with contextlib.suppress(OSError):
             self._write_results()
-        with contextlib.suppress(OSError, KeyboardInterrupt, SystemExit):  # Flower turns a signal into SystemExit
-            self.draw()
+            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # Flower turns a signal into SystemExit
+                self.draw()
 
     def draw(self) -> None:
         """Draw the last pictures; the run's end is recorded by then."""
