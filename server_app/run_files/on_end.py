@@ -32,10 +32,11 @@ class HookError(RuntimeError):
     """The operator's command or URL did not do what it should; the message names no secret."""
 
 
-def require_hook(hook: str) -> None:
+def require_hook(hook: str, elsewhere: bool = False) -> None:
     """Check before the run that there is such a command, or that the URL can be one.
 
-    A process that is SUPERVISED has no folder of the user's, in which a command may be.
+    A process that is SUPERVISED has no folder of the user's, in which a command may be. ``elsewhere``: the run will
+    have another working folder than this process, so a relative path is refused.
 
     Raises:
         ConfigError: quotes ``hook`` as it was typed, as variables are for secrets.
@@ -43,7 +44,7 @@ def require_hook(hook: str) -> None:
     if os.environ.get(SUPERVISED):
         return
     try:
-        objection = _unset_variable(hook) or _objection(os.path.expandvars(hook))
+        objection = _unset_variable(hook) or _objection(os.path.expandvars(hook), elsewhere)
     except ValueError:
         objection = "with its variables filled in, it is neither a command line nor a URL"
     if objection:
@@ -57,14 +58,16 @@ def _unset_variable(hook: str) -> str:
     return next((f"the variable {name} is not set on the server" for name in names if not os.environ.get(name)), "")
 
 
-def _objection(target: str) -> str:
+def _objection(target: str, elsewhere: bool) -> str:
     """Why a command, or a URL, with its variables filled in, cannot be used; or an empty text."""
     if target.startswith(_WEB):
         url = urlsplit(target)
         usable = url.hostname and url.port != 0 and target.isascii() and len(target.split()) == 1
         return "" if usable else "a URL needs a host, and no blank or letter beyond ASCII"
-    words = shlex.split(target)
-    return "" if not words or shutil.which(words[0]) else "there is no such command on the server"
+    command = next(iter(shlex.split(target)), "")
+    if elsewhere and os.path.dirname(command) and not os.path.isabs(command):
+        return "its run has another working folder, so write the absolute path"
+    return "" if not command or shutil.which(command) else "there is no such command on the server"
 
 
 def tell_operator(hook: str, directory: Path, error: BaseException | None = None) -> None:
