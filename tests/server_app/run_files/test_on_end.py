@@ -229,13 +229,15 @@ def test_a_variable_keeps_a_secret_out_of_the_log(
     assert "token-123" not in caplog.text
 
 
+def be_stopped(_drawer: ReportDrawer) -> None:
+    """What a signal does while pictures are drawn."""
+    raise KeyboardInterrupt
+
+
 def test_a_signal_while_pictures_are_drawn_leaves_the_run_finished(
     tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told once, as finished: that is what its results say."""
-
-    def be_stopped(drawer: ReportDrawer) -> None:
-        raise KeyboardInterrupt
 
     monkeypatch.setattr(ReportDrawer, "draw", be_stopped)
     monkeypatch.setattr(ReportDrawer, "draw_in_background", lambda drawer: None)
@@ -249,9 +251,6 @@ def test_a_signal_while_pictures_are_drawn_leaves_the_run_finished(
 def test_a_signal_while_pictures_of_a_failed_run_are_drawn_does_not_hide_why_it_failed(
     tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def be_stopped(drawer: ReportDrawer) -> None:
-        raise KeyboardInterrupt
-
     def fail(failing: Run) -> None:
         raise RunError("no quorum")
 
