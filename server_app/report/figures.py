@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
 from server_app.report.compare import Group, mean_sd
 from server_app.report.runs import Run
@@ -25,9 +26,18 @@ Styles = Mapping[str, dict[str, Any]]  # label of a group -> how its line is dra
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file, 160 dots per inch."""
+    """The figure as a PNG file in full colour, 160 dots per inch."""
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=160, facecolor="white")
+    return buffer.getvalue()
+
+
+def small_png(figure: Figure) -> bytes:
+    """The same with at most 256 colours: a third of the size or less. For curves, not for photographs."""
+    buffer = BytesIO()
+    full = Image.open(BytesIO(png(figure))).convert("RGB")
+    few = full.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(buffer, format="png", optimize=True)
     return buffer.getvalue()
 
 

@@ -67,7 +67,7 @@ def write_comparison(
         drawings["matrices.png"] = figures.matrices_figure(begun)
     costs = {"communication.png": tradeoffs.communication_figure, "core_minutes.png": tradeoffs.core_minutes_figure}
     drawings |= {name: figure for name, draw in costs.items() if (figure := draw(begun))}
-    pictures = {name: figures.png(figure) for name, figure in drawings.items()}
+    pictures = {name: figures.small_png(figure) for name, figure in drawings.items()}
     page = pages.comparison_page(groups, pictures, title, notes)
     table = comparison_markdown(groups, notes)
     return _write(folder, pictures | {"table.md": table.encode(), "report.html": page.encode()})
@@ -78,7 +78,7 @@ def _draw_run(run: Run) -> dict[str, bytes]:
         from server_app.report import figures, heatmaps, pages
     drawings = {"accuracy.png": figures.accuracy_figure(run), "forgetting.png": figures.matrix_figure(run)}
     drawings |= heatmaps.recorded_figures(run)
-    pictures = {name: figures.png(figure) for name, figure in drawings.items()}
+    pictures = {name: figures.small_png(figure) for name, figure in drawings.items()}
     return pictures | {"report.html": pages.single_page(run, pictures).encode()}
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from matplotlib.colors import to_hex
+from PIL import Image
 
 import server_app.report
 from server_app.errors import PicturesUnavailable, ReportError
@@ -515,12 +517,21 @@ def test_task_numbers_do_not_overlap(make_run, num_tasks):
     assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
 
 
+def test_a_small_picture_looks_like_the_full_one(make_run):
+    """Each pixel within 32 of 255 of its full colour, in half the bytes or less: so the picture still shows its curves."""
+    figure = figures.comparison_figure(group_runs([load_run(make_run(f"m{n}", method=f"m{n}")) for n in range(6)]))
+    full, small = figures.png(figure), figures.small_png(figure)
+    assert len(small) < len(full) / 2
+    pixels = [np.asarray(Image.open(BytesIO(data)).convert("RGB"), dtype=np.int16) for data in (full, small)]
+    assert np.abs(pixels[0] - pixels[1]).max() <= 32
+
+
 @pytest.mark.parametrize("name", ["a$b$c", "$", "x" * 300, "two\nlines", "_hidden", r"\frac{", "画像"])
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_pictures_take_any_name(make_run, name):
     run = load_run(make_run(method=name, dataset=name))
     figure = figures.accuracy_figure(run)
-    figures.png(figure)
+    figures.small_png(figure)
     assert figure.get_suptitle().startswith(name.split("\n")[0][:20].replace("$", r"\$"))
     labels = [text.get_text() for text in figures.comparison_figure(group_runs([run])).legends[0].get_texts()]
     assert len(labels) == 1
@@ -673,7 +684,7 @@ def test_runs_of_different_length_are_never_averaged(make_run):
     short = {"num_tasks": 1, "accuracy_matrix": [[0.9]], "per_task_seen_accuracy": [0.9], "tasks": []}
     groups = group_runs([load_run(make_run("long")), load_run(make_run("short", **short))])
     assert [group.label for group in groups] == ["hgp (num-tasks 1)", "hgp (num-tasks 3)"]
-    figures.png(figures.comparison_figure(groups))
+    figures.small_png(figures.comparison_figure(groups))
 
 
 def test_best_comes_first_and_each_data_set_has_its_panel(make_run):
