@@ -33,11 +33,10 @@ def png(figure: Figure) -> bytes:
 
 
 def small_png(figure: Figure) -> bytes:
-    """The same with at most 256 colours: a third of the size or less. For curves, not for photographs."""
+    """The same with at most 256 colours: a third of the size. For curves, not for photographs."""
     buffer = BytesIO()
     full = Image.open(BytesIO(png(figure))).convert("RGB")
-    few = full.quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.save(buffer, format="png", optimize=True)
+    full.quantize(256, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
     return buffer.getvalue()
 
 

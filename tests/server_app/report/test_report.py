@@ -518,12 +518,12 @@ def test_task_numbers_do_not_overlap(make_run, num_tasks):
 
 
 def test_a_small_picture_looks_like_the_full_one(make_run):
-    """Each pixel within 32 of 255 of its full colour, in half the bytes or less: so the picture still shows its curves."""
+    """99 of 100 pixels within 12 of 255 of their full colour, in half the bytes; edges of lines may differ more."""
     figure = figures.comparison_figure(group_runs([load_run(make_run(f"m{n}", method=f"m{n}")) for n in range(6)]))
     full, small = figures.png(figure), figures.small_png(figure)
     assert len(small) < len(full) / 2
     pixels = [np.asarray(Image.open(BytesIO(data)).convert("RGB"), dtype=np.int16) for data in (full, small)]
-    assert np.abs(pixels[0] - pixels[1]).max() <= 32
+    assert np.mean(np.abs(pixels[0] - pixels[1]).max(axis=-1) <= 12) >= 0.99
 
 
 @pytest.mark.parametrize("name", ["a$b$c", "$", "x" * 300, "two\nlines", "_hidden", r"\frac{", "画像"])
