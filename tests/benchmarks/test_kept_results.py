@@ -1,0 +1,116 @@
+"""The tables of docs/results.md have the figures of the kept runs, and every kept run of a table's folder is in it."""
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "benchmarks" / "results"
+METRICS = {
+    "final average accuracy, %": "final_average_accuracy",
+    "average incremental, %": "average_incremental_accuracy",
+    "forgetting, points": "forgetting",
+}
+TABLES = {  # section of the page -> folder of its runs, and the part of it that stands below a row's folder
+    "100 classes of CIFAR-100": ("cifar100-cpu", "beta-0.5"),
+    "All images of CIFAR-100": ("cifar100-closed-form", ""),
+    "Spectrograms": ("spectrograms", ""),
+    "Letters": ("letters", ""),
+}
+PARTITIONS = {
+    "Dirichlet 0.5": "beta-0.5",
+    "Dirichlet 0.1": "beta-0.1",
+    "2 classes a client": "quantity-2",
+    "as PIP's paper": "of-pip",
+    "as HePCo's paper": "of-hepco",
+}
+
+
+def tables(section: str) -> list[list[list[str]]]:
+    """The tables of a section of the page: of each its lines, the headings first, of each line its cells."""
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+    lines = [[line for line in block.splitlines() if not set(line) <= set("| -")] for block in blocks]
+    return [[[cell.strip() for cell in line[1:-1].split("|")] for line in table] for table in lines]
+
+
+def named(table: list[list[str]]) -> list[dict[str, str]]:
+    """The rows of a table as heading -> cell."""
+    return [dict(zip(table[0], row, strict=True)) for row in table[1:]]
+
+
+def rows_of_runs(section: str) -> list[dict[str, str]]:
+    """The rows of a section's first table that were run, but for those of one task, whose runs stand elsewhere."""
+    rows = named(tables(section)[0])
+    return [row for row in rows if "one task" not in row["row"] and "not run" not in "".join(row.values())]
+
+
+def label(name: str) -> str:
+    """The suite's label of a row: of `hgp`, 2 rounds of 2 epochs, it is hgp-2x2."""
+    first = name.split("`")[1] if "`" in name else name
+    return first + "-2x2" * ("2 rounds of 2 epochs" in name)
+
+
+def kept(folder: Path) -> list[dict[str, Any]]:
+    """results.json of the seeds below a folder, in order."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("seed*/results.json"))]
+
+
+def percent(runs: list[dict[str, Any]], metric: str) -> object:
+    """What page() must be: the mean over runs in percent, and the sample standard deviation if they are several."""
+    values = [100 * run["metrics"][metric] for run in runs]
+    spread = [statistics.stdev(values)] if len(values) > 1 else []
+    return pytest.approx([statistics.mean(values), *spread], abs=0.0501)
+
+
+def page(cell: str) -> list[float]:
+    """The numbers of a cell such as 74.9 ± 0.7."""
+    return [float(part) for part in cell.split(" ± ")]
+
+
+@pytest.mark.parametrize("section", TABLES)
+def test_main_table(section):
+    folder, below = TABLES[section]
+    rows = {label(row["row"]): row for row in rows_of_runs(section)}
+    found = {name: runs for name in rows if (runs := kept(KEPT / folder / name / below))}
+    with_runs = {path.name for path in (KEPT / folder).iterdir() if kept(path / below)}
+    assert with_runs - {"fedavg-none"} == set(found)  # head-only's row is fedavg-none's too
+    for name, runs in found.items():
+        row = rows[name]
+        for head, metric in METRICS.items():
+            assert page(row[head]) == percent(runs, metric), (name, head)
+        assert row.get("seeds", "0") == ", ".join(str(run["seed"]) for run in runs), name
+
+
+@pytest.mark.parametrize("section", TABLES)
+def test_step_sizes_and_traffic(section):
+    folder, below = TABLES[section]
+    for row in rows_of_runs(section):
+        place = KEPT / folder / label(row["row"]) / below
+        configs = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(place.glob("seed*/config.yaml"))]
+        if configs:
+            step = row.get("step size", "-").split(",")[0]
+            assert step == "-" or {float(step)} == {config["learning-rate"] for config in configs}, row["row"]
+            sent = statistics.mean(run["communication"]["bytes_up"] for run in kept(place))
+            megabytes = sent / configs[0]["num-clients"] / 1e6
+            assert float(row["MB up a client, whole run"]) == pytest.approx(megabytes, rel=0.006, abs=0.006), row["row"]
+
+
+def test_partitions():
+    folder = KEPT / "cifar100-cpu"
+    for row in named(tables("100 classes of CIFAR-100")[1]):
+        for head, part in PARTITIONS.items():
+            runs = kept(folder / label(row["row"]) / part)
+            assert page(row[head]) == percent(runs[:1], "final_average_accuracy"), (row["row"], head)
+
+
+def test_clip_art_and_fashion():
+    for name, _, _, clipart, _, _, fashion in tables("Clip art and Fashion-MNIST")[0][1:]:
+        for cell, folder in ((clipart, "clipart"), (fashion, "fashion")):
+            runs = kept(KEPT / folder / label(name))
+            assert (cell == "not run") if not runs else (page(cell) == percent(runs, "final_average_accuracy")), name
