@@ -77,11 +77,10 @@ def page(cell: str) -> list[float]:
 def test_main_table(section):
     folder, below = TABLES[section]
     rows = {label(row["row"]): row for row in rows_of_runs(section)}
-    found = {name: runs for name in rows if (runs := kept(KEPT / folder / name / below))}
-    with_runs = {path.name for path in (KEPT / folder).iterdir() if kept(path / below)}
-    assert with_runs - {"fedavg-none"} == set(found)  # head-only's row is fedavg-none's too
-    for name, runs in found.items():
-        row = rows[name]
+    found = {path.name: runs for path in (KEPT / folder).iterdir() if (runs := kept(path / below))}
+    assert set(found) - {"fedavg-none"} == set(rows)  # head-only's row is fedavg-none's too
+    for name, row in rows.items():
+        runs = found[name]
         for head, metric in METRICS.items():
             assert page(row[head]) == percent(runs, metric), (name, head)
         assert row.get("seeds", "0") == ", ".join(str(run["seed"]) for run in runs), name
@@ -114,3 +113,10 @@ def test_clip_art_and_fashion():
         for cell, folder in ((clipart, "clipart"), (fashion, "fashion")):
             runs = kept(KEPT / folder / label(name))
             assert (cell == "not run") if not runs else (page(cell) == percent(runs, "final_average_accuracy")), name
+
+
+def test_readme_has_figures_of_the_page():
+    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    figures = re.findall(r"\d+\.\d ± \d+\.\d", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(figures) > 5
+    assert not [figure for figure in figures if figure not in results]
