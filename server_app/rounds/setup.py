@@ -23,6 +23,7 @@ from task.utils.versions import code_sha256
 
 log = logging.getLogger(__name__)
 
+GLYPHS = "vit_glyphs"  # the bundled backbone
 POLL = 30.0  # seconds between two looks for new classes
 
 
@@ -37,6 +38,8 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
         RunError: too few nodes, or nodes that cannot work together.
     """
     backbone = build_model(config, []).backbone
+    if config.backbone == GLYPHS and config.dataset in ("own", "folder", "npz"):
+        log.warning("backbone = %r is for digits and sees 32 x 32 pixels; name another for photographs or scans", GLYPHS)
     dataset = None if config.own_data else build_scenario(config).dataset
     if dataset:
         require_readable(dataset, config.dataset)

@@ -65,6 +65,11 @@ def test_nodes_with_images_of_their_own_learn_together(keys: Values, nodes: Path
     assert predictor.predict(files).names.count("doe") > 15
 
 
+def test_real_images_with_the_backbone_for_digits_are_warned_of(keys: Values, caplog: pytest.LogCaptureFixture) -> None:
+    run(keys | {"method": "ncm"})
+    assert sum(message.startswith("backbone = 'vit_glyphs' is for digits") for message in caplog.messages) == 1
+
+
 @pytest.mark.parametrize("method", ["fedavg", "afcl"])
 def test_nodes_learn_together_in_sums_alone(keys: Values, tmp_path: Path, method: str) -> None:
     """As in a plain run, evaluation included; no secret is left in what a node keeps on disk."""
