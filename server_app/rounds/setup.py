@@ -39,7 +39,7 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
     """
     backbone = build_model(config, []).backbone
     if config.backbone == GLYPHS and config.dataset in ("own", "folder", "npz"):
-        log.warning("backbone = %r is for digits and sees 32 x 32 pixels; name another for photographs or scans", GLYPHS)
+        log.warning("backbone = %r is for digits and sees 32 x 32 pixels: name another for real images", GLYPHS)
     dataset = None if config.own_data else build_scenario(config).dataset
     if dataset:
         require_readable(dataset, config.dataset)
