@@ -36,7 +36,7 @@ def small_png(figure: Figure) -> bytes:
     """The same with at most 256 colours: a third of the size. For curves, not for photographs."""
     buffer = BytesIO()
     full = Image.open(BytesIO(png(figure))).convert("RGB")
-    full.quantize(256, dither=Image.Dither.NONE).save(buffer, format="png", optimize=True)
+    full.quantize(256, dither=Image.Dither.NONE).save(buffer, format="png")
     return buffer.getvalue()
 
 

@@ -9,7 +9,7 @@ from server_app.clients.hello import wait_for_nodes
 from server_app.clients.registry import ClientRegistry
 from server_app.transport.base import Transport
 from task.config.parsing import set_num_clients
-from task.config.schema import APPEARING, Config
+from task.config.schema import APPEARING, BUNDLED, Config
 from task.data.class_names import class_ids
 from task.data.images import Dataset
 from task.data.load import default_augmentation, require_readable
@@ -23,7 +23,6 @@ from task.utils.versions import code_sha256
 
 log = logging.getLogger(__name__)
 
-GLYPHS = "vit_glyphs"  # the bundled backbone
 POLL = 30.0  # seconds between two looks for new classes
 
 
@@ -38,8 +37,8 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
         RunError: too few nodes, or nodes that cannot work together.
     """
     backbone = build_model(config, []).backbone
-    if config.backbone == GLYPHS and config.dataset in ("own", "folder", "npz"):
-        log.warning("backbone = %r is for digits and sees 32 x 32 pixels: name another for real images", GLYPHS)
+    if config.backbone == BUNDLED and (config.own_data or config.dataset in ("folder", "npz")):
+        log.warning("backbone = %r is for digits and sees 32 x 32 pixels: name another for real images", BUNDLED)
     dataset = None if config.own_data else build_scenario(config).dataset
     if dataset:
         require_readable(dataset, config.dataset)

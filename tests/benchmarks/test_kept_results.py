@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.documents import PAGES, ROOT, section
+
+PAGE = "docs/results.md"
 KEPT = ROOT / "benchmarks" / "results"
 METRICS = {
     "final average accuracy, %": "final_average_accuracy",
@@ -31,10 +33,9 @@ PARTITIONS = {
 }
 
 
-def tables(section: str) -> list[list[list[str]]]:
+def tables(heading: str) -> list[list[list[str]]]:
     """The tables of a section of the page: of each its lines, the headings first, of each line its cells."""
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+    blocks = re.findall(r"(?:^\|.*\|\n)+", section(PAGE, heading), re.MULTILINE)
     lines = [[line for line in block.splitlines() if not set(line) <= set("| -")] for block in blocks]
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in table] for table in lines]
 
@@ -44,16 +45,15 @@ def named(table: list[list[str]]) -> list[dict[str, str]]:
     return [dict(zip(table[0], row, strict=True)) for row in table[1:]]
 
 
-def rows_of_runs(section: str) -> list[dict[str, str]]:
+def rows_of_runs(heading: str) -> list[dict[str, str]]:
     """The rows of a section's first table that were run, but for those of one task, whose runs stand elsewhere."""
-    rows = named(tables(section)[0])
+    rows = named(tables(heading)[0])
     return [row for row in rows if "one task" not in row["row"] and "not run" not in "".join(row.values())]
 
 
 def label(name: str) -> str:
     """The suite's label of a row: of `hgp`, 2 rounds of 2 epochs, it is hgp-2x2."""
-    first = name.split("`")[1] if "`" in name else name
-    return first + "-2x2" * ("2 rounds of 2 epochs" in name)
+    return name.split("`")[1] + "-2x2" * ("2 rounds of 2 epochs" in name)
 
 
 def kept(folder: Path) -> list[dict[str, Any]]:
@@ -73,10 +73,10 @@ def page(cell: str) -> list[float]:
     return [float(part) for part in cell.split(" ± ")]
 
 
-@pytest.mark.parametrize("section", TABLES)
-def test_main_table(section):
-    folder, below = TABLES[section]
-    rows = {label(row["row"]): row for row in rows_of_runs(section)}
+@pytest.mark.parametrize("heading", TABLES)
+def test_main_table(heading):
+    folder, below = TABLES[heading]
+    rows = {label(row["row"]): row for row in rows_of_runs(heading)}
     found = {path.name: runs for path in (KEPT / folder).iterdir() if (runs := kept(path / below))}
     assert set(found) - {"fedavg-none"} == set(rows)  # head-only's row is fedavg-none's too
     for name, row in rows.items():
@@ -86,18 +86,17 @@ def test_main_table(section):
         assert row.get("seeds", "0") == ", ".join(str(run["seed"]) for run in runs), name
 
 
-@pytest.mark.parametrize("section", TABLES)
-def test_step_sizes_and_traffic(section):
-    folder, below = TABLES[section]
-    for row in rows_of_runs(section):
+@pytest.mark.parametrize("heading", TABLES)
+def test_step_sizes_and_traffic(heading):
+    folder, below = TABLES[heading]
+    for row in rows_of_runs(heading):
         place = KEPT / folder / label(row["row"]) / below
         configs = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted(place.glob("seed*/config.yaml"))]
-        if configs:
-            step = row.get("step size", "-").split(",")[0]
-            assert step == "-" or {float(step)} == {config["learning-rate"] for config in configs}, row["row"]
-            sent = statistics.mean(run["communication"]["bytes_up"] for run in kept(place))
-            megabytes = sent / configs[0]["num-clients"] / 1e6
-            assert float(row["MB up a client, whole run"]) == pytest.approx(megabytes, rel=0.006, abs=0.006), row["row"]
+        step = row.get("step size", "-").split(",")[0]
+        assert step == "-" or {float(step)} == {config["learning-rate"] for config in configs}, row["row"]
+        sent = statistics.mean(run["communication"]["bytes_up"] for run in kept(place))
+        megabytes = sent / configs[0]["num-clients"] / 1e6
+        assert float(row["MB up a client, whole run"]) == pytest.approx(megabytes, rel=0.006, abs=0.006), row["row"]
 
 
 def test_partitions():
@@ -116,7 +115,6 @@ def test_clip_art_and_fashion():
 
 
 def test_readme_has_figures_of_the_page():
-    results = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    figures = re.findall(r"\d+\.\d ± \d+\.\d", (ROOT / "README.md").read_text(encoding="utf-8"))
+    figures = re.findall(r"\d+\.\d ± \d+\.\d", PAGES["README.md"])
     assert len(figures) > 5
-    assert not [figure for figure in figures if figure not in results]
+    assert not [figure for figure in figures if figure not in PAGES[PAGE]]
