@@ -214,7 +214,7 @@ def same_on_both(method: str, setting: Setting) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder, DrawsOnCPU(setting.device), sequential, measured(device) as costs:
             results = run(setting.small(method) | {"device": device}, Path(folder) / "run")
             arrays = safetensors.numpy.load_file(Path(folder) / "run" / MODEL)
-            runs.append((np.array(results["accuracy_matrix"], np.float64), arrays))
+            runs.append((np.array(results["accuracy_matrix"], np.float64), determined(arrays)))
     (cpu, cpu_arrays), (gpu, gpu_arrays) = runs
     apart = {name: relative_distance(array, gpu_arrays[name]) for name, array in cpu_arrays.items()}
     points, worst = 100 * float(np.nanmax(np.abs(cpu - gpu))), max(apart, key=lambda name: apart[name])
@@ -227,6 +227,18 @@ def same_on_both(method: str, setting: Setting) -> dict[str, Any]:
         "met": points <= ACCURACY_TOLERANCE and apart[worst] <= ARRAY_TOLERANCE,
         **costs,
     }
+
+
+def determined(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A model's arrays, with A^T A and A^T b [K, D, D + 1] in place of directions A and offsets b of a quadratic head.
+
+    A [K, q, D] comes from eigenvectors, whose signs are arbitrary, as is their rotation where eigenvalues are equal.
+    """
+    if "head.directions" not in arrays:
+        return arrays
+    rest, directions = dict(arrays), arrays["head.directions"].astype(np.float64)
+    both = np.concatenate([rest.pop("head.directions"), rest.pop("head.offsets")[:, :, None]], axis=2)
+    return rest | {"head.directions^T head.directions": directions.transpose(0, 2, 1) @ both}
 
 
 def relative_distance(expected: np.ndarray, other: np.ndarray) -> float:

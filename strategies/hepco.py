@@ -64,7 +64,8 @@ class HePCo(Strategy):
         metrics = self._consolidate(model, [u for u in updates if u.statistics], context) if self.answers else {}
         self.answers = {}
         if context.ends_task and self.counts.any():  # a server that nobody has taught teaches nothing
-            self.previous = Teachers(StackedModels.stack([model.shared_state()]), self.counts[None].to(model.device))
+            on_cpu = {name: value.cpu() for name, value in model.shared_state().items()}  # for machines without a GPU
+            self.previous = Teachers(StackedModels.stack([on_cpu]), self.counts[None])
         return metrics
 
     def _consolidate(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
@@ -76,7 +77,8 @@ class HePCo(Strategy):
         del arrays, models  # as large as their copies
         sources = [self._source(model, clients, context)]
         if self.previous and own.replay_size:
-            previous = with_new_rows(self.previous, model.head) if own.replay_rows == "seen" else self.previous
+            previous = self.previous.to(model.device)
+            previous = with_new_rows(previous, model.head) if own.replay_rows == "seen" else previous
             sources.append(self._source(model, previous, context, replay=True))
         server = StackedModels.stack([model.shared_state()])
         losses = run_in_threads([partial(train_generator, s, server, own) for s in sources], model.device)

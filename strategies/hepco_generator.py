@@ -4,7 +4,7 @@ Shapes: J prompted blocks, C models, B samples of D numbers, N prompts of V = 2 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise, product, takewhile
 from threading import Event
@@ -32,6 +32,10 @@ class StackedModels:
         weight, bias = (torch.stack([model[name] for model in models]) for name in ("head.weight", "head.bias"))
         keys, pools = (torch.stack([model[name] for model in models], 1) for name in ("prompt.keys", "prompt.pool"))
         return cls(weight, bias, keys, pools.flatten(3))
+
+    def to(self, device: torch.device) -> Self:
+        """The same models on a device."""
+        return type(self)(*(value.to(device) for value in vars(self).values()))
 
     def log_softmax(self, z: Tensor, rows: int) -> Tensor:
         """Logarithm of softmax phi(z; w_c) over the first ``rows`` head rows: samples [B, D] -> [C, B, rows]."""
@@ -69,6 +73,10 @@ class Teachers:
     models: StackedModels
     counts: Tensor
     of_round: bool = False  # divide the weights by the images of all classes, not of each
+
+    def to(self, device: torch.device) -> "Teachers":
+        """The same teachers on a device."""
+        return replace(self, models=self.models.to(device), counts=self.counts.to(device))
 
     @cached_property
     def shares(self) -> Tensor:

@@ -122,6 +122,16 @@ def test_relative_distance_by_hand() -> None:
     assert gpu.relative_distance(np.zeros(2), np.zeros(2)) == 0
 
 
+def test_directions_with_other_signs_are_the_same_head() -> None:
+    directions, offsets = np.array([[[1.0, 2.0], [3.0, 4.0]]]), np.array([[5.0, 6.0]])
+    turned = {"head.directions": -directions[:, ::-1], "head.offsets": -offsets[:, ::-1], "head.bias": np.ones(1)}
+    arrays = gpu.determined({"head.directions": directions, "head.offsets": offsets, "head.bias": np.ones(1)})
+    assert arrays["head.directions^T head.directions"].tolist() == [[[10, 14, 23], [14, 20, 34]]]
+    assert {name: array.tolist() for name, array in gpu.determined(turned).items()} == {
+        name: array.tolist() for name, array in arrays.items()
+    }
+
+
 @pytest.mark.slow
 def test_quick_does_every_piece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu._main(["--quick", "--output", str(tmp_path)]) == 0
