@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
-from cryptography.exceptions import InvalidTag
 
 from client_app.node import Node
 from task.keys import ConfigError
@@ -126,6 +125,8 @@ def hide_in_sum(values: np.ndarray, largest: float, packet: Packet, node: Node) 
 
 def _open_shares(packet: Packet, node: Node) -> Packet:
     """Open one share of each client: of its seed if it answered, else of its mask key; never both of one client."""
+    from cryptography.exceptions import InvalidTag
+
     secrets = _take_secrets(node, "unmask")
     place, survivors = secrets.place, set(cast("list[int]", packet.config["survivors"]))
     if not survivors <= set(secrets.members) or len(survivors) < secrets.threshold or place not in survivors:

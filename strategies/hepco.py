@@ -174,7 +174,8 @@ def require_memory(arrays: Mapping[str, Tensor], clients: int, device: torch.dev
     numbers = 2 * sum(array.numel() for array in arrays.values()) + blocks * (2 * prompts) ** 2  # the Gram matrices
     each, free = int(MARGIN * 4 * numbers), int(available_memory())
     if device.type == "cuda":
-        free = min(free, torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by PyTorch, which keeps it
+        free = min(free, torch.cuda.mem_get_info(device)[0] + unused)
     if clients * each > free:
         needed, left = (f"{size / 2**30:.3g} GiB" for size in (clients * each, free))
         raise ConfigError(

@@ -15,7 +15,8 @@ def build_backbone(name: str, weights: str, image_size: int, device: str) -> Bac
     Raises:
         ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
     """
-    torch.backends.cudnn.allow_tf32 = False  # precision = fp32 would else mean 10 bits in a GPU's convolutions
+    # precision = fp32 would else mean 10 bits in a GPU's convolutions, in some images also in its matrix products
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     backbone = load_resnet18(weights, image_size) if name in FROM_SCRATCH else load_vit(name, weights, image_size)
     return backbone.to(device)
 

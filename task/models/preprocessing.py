@@ -16,12 +16,12 @@ def prepare(
     Images uint8 [B, H, W, 3 or 1] -> float32 [B, 3, image_size, image_size] on the backbone's device. ``augmentation``
     is none, crop or crop-flip; ``rng``, on the CPU, draws crops and flips.
     """
-    x = torch.from_numpy(images).permute(0, 3, 1, 2)
+    x = torch.from_numpy(images).to(backbone.mean.device).permute(0, 3, 1, 2)
     if augmentation != "none":
         x = random_crop(x, rng)
     if augmentation == "crop-flip":
         x = random_flip(x, rng)
-    return normalise(resize(x.to(backbone.mean.device), backbone.image_size), backbone)
+    return normalise(resize(x, backbone.image_size), backbone)
 
 
 def resize(x: Tensor, side: int) -> Tensor:
@@ -43,12 +43,14 @@ def random_crop(x: Tensor, rng: torch.Generator | None) -> Tensor:
     B, _, H, W = x.shape
     pad = max(1, H // 8)
     padded = F.pad(x, (pad, pad, pad, pad))
-    top, left = torch.randint(2 * pad + 1, (2, B, 1), generator=rng)
-    rows, columns = top + torch.arange(H), left + torch.arange(W)
-    return padded[torch.arange(B)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+    top, left = torch.randint(2 * pad + 1, (2, B, 1), generator=rng).to(x.device)
+    rows, columns = top + torch.arange(H, device=x.device), left + torch.arange(W, device=x.device)
+    return padded[torch.arange(B, device=x.device)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(
+        0, 3, 1, 2
+    )
 
 
 def random_flip(x: Tensor, rng: torch.Generator | None) -> Tensor:
     """Mirror each image with probability 1/2; [B, C, H, W] -> [B, C, H, W]."""
     flip = torch.rand(len(x), 1, 1, 1, generator=rng) < 0.5
-    return torch.where(flip, x.flip(-1), x)
+    return torch.where(flip.to(x.device), x.flip(-1), x)

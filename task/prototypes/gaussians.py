@@ -56,9 +56,12 @@ def class_gaussians(features: Tensor, labels: Tensor, packing: str, rank: int = 
 
 
 def principal_rows(rows: Tensor) -> Tensor:
-    """R [..., min(n, M), M] with R^T R = rows^T rows, longest row first; ``rows`` [..., n, M]."""
-    _, singular, directions = torch.linalg.svd(rows, full_matrices=False)
-    return singular[..., None] * directions
+    """R [..., min(n, M), M] with R^T R = rows^T rows, longest row first; ``rows`` [..., n, M].
+
+    Computed on the CPU: a GPU takes longer for many small matrices in float64 (pytorch issue 86234).
+    """
+    _, singular, directions = torch.linalg.svd(rows.cpu(), full_matrices=False)
+    return (singular[..., None] * directions).to(rows.device)
 
 
 def by_class(rows: Tensor, index: Tensor, classes: int) -> Tensor:

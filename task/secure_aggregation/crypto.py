@@ -2,19 +2,14 @@
 
 Key agreement X25519 (RFC 7748) and HKDF-SHA256 (RFC 5869), sealing ChaCha20-Poly1305, masks the key stream of ChaCha20
 (RFC 8439), all of ``cryptography``; Shamir's shares of PyCryptodome. Randomness is the operating system's. Flower has
-the same parts, but draws masks from a generator with a seed of 32 bits, which a server can try out.
+the same parts, but draws masks from a generator with a seed of 32 bits, which a server can try out. The libraries are
+imported on use: other runs do not need them.
 """
 
 import os
 from collections.abc import Mapping
 
 import numpy as np
-from Crypto.Protocol.SecretSharing import Shamir
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 SECRET = 32  # bytes of a key, a seed, and a share of either
 _HALF, _NONCE, _TAG = 16, 12, 16  # bytes: what Shamir's field holds; what sealing adds
@@ -28,6 +23,8 @@ def new_secret() -> bytes:
 
 def public_key(private: bytes) -> bytes:
     """The public key of a private one."""
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
@@ -37,6 +34,10 @@ def agree(private: bytes, public: bytes, purpose: bytes) -> bytes:
     Raises:
         ValueError: ``public`` is no key.
     """
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     secret = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     return HKDF(SHA256(), SECRET, salt=None, info=purpose).derive(secret)
 
@@ -52,6 +53,8 @@ def is_key(public: bytes) -> bool:
 
 def seal(key: bytes, text: bytes) -> bytes:
     """Encrypt ``text``: only a holder of the key can read it, or change it unnoticed."""
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
     nonce = os.urandom(_NONCE)
     return nonce + ChaCha20Poly1305(key).encrypt(nonce, text, None)
 
@@ -62,17 +65,23 @@ def unseal(key: bytes, sealed: bytes) -> bytes:
     Raises:
         cryptography.exceptions.InvalidTag: it was sealed with another key, or changed.
     """
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
     return ChaCha20Poly1305(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], None)
 
 
 def split(secret: bytes, threshold: int, number: int) -> list[bytes]:
     """Shares of a secret for places 0 to ``number`` - 1; ``threshold`` of them give it, fewer say nothing of it."""
+    from Crypto.Protocol.SecretSharing import Shamir
+
     halves = [Shamir.split(threshold, number, secret[i : i + _HALF], ssss=False) for i in (0, _HALF)]
     return [first + second for (_, first), (_, second) in zip(*halves, strict=True)]
 
 
 def combine(shares: Mapping[int, bytes]) -> bytes:
     """The secret from its shares by place, of which there must be exactly as many as the threshold."""
+    from Crypto.Protocol.SecretSharing import Shamir
+
     halves = [[(place + 1, share[i : i + _HALF]) for place, share in shares.items()] for i in (0, _HALF)]
     return b"".join(Shamir.combine(half, ssss=False) for half in halves)
 
@@ -82,6 +91,8 @@ def mask(seed: bytes, length: int) -> np.ndarray:
 
     A seed is for one mask only.
     """
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+
     stream = Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor().update(bytes(8 * length))
     return np.frombuffer(stream, "<u8").astype(np.uint64, copy=False)
 

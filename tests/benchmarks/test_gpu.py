@@ -34,6 +34,22 @@ def test_pieces_are_kept_and_only_missing_ones_are_measured(
     assert section.endswith("All pieces were run.\n")
 
 
+def test_a_piece_that_fails_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(setting: gpu.Setting) -> dict[str, object]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    pieces = [gpu.Piece("speed-one", 1, fail), gpu.Piece("speed-two", 1, lambda _: {"rows": []})]
+    monkeypatch.setattr(gpu, "PIECES", pieces)
+    assert gpu._main(["--quick", "--output", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "speed-one: FAILED" in printed.out
+    assert "CUDA out of memory" in printed.err
+    assert "Not run: speed-one." in (tmp_path / "section.md").read_text()
+    assert (tmp_path / "speed-two.json").exists()
+
+
 def test_a_papers_run_stops_when_the_time_is_over_and_is_resumed(tmp_path: Path) -> None:
     clock = iter(range(1000))
     stopping = gpu.Setting("cpu", True, None, None, tmp_path, deadline=6.5)  # in the second round
@@ -74,10 +90,12 @@ def test_what_differs_is_not_met(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert answer["relative"] > gpu.ARRAY_TOLERANCE
 
 
-def test_fp32_means_fp32_in_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_means_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    torch.backends.cuda.matmul.allow_tf32 = True  # monkeypatch cannot set it
     build_backbone("vit_glyphs", "random", 16, "cpu")
     assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_a_tiny_piece_of_each_kind_fills_its_table(tmp_path: Path) -> None:

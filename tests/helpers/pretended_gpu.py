@@ -28,6 +28,8 @@ FUNCTIONS: dict[str, Any] = {  # of torch.cuda
     "get_device_name": lambda device=None: "a pretended GPU",
     "mem_get_info": lambda device=None: (16 * 10**9, 16 * 10**9),
     "max_memory_allocated": lambda device=None: 0,
+    "memory_allocated": lambda device=None: 0,
+    "memory_reserved": lambda device=None: 0,
     "reset_peak_memory_stats": lambda device=None: None,
     "synchronize": lambda device=None: None,
 }
