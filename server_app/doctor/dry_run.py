@@ -14,7 +14,7 @@ import torch
 from client_app.objectives.base import LocalData
 from client_app.training import train_locally
 from server_app.doctor.finding import GB, Finding
-from server_app.simulation.superlink import default_workers
+from server_app.simulation.superlink import fitting_workers
 from strategies.base import RoundContext
 from task.config.schema import Config
 from task.data.load import default_augmentation, load_dataset, require_readable
@@ -188,7 +188,7 @@ def _suggest_workers(config: Config) -> Finding:
         on_device = torch.cuda.max_memory_reserved(device) + CUDA_CONTEXT
         workers = min(workers, torch.cuda.mem_get_info(device)[0] / on_device)
         text += f" and {on_device / GB:.1f} GB of the GPU's"
-    text += f": --workers {max(1, min(default_workers(config), int(workers)))}"
+    text += f": --workers {max(1, min(fitting_workers(config), int(workers)))}"
     if workers < 1:
         return Finding("warning", text, "this is more than is free: take a smaller batch-size or backbone")
     return Finding("ok", text)

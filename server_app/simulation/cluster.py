@@ -140,6 +140,8 @@ def compare(node: dict[str, str], here: Mapping[str, str], project: str) -> str:
 
     ``node`` and ``here`` are the descriptions of that node and of this machine, see :func:`describe_node`.
     """
+    if problem := here.get("problem"):
+        return f"the machine of the server cannot run it: {problem}"
     if problem := node.get("problem"):
         return problem
     for name, advice in ADVICE.items():

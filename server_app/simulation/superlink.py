@@ -29,6 +29,7 @@ from task.utils.cores import cores
 
 DEFAULT_CLIENTS = 10
 MAX_WORKERS = 8  # a worker holds about 1 GB
+MAX_ON_GPU = 2  # each has its own backbone in the GPU's memory; fcil doctor says how many fit
 START_TIMEOUT = 60.0  # seconds for the SuperLink to answer
 POLL = 0.2  # seconds
 RAY_PATIENCE = "300"  # seconds for Ray's own programs to start; its default is 30 to 60, too few on a busy machine
@@ -40,9 +41,15 @@ RAY_TIMED_OUT = (
 _RAY_TIMEOUTS = ("timed out during startup", "RAY_raylet_start_wait_time_s", "RAY_worker_register_timeout_seconds")
 
 
-def default_workers(config: Config) -> int:
-    """Number of clients that train at once: each has ``threads`` cores, and there are at most ``MAX_WORKERS``."""
+def fitting_workers(config: Config) -> int:
+    """Number of clients that can train at once: each has ``threads`` cores, and there are at most ``MAX_WORKERS``."""
     return max(1, min(cores() // config.threads, config.num_clients or DEFAULT_CLIENTS, MAX_WORKERS))
+
+
+def default_workers(config: Config) -> int:
+    """Number of clients that train at once where nothing is said: fewer if the machine seems to have a GPU for them."""
+    on_gpu = config.device != "cpu" and shutil.which("nvidia-smi")  # torch, which would know, takes seconds to import
+    return min(fitting_workers(config), MAX_ON_GPU) if on_gpu else fitting_workers(config)
 
 
 class FlowerRun:

@@ -1,6 +1,7 @@
 """The torch device of the run key ``device``, or an error."""
 
 import re
+from functools import lru_cache
 
 import torch
 
@@ -11,13 +12,27 @@ def resolve_device(name: str) -> torch.device:
     """Device of the run key ``device``: auto takes a GPU when there is one.
 
     Raises:
-        ConfigError: no such device on this machine.
+        ConfigError: no such device on this machine, or PyTorch cannot compute on it.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise ConfigError(f"device = {name!r} is not possible: it must be auto, cpu, cuda or cuda:N.")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device = {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices.")
+    if device.type == "cuda":
+        _require_kernels(device)
     return device
+
+
+@lru_cache
+def _require_kernels(device: torch.device) -> None:
+    try:
+        torch.zeros(1, device=device) + 1
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"PyTorch cannot compute on {device} ({reason}): a build of PyTorch for this GPU and its driver is needed, "
+            "see pytorch.org/get-started; device = 'cpu' does without the GPU."
+        ) from error

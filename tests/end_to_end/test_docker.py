@@ -172,11 +172,16 @@ def test_the_secrets_are_what_make_keys_makes(tmp_path):
     assert set(named) == {path.name for path in tmp_path.iterdir() if path.suffix != ".pub"} - {"ca.key"}
 
 
-def test_each_training_process_has_a_gpu_of_its_own():
-    assert set(GPU) == {node.replace("supernode", "superexec") for node in NODES}
-    devices = [service["deploy"]["resources"]["reservations"]["devices"] for service in GPU.values()]
-    assert [d["capabilities"] for (d,) in devices] == [["gpu"]] * len(NODES)
-    assert len({d["device_ids"][0] for (d,) in devices}) == len(NODES)
+def test_each_training_process_has_a_gpu_of_its_own_and_the_server_has_one():
+    nodes = {node.replace("supernode", "superexec") for node in NODES}
+    assert set(GPU) == nodes | {"superexec-server"}
+    (devices,) = zip(
+        *(service["deploy"]["resources"]["reservations"]["devices"] for service in GPU.values()), strict=True
+    )
+    assert [d["capabilities"] for d in devices] == [["gpu"]] * len(GPU)
+    ids = {name: d["device_ids"] for name, d in zip(GPU, devices, strict=True)}
+    assert ids["superexec-server"] == ["${GPU_SERVER:-0}"]
+    assert [ids[name] for name in sorted(nodes)] == [["${GPU_0:-0}"], ["${GPU_1:-1}"]]
 
 
 def test_the_dockerfile_passes_its_linter():

@@ -156,7 +156,7 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
 )
 def test_workers_by_memory_and_cores(memory: float, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "available_memory", lambda: memory)
-    monkeypatch.setattr(dry_run, "default_workers", lambda config: 5)
+    monkeypatch.setattr(dry_run, "fitting_workers", lambda config: 5)
     monkeypatch.setattr(dry_run, "peak_memory", lambda: 1e9)
     finding = dry_run._suggest_workers(parse({"device": "cpu"}))
     assert finding.text == f"a client takes about 1.0 GB of memory: {expected}"

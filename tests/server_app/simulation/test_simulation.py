@@ -33,8 +33,12 @@ ROOT = Path(__file__).parents[3]
 
 def test_workers_fit_cores_clients_and_memory(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
-    workers = [launcher.default_workers(parse(v)) for v in ({}, {"threads": 4}, {"threads": 99}, {"num-clients": 2})]
-    assert workers == [8, 3, 1, 2]
+    settings = ({}, {"threads": 4}, {"threads": 99}, {"num-clients": 2})
+    monkeypatch.setattr(launcher.shutil, "which", lambda name: None)
+    assert [launcher.default_workers(parse(v)) for v in settings] == [8, 3, 1, 2]
+    monkeypatch.setattr(launcher.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert [launcher.default_workers(parse(v)) for v in settings] == [2, 2, 1, 2]
+    assert launcher.default_workers(parse({"device": "cpu"})) == 8
 
 
 def test_a_superlink_that_does_not_start_is_shown(tmp_path, monkeypatch):
@@ -126,6 +130,11 @@ HERE = {"code": "c", "versions": "python 3.11.2, torch 2.9", "weights": "w", "da
 def test_what_hinders_a_node(node, said):
     assert cluster.compare(node, HERE, "/code").startswith(said)
     assert bool(cluster.compare(node, HERE, "/code")) == bool(said)
+
+
+def test_a_server_that_cannot_run_it_is_named_first():
+    here = {"problem": "device = 'cuda' is not there"}
+    assert cluster.compare(HERE, here, "/code") == f"the machine of the server cannot run it: {here['problem']}"
 
 
 def test_what_a_node_says_of_itself(tiny):

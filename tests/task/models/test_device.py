@@ -1,0 +1,35 @@
+"""The run key ``device``."""
+
+import pytest
+import torch
+
+from task.keys import ConfigError
+from task.models import device
+from task.models.device import resolve_device
+from tests.helpers.pretended_gpu import pretended_gpu
+
+
+@pytest.mark.parametrize("name", ["cuda:1", "cuda:77", "gpu", "CUDA"])
+def test_a_device_that_is_not_there_is_named(name: str) -> None:
+    with pretended_gpu(), pytest.raises(ConfigError, match=f"device = '{name}'"):
+        resolve_device(name)
+
+
+def test_auto_takes_a_gpu_where_there_is_one() -> None:
+    assert resolve_device("auto") == torch.device("cpu")
+    with pretended_gpu():
+        assert resolve_device("auto") == torch.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda:0"])
+def test_a_gpu_that_this_build_cannot_use_ends_the_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no reason to compute on the CPU without a word."""
+
+    def fail(*shape: int, **where: torch.device) -> torch.Tensor:
+        raise RuntimeError("CUDA error: no kernel image is available for execution on the device\nCompile with")
+
+    device._require_kernels.cache_clear()
+    with pretended_gpu():
+        monkeypatch.setattr(torch, "zeros", fail)
+        with pytest.raises(ConfigError, match="no kernel image is available for execution on the device\\): a build"):
+            resolve_device(name)
