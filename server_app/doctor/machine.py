@@ -22,6 +22,8 @@ SCARCE_MEMORY = 2 * GB  # a process with torch, the bundled backbone and its ima
 OPTIONAL = {
     "flwr": "fcil run --in-process works without, simulations and nodes do not",
     "ray": "fcil run --in-process works without, simulations do not",
+    "cryptography": "only secure-aggregation and certificates need it",
+    "pycryptodome": "only secure-aggregation needs it",
     "psutil": "fcil run --in-process works without, simulations do not",
     "matplotlib": "runs work without, but draw no pictures and write no report",
     "jinja2": "runs work without, but draw no pictures and write no report",

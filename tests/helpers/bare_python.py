@@ -4,7 +4,7 @@ import textwrap
 
 # timm itself needs torchvision, huggingface_hub, safetensors, pyyaml; numpy comes with them
 ABSENT = ["flwr", "ray", "matplotlib", "jinja2", "psutil", "sklearn", "scipy", "rich", "typer", "pandas", "fontTools"]
-ABSENT += ["hypothesis", "cryptography", "Crypto"]
+ABSENT += ["hypothesis", "cryptography", "Crypto", "pycryptodome"]
 
 BLOCK = textwrap.dedent(f"""
     import importlib.machinery, sys
