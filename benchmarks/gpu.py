@@ -59,6 +59,7 @@ from task.data.load import load_dataset
 from task.keys import ConfigError
 from task.message import Kind, Packet, Scalar
 from task.methods import METHODS
+from task.models.device import resolve_device
 from task.models.metadata import MODEL
 from task.models.model import build_model
 from task.models.preprocessing import prepare
@@ -353,8 +354,6 @@ def measure_pieces(pieces: Sequence[Piece], setting: Setting) -> bool:
         except TimeOver:
             print(f"{piece.name}: the time is over; the next call resumes it", flush=True)
             return sound
-        except ConfigError:
-            raise
         except Exception:  # the other pieces are still worth their time
             traceback.print_exc()
             print(f"{piece.name}: FAILED; the next call tries it again", flush=True)
@@ -478,9 +477,10 @@ def _main(arguments: Sequence[str] | None = None) -> int:
     output.mkdir(parents=True, exist_ok=True)
     setting = Setting(device, args.quick, args.data and args.data.resolve(), args.weights, output, deadline)
     try:
-        sound = measure_pieces(pieces, setting)
+        resolve_device(device)
     except ConfigError as error:
         parser.error(str(error))
+    sound = measure_pieces(pieces, setting)
     section = markdown(output, pieces)
     write_atomically(output / "section.md", (section + "\n").encode())
     print(f"\n{section}")

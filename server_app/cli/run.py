@@ -53,7 +53,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         help="run keys such as method=hgp, unquoted; a file of them, such as presets/hgp-cifar100.toml, may come first",
     )
     parser.add_argument("--in-process", action="store_true", help="without Flower: one client after another")
-    parser.add_argument("--workers", type=positive, metavar="N", help="clients that train at once (default: by cores)")
+    parser.add_argument(
+        "--workers", type=positive, metavar="N", help="clients that train at once (default: by cores, 2 on a GPU)"
+    )
     parser.add_argument(
         "--gpus-per-client",
         type=share,

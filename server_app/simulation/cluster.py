@@ -140,8 +140,6 @@ def compare(node: dict[str, str], here: Mapping[str, str], project: str) -> str:
 
     ``node`` and ``here`` are the descriptions of that node and of this machine, see :func:`describe_node`.
     """
-    if problem := here.get("problem"):
-        return f"the machine of the server cannot run it: {problem}"
     if problem := node.get("problem"):
         return problem
     for name, advice in ADVICE.items():
@@ -169,6 +167,8 @@ def _ask_nodes(address: str, values: dict[str, Scalar], client: tuple[int, float
         need = f"{client[0]} CPUs and {client[1]:g} GPUs"
         return {"problems": [f"no node has the {need} of a client: lower threads or --gpus-per-client."]}
     here, problems = describe_node(values), []
+    if "problem" in here:
+        return {"problems": [f"this machine: {here['problem']}"]}
     describe, answers = ray.remote(num_cpus=client[0], num_gpus=client[1], max_retries=0)(describe_node), {}
     for node_id in nodes:
         there = NodeAffinitySchedulingStrategy(node_id, soft=False)

@@ -26,6 +26,7 @@ from server_app.simulation.warden import start_warden
 from task.config.schema import Config
 from task.message import Scalar
 from task.utils.cores import cores
+from task.utils.versions import package_version
 
 DEFAULT_CLIENTS = 10
 MAX_WORKERS = 8  # a worker holds about 1 GB
@@ -48,8 +49,13 @@ def fitting_workers(config: Config) -> int:
 
 def default_workers(config: Config) -> int:
     """Number of clients that train at once where nothing is said: fewer if the machine seems to have a GPU for them."""
-    on_gpu = config.device != "cpu" and shutil.which("nvidia-smi")  # torch, which would know, takes seconds to import
-    return min(fitting_workers(config), MAX_ON_GPU) if on_gpu else fitting_workers(config)
+    return min(fitting_workers(config), MAX_ON_GPU) if _seems_on_gpu(config.device) else fitting_workers(config)
+
+
+def _seems_on_gpu(device: str) -> bool:
+    """Whether clients will use a GPU; torch, which would know, takes seconds to import."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or "+cpu" in package_version("torch")
+    return device != "cpu" and not hidden and shutil.which("nvidia-smi") is not None
 
 
 class FlowerRun:

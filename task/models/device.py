@@ -1,11 +1,15 @@
 """The torch device of the run key ``device``, or an error."""
 
+import logging
 import re
+import shutil
 from functools import lru_cache
 
 import torch
 
 from task.keys import ConfigError
+
+log = logging.getLogger(__name__)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -16,6 +20,10 @@ def resolve_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+        if name == "cpu" and torch.version.cuda and shutil.which("nvidia-smi"):
+            log.warning(
+                "PyTorch cannot use this machine's GPU (too old a driver?) and computes on the CPU: fcil doctor"
+            )
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise ConfigError(f"device = {name!r} is not possible: it must be auto, cpu, cuda or cuda:N.")
     device = torch.device(name)

@@ -1,5 +1,7 @@
 """Every method on a pretended GPU: nothing is left on the wrong device, and a stopped run goes on without the GPU."""
 
+import copy
+import pickle
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -35,6 +37,14 @@ def test_the_pretended_gpu_refuses_what_a_real_one_refuses() -> None:
             torch.randn(2, generator=torch.Generator(), device="cuda")
         with pytest.raises(RuntimeError, match="generator"):
             torch.randn(2, generator=torch.Generator("cuda"))
+        with pytest.raises(RuntimeError, match="same device"):
+            here[there[:1, 0].long()]
+        with pytest.raises(RuntimeError, match="same device"):
+            torch.stack([there[0, 0], here[0, 0]])
+        assert there[torch.tensor([1])].tolist() == [[3, 4, 5]]
+        assert (there * here[0, 0]).device == torch.device("cuda:0")
+        saved = pickle.dumps(there)
+        assert pickle.loads(saved).tolist() == copy.deepcopy(there).tolist() == there.tolist()
         product = there @ here.to("cuda")
         assert isinstance(product, OnGPU)
         assert product.tolist() == [[3, 3], [12, 12]]
@@ -43,6 +53,8 @@ def test_the_pretended_gpu_refuses_what_a_real_one_refuses() -> None:
         assert isinstance(layer.weight.grad, OnGPU)
         assert layer.weight.grad.cpu().numpy().tolist() == [[3, 5, 7]]
     assert not torch.cuda.is_available()
+    with pytest.raises(RuntimeError, match="this machine has none"):
+        pickle.loads(saved)
 
 
 @pytest.mark.ci

@@ -1,8 +1,8 @@
 """A GPU that is not there: tensors that say they are on cuda:0, and whose numbers lie in the CPU's memory.
 
-What PyTorch refuses on a GPU is refused here too: an operation of tensors on two devices, ``.numpy()`` of a tensor that
-is not on the CPU, a generator of another device. So a run that ends on it leaves nothing on the wrong device. It says
-nothing about the kernels of a real GPU, about bf16 (autocast does not act on such tensors), speed or memory.
+Most of what PyTorch refuses on a GPU is refused here too: an operation of tensors on two devices, ``.numpy()`` of a
+tensor that is not on the CPU, a generator of another device, a pickle read where there is no GPU. It says nothing about
+the kernels of a real GPU, about bf16 (autocast does not act on such tensors), speed or memory.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default)  # the only operations that go from device to device
-# their second argument, the indices, may lie on the CPU
+# the indices of a tensor on the GPU, their second argument, may lie on the CPU
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default)
+JOINING = (aten.cat.default, aten.stack.default, aten.index_select.default, aten.gather.default)
 FUNCTIONS: dict[str, Any] = {  # of torch.cuda
     "_lazy_init": lambda: None,
     "is_available": lambda: True,
@@ -63,9 +64,19 @@ class OnGPU(Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickles, which only a machine with a GPU can read."""
+        return _rebuilt, (self.numbers,)
+
     def tolist(self) -> Any:
         """The numbers, which a GPU's tensor gives too."""
         return self.numbers.tolist()
+
+
+def _rebuilt(numbers: Tensor) -> OnGPU:
+    if not torch.cuda.is_available():
+        raise RuntimeError("a tensor of a GPU was saved, and this machine has none")
+    return OnGPU(numbers)
 
 
 class Generator(torch.Generator):
@@ -100,11 +111,14 @@ class Dispatch(TorchDispatchMode):
 def on_one_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do an operation on the CPU, if a real GPU would do it; its results are where they would be."""
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-    judged = tree_leaves((args[:1], args[2:])) if func in INDEXING else tensors
-    places = {isinstance(t, OnGPU) for t in judged if isinstance(t, OnGPU) or (isinstance(t, Tensor) and t.dim())}
+    judged = tree_leaves((args[:1], args[2:])) if func in INDEXING and isinstance(args[0], OnGPU) else tensors
+    whole = [t for t in judged if isinstance(t, Tensor) and (t.dim() or func in JOINING or isinstance(t, OnGPU))]
+    places = {isinstance(t, OnGPU) for t in whole}  # a single number of the CPU may go anywhere else
     if len(places) > 1 and func not in COPIES:
         raise RuntimeError(f"{func}: expected all tensors on the same device, found cuda:0 and cpu")
     asked = kwargs.get("device")  # "meta" where C++ code asked for the device of a tensor that is here
+    if asked is not None and torch.device(asked).index:
+        raise RuntimeError(f"{func}: there is no {asked}")
     to_gpu = torch.device(asked).type != "cpu" if asked is not None else _on_gpu(func, tensors)
     rng = kwargs.get("generator")
     if rng is not None and (Generator.places.get(_address(rng)) == GPU) != to_gpu:

@@ -39,6 +39,11 @@ def test_workers_fit_cores_clients_and_memory(monkeypatch):
     monkeypatch.setattr(launcher.shutil, "which", lambda name: f"/usr/bin/{name}")
     assert [launcher.default_workers(parse(v)) for v in settings] == [2, 2, 1, 2]
     assert launcher.default_workers(parse({"device": "cpu"})) == 8
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert launcher.default_workers(parse({})) == 8
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(launcher, "package_version", lambda name: "2.14.1+cpu")
+    assert launcher.default_workers(parse({})) == 8
 
 
 def test_a_superlink_that_does_not_start_is_shown(tmp_path, monkeypatch):
@@ -130,11 +135,6 @@ HERE = {"code": "c", "versions": "python 3.11.2, torch 2.9", "weights": "w", "da
 def test_what_hinders_a_node(node, said):
     assert cluster.compare(node, HERE, "/code").startswith(said)
     assert bool(cluster.compare(node, HERE, "/code")) == bool(said)
-
-
-def test_a_server_that_cannot_run_it_is_named_first():
-    here = {"problem": "device = 'cuda' is not there"}
-    assert cluster.compare(HERE, here, "/code") == f"the machine of the server cannot run it: {here['problem']}"
 
 
 def test_what_a_node_says_of_itself(tiny):

@@ -21,6 +21,15 @@ def test_auto_takes_a_gpu_where_there_is_one() -> None:
         assert resolve_device("auto") == torch.device("cuda")
 
 
+def test_a_gpu_without_its_driver_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert resolve_device("auto") == torch.device("cpu")
+    assert "cannot use this machine's GPU" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["auto", "cuda:0"])
 def test_a_gpu_that_this_build_cannot_use_ends_the_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no reason to compute on the CPU without a word."""
