@@ -1,6 +1,5 @@
 """A dry run: device, weights, data, one forward pass, one local step, and how many workers fit."""
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +21,7 @@ from task.data.node_images import Inventory, open_inventory, scan_images
 from task.keys import ConfigError
 from task.message import Packet
 from task.methods import load_class
-from task.models.device import resolve_device
+from task.models.device import has_unusable_gpu, resolve_device
 from task.models.load import load_backbone
 from task.models.model import Model, build_model
 from task.models.preprocessing import prepare
@@ -68,7 +67,7 @@ def _check_device(config: Config) -> Finding:
         free, total = torch.cuda.mem_get_info(device)
         name = torch.cuda.get_device_name(device)
         return Finding("ok", f"device {device}: {name}, {free / GB:.1f} of {total / GB:.1f} GB free")
-    if shutil.which("nvidia-smi") and not torch.cuda.is_available():
+    if has_unusable_gpu():
         advice = "this torch was built without CUDA or for another driver: pytorch.org/get-started names the right one"
         return Finding("warning", "device cpu, though the machine seems to have a GPU", advice)
     return Finding("ok", f"device {device}, {config.threads} threads")

@@ -20,10 +20,8 @@ def resolve_device(name: str) -> torch.device:
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cpu" and torch.version.cuda and shutil.which("nvidia-smi"):
-            log.warning(
-                "PyTorch cannot use this machine's GPU (too old a driver?) and computes on the CPU: fcil doctor"
-            )
+        if torch.version.cuda and has_unusable_gpu():
+            _warn_of_unusable_gpu()
     if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
         raise ConfigError(f"device = {name!r} is not possible: it must be auto, cpu, cuda or cuda:N.")
     device = torch.device(name)
@@ -32,6 +30,17 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda":
         _require_kernels(device)
     return device
+
+
+@lru_cache
+def has_unusable_gpu() -> bool:
+    """Whether the machine seems to have a GPU that PyTorch cannot use; looked up once in a process."""
+    return not torch.cuda.is_available() and shutil.which("nvidia-smi") is not None
+
+
+@lru_cache
+def _warn_of_unusable_gpu() -> None:
+    log.warning("PyTorch cannot use this machine's GPU (too old a driver?) and computes on the CPU: fcil doctor")
 
 
 @lru_cache

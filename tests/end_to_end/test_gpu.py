@@ -2,27 +2,26 @@
 
 import copy
 import pickle
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks import gpu
-from server_app.rounds.run import run_experiment
-from server_app.run_files.paths import read_results
-from server_app.run_keys import complete_run_keys
-from server_app.transport.base import Reply
-from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
-from task.message import Kind, Packet, Scalar
 from task.methods import METHODS
 from task.prompt_kinds import PROMPTS
 from tests.helpers.pretended_gpu import OnGPU, pretended_gpu
+from tests.helpers.runs import interrupt, run
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads know nothing of the pretended GPU."""
+    monkeypatch.setattr("strategies.hepco.run_in_threads", lambda jobs, _: [job(Event()) for job in jobs])
 
 
 def test_the_pretended_gpu_refuses_what_a_real_one_refuses() -> None:
@@ -71,42 +70,21 @@ def test_a_run_on_a_gpu_is_that_on_the_cpu(method: str, tmp_path: Path) -> None:
 def test_every_prompt_trains_on_a_gpu(prompt: str, tmp_path: Path) -> None:
     small = gpu.Setting("cuda", True, None, None, tmp_path).small("fedavg") | {"prompt": prompt, "num-tasks": 1}
     with pretended_gpu():
-        start(small | {"output-dir": str(tmp_path), "run-name": "run"}, InProcessTransport)
-    assert read_results(tmp_path / "run")["status"] == "finished"
-
-
-class StoppedTransport(InProcessTransport):
-    """Stops the run at the first training of the second task."""
-
-    def exchange(
-        self, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
-    ) -> Iterable[Reply]:
-        """As InProcessTransport."""
-        if kind == "train" and any(packet.config.get("task") == 2 for packet in packets.values()):
-            raise gpu.TimeOver
-        yield from super().exchange(kind, packets, timeout, largest_answer)
+        results = run(small | {"output-dir": str(tmp_path), "run-name": "run"})
+    assert results["status"] == "finished"
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("first", ["cpu", "cuda"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_is_resumed_on_another_device(method: str, first: str, tmp_path: Path) -> None:
-    """A node with a GPU is lost; the run goes on where there is none, and the other way round."""
-    on: dict[str, AbstractContextManager[None]] = {"cpu": nullcontext(), "cuda": pretended_gpu()}
-    second = "cpu" if first == "cuda" else "cuda"
-    small = gpu.Setting("auto", True, None, None, tmp_path).small(method)
-    keys: dict[str, Scalar] = small | {"output-dir": str(tmp_path), "run-name": "run"}
-    with on[first], pytest.raises(gpu.TimeOver):
-        start(keys, StoppedTransport)
-    with on[second]:
-        start({"resume": str(tmp_path / "run")}, InProcessTransport)
-    start(keys | {"run-name": "whole"}, InProcessTransport)
-    resumed, whole = (read_results(tmp_path / name)["accuracy_matrix"] for name in ("run", "whole"))
-    assert np.array(resumed, float) == pytest.approx(np.array(whole, float), abs=0.05, nan_ok=True)
-
-
-def start(keys: dict[str, Scalar], transport: type[InProcessTransport]) -> None:
-    """Run with these keys in this thread: other threads know nothing of the pretended GPU."""
-    config = parse(complete_run_keys(keys))
-    with patch("strategies.hepco.run_in_threads", lambda jobs, _: [job(Event()) for job in jobs]):
-        run_experiment(config, transport(config.flat(), config.num_clients))
+def test_a_run_is_resumed_on_another_device(method: str, tmp_path: Path) -> None:
+    """A node with a GPU is lost after the first task; the run goes on where there is none, and the other way round."""
+    small = gpu.Setting("auto", True, None, None, tmp_path).small(method) | {"output-dir": str(tmp_path)}
+    config = parse(small)
+    second_task = config.adaptation_rounds + config.rounds_per_task + 1
+    whole = run(small | {"run-name": "whole"})["accuracy_matrix"]
+    for first, second in ((nullcontext, pretended_gpu), (pretended_gpu, nullcontext)):
+        with first():
+            folder = interrupt(small | {"run-name": f"begun-on-{first.__name__}"}, second_task)
+        with second():
+            resumed = run({"resume": str(folder)})["accuracy_matrix"]
+        assert np.array(resumed, float) == pytest.approx(np.array(whole, float), abs=0.05, nan_ok=True)

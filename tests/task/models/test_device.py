@@ -26,6 +26,8 @@ def test_a_gpu_without_its_driver_is_warned_of(
 ) -> None:
     monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device, "has_unusable_gpu", device.has_unusable_gpu.__wrapped__)
+    device._warn_of_unusable_gpu.cache_clear()
     assert resolve_device("auto") == torch.device("cpu")
     assert "cannot use this machine's GPU" in caplog.text
 
