@@ -427,15 +427,7 @@ def speed_table(answers: Mapping[str, Any]) -> list[str]:
 def bf16_table(answers: Mapping[str, Any]) -> list[str]:
     """Of each system: accuracy in both precisions, distance of the features."""
     head = ["method", "fp32, %", "bf16, %", "features, relative distance"]
-    rows = [
-        [
-            name,
-            decimal(a["fp32"]),
-            decimal(a["bf16"]),
-            f"{a['features']:.1e}",
-        ]
-        for name, a in answers.items()
-    ]
+    rows = [[name, decimal(a["fp32"]), decimal(a["bf16"]), f"{a['features']:.1e}"] for name, a in answers.items()]
     return ["A small run in both precisions on the GPU.", "", *table(head, rows)]
 
 

@@ -64,8 +64,8 @@ class HePCo(Strategy):
         metrics = self._consolidate(model, [u for u in updates if u.statistics], context) if self.answers else {}
         self.answers = {}
         if context.ends_task and self.counts.any():  # a server that nobody has taught teaches nothing
-            on_cpu = {name: value.cpu() for name, value in model.shared_state().items()}  # for machines without a GPU
-            self.previous = Teachers(StackedModels.stack([on_cpu]), self.counts[None])
+            server = Teachers(StackedModels.stack([model.shared_state()]), self.counts[None])
+            self.previous = server.to(torch.device("cpu"))  # a checkpoint may go to a machine without a GPU
         return metrics
 
     def _consolidate(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:

@@ -44,10 +44,9 @@ def random_crop(x: Tensor, rng: torch.Generator | None) -> Tensor:
     pad = max(1, H // 8)
     padded = F.pad(x, (pad, pad, pad, pad))
     top, left = torch.randint(2 * pad + 1, (2, B, 1), generator=rng).to(x.device)
-    rows, columns = top + torch.arange(H, device=x.device), left + torch.arange(W, device=x.device)
-    return padded[torch.arange(B, device=x.device)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(
-        0, 3, 1, 2
-    )
+    image, row, column = (torch.arange(size, device=x.device) for size in (B, H, W))
+    rows, columns = top + row, left + column
+    return padded[image[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def random_flip(x: Tensor, rng: torch.Generator | None) -> Tensor:
