@@ -149,6 +149,18 @@ def test_what_a_node_says_of_itself(tiny):
     assert "/nowhere.npz" in missing["problem"]
 
 
+def test_a_server_that_cannot_run_it_is_named_and_no_node_is_asked(tiny, monkeypatch):
+    """Its own problem is not that of the nodes."""
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr("ray.nodes", lambda: [{"NodeID": "n", "Alive": True, "Resources": {"CPU": 1.0}}])
+    monkeypatch.setattr("ray.remote", lambda **_: pytest.fail("a node is asked"))
+    values = defaults() | tiny | {"dataset": "npz", "data-dir": "/nowhere.npz"}
+    said = cluster._ask_nodes("head:6379", values, (1, 0.0))
+    (problem,) = said["problems"]
+    assert problem.startswith("this machine: ")
+    assert "/nowhere.npz" in problem
+
+
 @pytest.mark.parametrize(
     ("address", "words", "said"),
     [
