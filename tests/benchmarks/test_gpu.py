@@ -98,6 +98,7 @@ def test_fp32_means_fp32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.backends.cuda.matmul.allow_tf32
 
 
+@pytest.mark.ci
 def test_a_tiny_piece_of_each_kind_fills_its_table(tmp_path: Path) -> None:
     names = ["correct-ncm", "speed-vit-b-224", "bf16-pip", "paper-hgp", "paper-fedrda"]
     arguments = [word for name in names for word in ("--piece", name)]

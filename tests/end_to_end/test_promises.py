@@ -65,6 +65,7 @@ def test_a_prompted_pass_keeps_less_than_full_training_would() -> None:
     assert all(p.grad is None for p in model.backbone.parameters())
 
 
+@pytest.mark.ci
 def test_bundled_weights_reach_their_recorded_figures() -> None:
     """At least 97.8 % by linear probe and 89 % by nearest class mean; random weights far below."""
     metadata = json.loads(BUNDLED["vit_glyphs"].read_text())

@@ -58,7 +58,7 @@ def two_runs(tiny: Values, **changes: Any) -> tuple[Values, Values]:
     return values | {"run-name": "whole"}, values | {"run-name": "cut"}
 
 
-FIRST = ("fedavg", "hgp", "fedrda")  # those that the default tests resume
+FIRST = ("fedavg", "hgp")  # those that the default tests resume
 REMEMBERING = [name for name, row in METHODS.items() if load_class(row.strategy).refine is not Strategy.refine]
 
 

@@ -24,7 +24,6 @@ from task.models.model import Model, build_model
 from task.models.vit import ViT
 from task.models.weights import build_vit
 from task.prompt_kinds import PROMPTS
-from tests.helpers.marks import rest_in_ci
 from tests.helpers.runs import run
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 16, 16, 3), np.uint8)
@@ -68,6 +67,7 @@ def test_an_exported_file_is_enough(keys: dict, tiny: dict, tmp_path: Path) -> N
     assert (again.predict(IMAGES).probabilities == before.probabilities).all()
 
 
+@pytest.mark.ci
 def test_an_exported_resnet_is_enough(tiny: dict, tmp_path: Path) -> None:
     """Its batch normalisation has counts that are single numbers."""
     directory = save_run(
@@ -109,7 +109,8 @@ def test_no_file_is_onnx_by_its_name_alone(tmp_path: Path, capsys: pytest.Captur
     assert "--onnx" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("prompt", rest_in_ci(PROMPTS, ["shared"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("prompt", PROMPTS)
 def test_onnxruntime_agrees_with_torch(prompt: str, tmp_path: Path) -> None:
     predictor = small(prompt)
     write_onnx(predictor, tmp_path / "model.onnx")

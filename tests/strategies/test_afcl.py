@@ -18,10 +18,12 @@ from task.models.model import Head, build_model
 from task.prompt_kinds import PROMPTS
 from task.prototypes.scatter import ScatterStatistics, sketch_matrix
 from task.scenario.class_stream import Schedule
+from tests.helpers.marks import rest_in_ci
 from tests.helpers.pooled import PARTITIONS, Pooled, check_regularised, moments
 from tests.helpers.runs import Values, results_of
 
 EXACT: Values = {"method": "afcl", "afcl-dtype": "fp64"}
+SPLITS = rest_in_ci(PARTITIONS, ["dirichlet", "class-share"])
 
 
 def numpy_ridge(features: np.ndarray, rows: np.ndarray, classes: int, ridge: float) -> np.ndarray:
@@ -46,7 +48,7 @@ def check_ridge(run: Pooled, ridge: float, bound: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("random_features", [0, 60])
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("partition", SPLITS)
 def test_the_model_is_the_centralised_regression(partition: str, random_features: int, tiny: Values) -> None:
     keys = EXACT | {"afcl-ridge": 2.0, "afcl-random-features": random_features}
     check_ridge(Pooled(tiny | PARTITIONS[partition] | keys), 2.0)
@@ -57,7 +59,7 @@ def test_rounded_messages_change_little(dtype: tuple[str, float], tiny: Values) 
     check_ridge(Pooled(tiny | EXACT | {"afcl-ridge": 2.0, "afcl-dtype": dtype[0]}), 2.0, dtype[1])
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("partition", SPLITS)
 def test_the_model_is_the_centralised_discriminant(partition: str, tiny: Values) -> None:
     run = Pooled(tiny | PARTITIONS[partition] | EXACT | {"afcl-head": "discriminant", "afcl-shrinkage": 0.05})
     weight, bias = numpy_discriminant(run, 0.05)
@@ -65,7 +67,7 @@ def test_the_model_is_the_centralised_discriminant(partition: str, tiny: Values)
     assert np.abs(run.arrays["head.bias"] - bias).max() < 1e-5 * np.abs(bias).max()
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("partition", SPLITS)
 def test_the_model_is_the_centralised_regularised_discriminant(partition: str, tiny: Values) -> None:
     """With room for all directions of each class: 112 features, at most 40 images."""
     keys = EXACT | {"afcl-head": "regularised", "afcl-rank": 40}
@@ -101,7 +103,7 @@ def test_random_features_under_a_regularised_discriminant(tiny: Values) -> None:
     check_regularised(Pooled(tiny | keys))
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", rest_in_ci(PROMPTS, ["lora", "shared"]))
 def test_features_are_those_of_the_adapted_prompt(prompt: str, tiny: Values) -> None:
     """Of the final model: nothing moves after the first task's first rounds."""
     keys = EXACT | {"prompt": prompt, "afcl-ridge": 2.0, "local-epochs": 2, "num-tasks": 3}
@@ -142,7 +144,7 @@ def test_the_ridge_is_chosen_from_the_images_of_all_clients(tiny: Values) -> Non
     check_ridge(run, chosen, bound=1e-3)
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("partition", SPLITS)
 def test_the_shrinkage_is_chosen_from_the_images_of_all_clients(partition: str, tiny: Values) -> None:
     run = Pooled(tiny | PARTITIONS[partition] | EXACT | {"afcl-head": "discriminant"})
     means, _, pooled = moments(run)

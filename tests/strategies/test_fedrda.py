@@ -11,11 +11,12 @@ from server_app.rounds.run import run_experiment
 from server_app.transport.base import Reply
 from task.config.parsing import parse
 from task.message import Arrays, Kind, Packet
+from tests.helpers.marks import rest_in_ci
 from tests.helpers.pooled import PARTITIONS, Pooled, check_regularised
 from tests.helpers.runs import FaultyTransport, Values, model_of, results_of
 
 
-@pytest.mark.parametrize("prompt", ["shared", "lora"])
+@pytest.mark.parametrize("prompt", rest_in_ci(["shared", "lora"], ["lora"]))
 def test_regularised_features_are_those_of_the_adapted_prompt(prompt: str, tiny: Values) -> None:
     keys = {"fedrda-dtype": "fp64", "fedrda-rank": 40, "fedrda-adaptation-rounds": 2, "local-epochs": 2}
     check_regularised(Pooled(tiny | PARTITIONS["dirichlet"] | keys | {"method": "fedrda", "prompt": prompt}), 1e-3)

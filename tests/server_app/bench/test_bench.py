@@ -28,6 +28,7 @@ from server_app.run_files.writers import origin
 from server_app.simulation.processes import Interrupted
 from task.keys import ConfigError
 from task.methods import METHODS
+from tests.helpers.marks import rest_in_ci
 from tests.helpers.runs import interrupt, without_times
 from tests.helpers.runs import run as run_whole
 from tests.helpers.suites import HEAD, KEYS, NCM, fill, run_results, table
@@ -212,6 +213,7 @@ def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
     assert sorted(file.name for file in half.directory.iterdir()) == ["config.yaml", "results.json", "run.log"]
 
 
+@pytest.mark.ci
 def test_with_resume_an_unfinished_run_goes_on_after_its_last_round(write, capsys):
     """Rounds that were over keep their times, and the end is that of a run without the interruption."""
     path = write(variants=[HEAD | {"rounds-per-task": 2}])
@@ -253,7 +255,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("missing", ["nothing", *REASONS])
+@pytest.mark.parametrize("missing", rest_in_ci(["nothing", *REASONS], ["nothing", "same key"]))
 def test_an_unfinished_run_begins_anew_unless_all_is_as_it_was(write, quick, capsys, missing):
     path = write(variants=[HEAD])
     (planned,) = read_suite(path, {}).runs

@@ -54,9 +54,10 @@ def test_a_bad_hello_leaves_the_node_out_and_is_named(name: str, tiny: dict) -> 
             change(packet)
         return packet
 
+    values = tiny | {"method": "ncm", "num-tasks": 1}
     with pytest.raises(RunError, match=r"2 clients can take part, but num-clients, .* need 3\. 1 nodes cannot"):
-        run(tiny, tamper=tamper)
-    results = run(tiny | {"num-clients": 0}, tamper=tamper)  # as many as connect: four
+        run(values, tamper=tamper)
+    results = run(values | {"num-clients": 0}, tamper=tamper)  # as many as connect: four
     assert results["status"] == "finished"
     assert [a["name"] for a in results["absent"]] == ["node 1"]
     assert reason in results["absent"][0]["reason"]

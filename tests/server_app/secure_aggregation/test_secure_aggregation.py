@@ -60,7 +60,13 @@ def test_every_method_whose_answers_add_up_is_compared():
     assert {method for method, _, _ in EQUAL} == {row.name for row in METHODS.values() if row.sums}
 
 
-@pytest.mark.parametrize(("method", "more", "limit"), EQUAL, ids=[f"{m} {[*k.values()]}" for m, k, _ in EQUAL])
+@pytest.mark.parametrize(
+    ("method", "more", "limit"),
+    [
+        pytest.param(m, k, limit, id=f"{m} {[*k.values()]}", marks=() if m in ("fedavg", "afcl") else pytest.mark.ci)
+        for m, k, limit in EQUAL
+    ],
+)
 def test_a_secure_run_equals_a_plain_one_but_for_rounding(tmp_path, method, more, limit):
     """One task: the next one would train from the rounded model and carry its last bits further."""
     results, models = both(tmp_path, method, ONE_TASK | more)

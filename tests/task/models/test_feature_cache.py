@@ -21,6 +21,7 @@ from task.models.vit import ViT
 from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
 from task.scenario.scenario import build_scenario
+from tests.helpers.marks import rest_in_ci
 from tests.helpers.prompts import prompt_config
 from tests.helpers.runs import run, train_message, without_times
 
@@ -158,7 +159,7 @@ def test_training_with_augmentation_computes_a_query_in_every_step(tiny, passes)
     assert (sum(passes[False]), sum(passes[True])) == (3 * number, 3 * number)
 
 
-@pytest.mark.parametrize("prompt", ["none", "fused"])
+@pytest.mark.parametrize("prompt", rest_in_ci(["none", "fused"], ["none"]))
 def test_what_is_known_changes_no_bit(tiny, tmp_path, monkeypatch, prompt):
     """A cache that keeps all, one that keeps little and one that keeps nothing."""
     results, models = [], []
