@@ -13,7 +13,7 @@ def place_labels(points: np.ndarray, sizes: np.ndarray, inside: Sequence[float],
     """Lower left corners of the labels of points.
 
     Each label in turn takes the candidate around its point that costs least, given where the others are: overlaps with
-    labels and points, lines to points that cross, and the distance. After some sweeps nothing moves any more.
+    labels and points, lines to points that cross, points of others beside it, and the distance. After some sweeps nothing moves any more.
 
     Args:
         points: [n, 2], in pixels, as all else.
@@ -59,7 +59,8 @@ def _costs(
     boxes, extents = corners[placed], sizes[placed]
     nearest = np.clip(point, candidates, candidates + size)
     ends = np.clip(points[placed], boxes, boxes + extents)
-    cost = 0.02 * np.hypot(*(nearest - point).T)
+    away = np.hypot(*(nearest - point).T)
+    cost = 0.02 * away + 2 * _misleads(candidates, size, others, np.minimum(away, 3 * radius))
     cost += 3 * _overlaps(candidates, size, points - radius, 2 * radius)
     cost += 20 * _overlaps(candidates - 1, size + 2, boxes, extents)
     cost += 4 * _cross(nearest, point, ends, points[placed]).sum(axis=1)
@@ -68,6 +69,12 @@ def _costs(
         cost += 4 * _overlaps(candidates, size, ends + share * (points[placed] - ends), 0)
     cost += 2 * _overlaps((nearest + point) / 2, 0, others - radius, 2 * radius)
     return cost
+
+
+def _misleads(corners: np.ndarray, size: np.ndarray, others: np.ndarray, nearer: np.ndarray) -> np.ndarray:
+    """Of how many ``others`` [n, 2] each box with corners [k, 2] seems to be the label, as it is ``nearer`` [k]: [k]."""
+    gaps = np.clip(others, corners[:, None], (corners + size)[:, None]) - others
+    return (np.hypot(gaps[..., 0], gaps[..., 1]) < nearer[:, None]).sum(axis=1)
 
 
 def _overlaps(
