@@ -13,7 +13,8 @@ def place_labels(points: np.ndarray, sizes: np.ndarray, inside: Sequence[float],
     """Lower left corners of the labels of points.
 
     Each label in turn takes the candidate around its point that costs least, given where the others are: overlaps with
-    labels and points, lines to points that cross, points of others beside it, and the distance. After some sweeps nothing moves any more.
+    labels and points, lines to points that cross, points of others beside it, and the distance. After some sweeps
+    nothing moves any more.
 
     Args:
         points: [n, 2], in pixels, as all else.
@@ -72,7 +73,7 @@ def _costs(
 
 
 def _misleads(corners: np.ndarray, size: np.ndarray, others: np.ndarray, nearer: np.ndarray) -> np.ndarray:
-    """Of how many ``others`` [n, 2] each box with corners [k, 2] seems to be the label, as it is ``nearer`` [k]: [k]."""
+    """For each box with corners [k, 2], how many points [n, 2] are nearer to it than ``nearer`` [k]: [k]."""
     gaps = np.clip(others, corners[:, None], (corners + size)[:, None]) - others
     return (np.hypot(gaps[..., 0], gaps[..., 1]) < nearer[:, None]).sum(axis=1)
 
