@@ -92,6 +92,7 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
 def _resolve(name: str, text: str) -> str:
     """An absolute path where the path is there."""
     try:
-        return str(Path(text).resolve()) if Path(text).exists() else text
+        path = expand_home(text, name)
+        return str(path.resolve()) if path.exists() else text
     except OSError as error:
         raise ConfigError(f"{name} = {text[:100]!r} cannot be read: {error.strerror}.") from error

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from server_app.bench.suite import Selection, Suite
 from server_app.report.compare import FINAL, escape
-from server_app.report.runs import Run
+from server_app.report.runs import Run, is_number
 from server_app.run_keys import complete_run_keys
 from task.message import Scalar
 from task.utils.atomic import write_atomically
@@ -56,8 +56,8 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         chosen = max(whole, key=lambda label: sum(accuracies[label])) if whole and not left else ""
         values, edges = points.get(chosen, {}), []
         for name, value in values.items():
-            grid = [point[name] for point in points.values()]
-            if isinstance(value, int | float) and value in (min(grid), max(grid)):
+            numbers = [point[name] for point in points.values() if is_number(point[name])]
+            if is_number(value) and value in (min(numbers), max(numbers)):
                 edges.append(name)
         choices[variant] = Choice(accuracies, chosen, values, edges)
     return choices

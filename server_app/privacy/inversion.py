@@ -127,10 +127,8 @@ def _reported_positions(config: Config, predictor: Predictor, client: int) -> np
 
 def _attack_targets(statistics: Arrays, target: str, config: Config) -> Tensor:
     """Target features of each class, float32 [K, D]: its mean, or one draw of its Gaussian."""
-    if "means" not in statistics:
-        return torch.from_numpy(statistics["sums"] / statistics["counts"][:, None]).float()
     if target == "mean":
-        return torch.from_numpy(statistics["means"])
+        return torch.from_numpy(statistics["means"]).float()  # squares of fp16 overflow
     if not statistics.keys() & {"variances", "covariances"}:
         raise ConfigError(f"--target sample is not possible: method {config.method!r} sends means alone.")
     bank, rng = prepare_gaussians([statistics], config.options.covariance), torch_rng(config.seed, "inversion", 1)

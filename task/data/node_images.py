@@ -46,6 +46,7 @@ class Inventory:
         unreadable: files that are left out, and folders, which end with a slash and count as one file each.
         held_out: those of the readable files that are not trained on.
         split: whether data_dir has train/ and test/.
+        stamp: size and time of an .npz file, so that one that has changed is opened anew.
     """
 
     data_dir: str
@@ -53,6 +54,7 @@ class Inventory:
     unreadable: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
     split: bool = False
+    stamp: tuple[int, ...] = ()
 
 
 def scan_images(
@@ -79,7 +81,7 @@ def scan_images(
     """
     root = expand_home(data_dir, "data-dir")
     if os.path.isfile(root):  # Path.is_file raises an error without the right to look
-        return Inventory(str(root))
+        return Inventory(str(root), stamp=tuple(_stamp(root)))
     if not os.path.isdir(root):
         raise ConfigError(f"data-dir = {data_dir!r}: this node has no such folder or .npz file, or may not read it.")
     newest = max(
@@ -112,7 +114,7 @@ def load_inventory(data_dir: str, state: Path, run: str = "") -> Inventory | Non
     """The inventory of the node's last scan for ``run``; None if there is no list of it."""
     root = expand_home(data_dir, "data-dir")
     if os.path.isfile(root):
-        return Inventory(str(root))
+        return Inventory(str(root), stamp=tuple(_stamp(root)))
     lists = _read_list(_list_path(state, root, run), root)
     readable, unreadable, held_out = (tuple(lists[part]) for part in _LISTS[:3])
     return Inventory(str(root), readable, unreadable, held_out, lists["split"]) if readable else None

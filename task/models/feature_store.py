@@ -111,18 +111,17 @@ def _lock(path: Path) -> FileLock:
 
 
 def _make_room(folder: Path, needed: int) -> None:
-    """Delete the files that were unused for longest until ``needed`` bytes more are within the limit."""
-    limit, free = size_limit(), shutil.disk_usage(folder).free
-    if needed > min(limit, free):
+    """Delete the files that were unused for longest until ``needed`` bytes more are within the limit and the disk."""
+    limit, free, files = size_limit(), shutil.disk_usage(folder).free, list_stored()
+    held = sum(file.size for file in files)
+    if needed > min(limit, free + held):
         raise ConfigError(
             f"the features of this data set take {needed / GB:.2g} GB; FCIL_CACHE_GB allows {limit / GB:.2g}, and the "
-            f"disk of {folder} has {free / GB:.2g} left: raise the limit, {REMEDY}."
+            f"disk of {folder} has {(free + held) / GB:.2g} for them: raise the limit, {REMEDY}."
         )
-    files = list_stored()
-    total = needed + sum(file.size for file in files)
     for file in files:
-        if total > limit and _remove(file):
-            total -= file.size
+        if (held + needed > limit or needed > free) and _remove(file):
+            held, free = held - file.size, free + file.size
 
 
 def list_stored() -> list[StoredFeatures]:

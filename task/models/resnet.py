@@ -1,7 +1,6 @@
 """The backbone that FedProK trains from scratch."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torchvision
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from task.models.vit import Backbone, digest
 from task.models.weights import load_strictly, read_weights
 from task.prompts.base import PromptVectors
+from task.utils.home import expand_home
 
 
 class ResNet18(Backbone):
@@ -43,5 +43,5 @@ def load_resnet18(weights: str, image_size: int) -> ResNet18:
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         network.maxpool, network.fc = nn.Identity(), nn.Identity()
     if weights != "random":
-        load_strictly(network, read_weights(Path(weights)), weights)
+        load_strictly(network, read_weights(expand_home(weights, "backbone-weights")), weights)
     return ResNet18(network, image_size or 32)

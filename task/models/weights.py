@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from task.keys import AUTO, ConfigError
 from task.models.bundled import BUNDLED, read_description
+from task.utils.home import expand_home
 
 Normalisation = tuple[float, ...]  # per channel
 
@@ -37,7 +38,7 @@ def build_vit(name: str, weights: str) -> tuple[Any, Normalisation, Normalisatio
         torch.manual_seed(0)
         vit, mean, std = _bundled(name, weights) if name in BUNDLED else _from_timm(name, weights)
     if weights not in (AUTO, "random"):
-        load_strictly(vit, read_weights(Path(weights)), weights)
+        load_strictly(vit, read_weights(expand_home(weights, "backbone-weights")), weights)
     return vit, mean, std
 
 

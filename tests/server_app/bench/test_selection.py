@@ -135,6 +135,20 @@ def test_the_best_mean_over_seeds_is_chosen_and_logged(write, tmp_path):
     assert {run.config.num_tasks for run in final.runs} == {2}
 
 
+def test_a_word_may_stand_beside_numbers(write):
+    """Edges are those of the numbers."""
+    keys = {"afcl-ridge": ["auto", 0.1, 10.0], "dirichlet-beta": [0.1, 1.0]}
+    select = {"keys": keys, "common": SELECT["common"]}
+    suite = read_suite(write(variants=[{"label": "ridge", "method": "afcl"}], select=select), {})
+    for run in suite.selection.suite.runs:
+        accuracy = 0.5 + 0.1 * (run.values["afcl-ridge"] == 0.1) + 0.01 * run.values["dirichlet-beta"]
+        results = run_results((accuracy, accuracy, accuracy))
+        fill(run, results | {"num_tasks": 2, "metrics": {"final_average_accuracy": accuracy}})
+    choice = choices_of(suite)["ridge"]
+    assert choice.values["afcl-ridge"] == 0.1
+    assert choice.edges == ["afcl-ridge", "dirichlet-beta"]
+
+
 def test_nothing_is_chosen_before_all_is_run_and_failures_are_told(write, tmp_path):
     suite = read_suite(write(variants=[NCM, HEAD, {"label": "avg", "method": "fedavg"}], select=SELECT), {})
     fill_selection(suite, {("head", 0.001, 0): 0.9, ("head", 0.005, 0): 0.8})

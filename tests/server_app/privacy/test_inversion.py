@@ -10,6 +10,7 @@ from scipy import ndimage
 
 from server_app.cli import main as cli
 from server_app.privacy.inversion import (
+    _attack_targets,
     differentiable_features,
     invert,
     privacy_score,
@@ -51,6 +52,13 @@ def test_privacy_by_hand() -> None:
     assert mse == pytest.approx(0.08)
     assert privacy_score(mse) == pytest.approx(0.08 / 1.08)
     assert privacy_score(0.0) == 0
+
+
+def test_targets_of_half_precision_do_not_overflow() -> None:
+    """300 squared is above what fp16 holds: the gap would be 0 whatever the image is."""
+    config = parse({"method": "afcl", "afcl-dtype": "fp16"})
+    targets = _attack_targets({"means": np.full((2, 3), 300, np.float16)}, "mean", config)
+    assert targets.square().sum().item() == 6 * 300**2
 
 
 def test_total_variation_by_hand() -> None:

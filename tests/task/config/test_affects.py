@@ -187,3 +187,5 @@ def test_paths_of_files_are_made_absolute_for_a_run(name: str, tmp_path: Path, m
     values = {**defaults(), "num-clients": 2, "dataset": "folder", "data-dir": "given"}
     if KEYS[name].kind is str and affects(name) == "files":
         assert complete_run_keys(values | {name: "given"})[name] == str(tmp_path / "given")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert complete_run_keys(values | {name: "~/given"})[name] == str(tmp_path / "given")

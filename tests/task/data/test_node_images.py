@@ -100,6 +100,15 @@ def test_an_npz_that_grows_never_holds_out_what_was_trained_on(tmp_path: Path) -
     assert len(parts[0][1]) >= 2
 
 
+def test_an_npz_that_has_changed_is_opened_anew(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    for classes in (2, 4):
+        np.savez(path, images=np.zeros((12, 6, 6, 3), np.uint8), labels=np.arange(12) % classes)
+        scanned = scan_images(str(path), tmp_path / "state", 0.0)
+        assert scanned == load_inventory(str(path), tmp_path / "state")
+        assert len(open_inventory(scanned, 8).class_names) == classes
+
+
 def test_the_list_is_kept_until_stock_is_taken_again(data: Path, tmp_path: Path) -> None:
     first = scan_images(str(data), tmp_path / "state", 0.0)
     paint(data / "cat", 5, first=40)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -398,6 +399,20 @@ def test_the_longest_unused_make_room(monkeypatch):
     store("e", 1000)
     assert names() == ["e"]
     assert torch.equal(kept, torch.ones(1000, 4))  # whoever has it open goes on
+
+
+def test_what_is_stored_makes_room_on_a_small_disk(monkeypatch):
+    """A disk with room for two and a half files."""
+    size = 4 * 4 * 1000
+    room = SimpleNamespace(free=0)
+    monkeypatch.setattr("task.models.feature_store.shutil.disk_usage", lambda folder: room)
+    for name in "abcd":
+        room.free = int(2.5 * size) - sum(file.size for file in list_stored())
+        store(name, 1000)
+    assert names() == ["c", "d"]
+    with pytest.raises(ConfigError, match="has 4e-05 for them"):
+        store("large", 4000)
+    assert names() == ["c", "d"]
 
 
 @pytest.mark.parametrize(

@@ -453,6 +453,12 @@ def test_unusable_weights_are_a_config_error(make, tmp_path):
     assert "weights_only" not in str(caught.value)  # False of which would run the code that a file may hold
 
 
+def test_weights_may_lie_at_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_state(tmp_path / "w.pt", lambda state: state)
+    assert load_glyphs("~/w.pt").sha256 == load_glyphs(tmp_path / "w.pt").sha256
+
+
 def test_a_misfit_names_the_array(tmp_path):
     path = write_state(tmp_path / "w.pt", lambda s: without(s, "blocks.3.norm1.weight"))
     with pytest.raises(ConfigError, match=r"blocks\.3\.norm1\.weight"):
