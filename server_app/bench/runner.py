@@ -216,9 +216,7 @@ class Bench:
             if run not in self._waiting and (loaded := self._load(run)):
                 group.runs.append(loaded)
         for other in self._suite.others:
-            setting = next((run.setting for run in self._suite.runs if run.partition == other.partition), None)
-            if setting is None:  # the selection has left out all runs beside it
-                continue
+            setting = next(run.setting for run in self._suite.runs if run.partition == other.partition)
             group = groups.setdefault((other.partition, other.label), Group(setting, other.label, [], theirs=True))
             group.runs.append(other.run)
         self.recommendation = {}

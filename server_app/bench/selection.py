@@ -64,13 +64,17 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
 
 
 def apply_choices(suite: Suite, selection: Selection, choices: dict[str, Choice]) -> Suite:
-    """The suite with the chosen keys; runs of a variant for which no value could be chosen are left out."""
+    """The suite with the chosen keys; runs of a variant for which no value could be chosen are left out.
+
+    So are results of other people in a partition without any run.
+    """
     lost = [variant for variant, choice in choices.items() if selection.points[variant] and not choice.chosen]
     runs = [
         replace(run, values=complete_run_keys({**run.values, **choices[run.variant].values}))
         for run in suite.runs
         if run.variant not in lost
     ]
+    left = {run.partition for run in runs}
     notes = []
     for variant, choice in choices.items():
         if choice.chosen:
@@ -79,7 +83,9 @@ def apply_choices(suite: Suite, selection: Selection, choices: dict[str, Choice]
     notes += [f"{variant}: {reason}" for variant, reason in selection.left_out.items()]
     if lost:
         notes.append(f"Not run, as every run of the selection failed: {', '.join(lost)}.")
-    return replace(suite, runs=runs, notes=notes)
+    if alone := sorted({other.label for other in suite.others if other.partition not in left}):
+        notes.append(f"Not shown, as no run of their partition is left: {', '.join(alone)}.")
+    return replace(suite, runs=runs, others=[o for o in suite.others if o.partition in left], notes=notes)
 
 
 def write_selection(selection: Selection, choices: dict[str, Choice], failed: Collection[str]) -> None:

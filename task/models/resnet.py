@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from task.models.vit import Backbone, digest
 from task.models.weights import load_strictly, read_weights
 from task.prompts.base import PromptVectors
-from task.utils.home import expand_home
 
 
 class ResNet18(Backbone):
@@ -43,5 +42,5 @@ def load_resnet18(weights: str, image_size: int) -> ResNet18:
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         network.maxpool, network.fc = nn.Identity(), nn.Identity()
     if weights != "random":
-        load_strictly(network, read_weights(expand_home(weights, "backbone-weights")), weights)
+        load_strictly(network, read_weights(weights), weights)
     return ResNet18(network, image_size or 32)

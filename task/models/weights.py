@@ -6,7 +6,6 @@ import json
 import socket
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
@@ -38,7 +37,7 @@ def build_vit(name: str, weights: str) -> tuple[Any, Normalisation, Normalisatio
         torch.manual_seed(0)
         vit, mean, std = _bundled(name, weights) if name in BUNDLED else _from_timm(name, weights)
     if weights not in (AUTO, "random"):
-        load_strictly(vit, read_weights(expand_home(weights, "backbone-weights")), weights)
+        load_strictly(vit, read_weights(weights), weights)
     return vit, mean, std
 
 
@@ -97,12 +96,13 @@ def _go_offline_if_unreachable() -> None:
         huggingface_hub.constants.HF_HUB_OFFLINE = True
 
 
-def read_weights(path: Path) -> dict[str, Tensor]:
+def read_weights(weights: str) -> dict[str, Tensor]:
     """State dict of a .safetensors file or of a PyTorch one that holds tensors by name and nothing else.
 
     Raises:
         ConfigError: the file is missing, cannot be read, or holds something else.
     """
+    path = expand_home(weights, "backbone-weights")
     if not path.is_file():
         raise ConfigError(f"backbone-weights = {str(path)!r}: there is no such file; auto, random, or a file's path.")
     try:

@@ -193,6 +193,23 @@ def test_a_selection_and_what_follows_end_to_end(write, tmp_path, capsys):
     assert "started" not in capsys.readouterr().out
 
 
+def test_others_without_a_run_beside_them_are_left_out_and_told(write, tmp_path):
+    (tmp_path / "theirs.json").write_text(json.dumps(THEIRS | {"partition": "rare"}))
+    partitions = [
+        {"label": "iid", "partition": "iid", "variants": ["means"]},
+        {"label": "rare", "dirichlet-beta": 1, "variants": ["head"]},
+    ]
+    suite = read_suite(write(partitions=partitions, select=SELECT, others=["theirs.json"]), {})
+    (tmp_path / "out").mkdir()
+    choices = choices_of(suite, failed=[run.name for run in suite.selection.suite.runs])
+    final = apply_choices(suite, suite.selection, choices)
+    assert (len(suite.others), final.others) == (1, [])
+    assert final.notes[-1] == "Not shown, as no run of their partition is left: hgp (theirs)."
+    fill(final.runs[0], run_results((0.5, 0.5, 0.5)))
+    Bench(final, 1, ["--in-process"], lambda line: None)._report()
+    assert list(table(tmp_path / "out")[1]) == [("means", "synthetic, iid")]
+
+
 # ------------------------------------------------------------------------------------------------- parts of a suite
 
 
