@@ -48,7 +48,7 @@ def write_inversions(folder: Path, inversions: Sequence[Inversion], client: int,
 
 
 def _picture(inversions: Sequence[Inversion], subtitle: str) -> bytes:
-    """One column for each class: its most similar real image, its reconstruction, and their SSIM."""
+    """One column for each class: its most similar real image, its reconstruction, and the SSIM of own and others."""
     with required_packages():
         from server_app.report.figures import INK, make_figure, png
     figure = make_figure(max(5.5, 1.5 * len(inversions) + 1), 4.6, "What class statistics give away", subtitle)
@@ -58,7 +58,8 @@ def _picture(inversions: Sequence[Inversion], subtitle: str) -> bytes:
             axes.imshow(image.squeeze(), cmap="gray", vmin=0, vmax=1)
             axes.set(xticks=[], yticks=[])
         above.set_title(f"{inversion.name}, n = {inversion.images}", fontsize=10, color=INK)
-        below.set_xlabel(f"SSIM {inversion.ssim:.2f}", fontsize=10, color=INK)
+        others = "-" if inversion.ssim_others is None else f"{inversion.ssim_others:.2f}"
+        below.set_xlabel(f"SSIM own {inversion.ssim:.2f}\nothers {others}", fontsize=10, color=INK)
     panels[0, 0].set_ylabel("most similar real image", color=INK)
     panels[1, 0].set_ylabel("reconstruction", color=INK)
     return png(figure)

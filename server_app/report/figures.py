@@ -113,7 +113,7 @@ def matrix_figure(run: Run) -> Figure:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[max(3, count), 1])
     full = np.full((count, count), np.nan)
     full[:k, :k] = 100 * run.matrix
-    image = _heat(top, full, "cividis", *_limits(run.matrix))
+    image = _heat(top, full, "cividis", 0, 100)  # the same colours in the pictures of all runs
     top.set_ylabel("After learning task")
     top.tick_params(labelbottom=False)
     if k < count:
@@ -167,11 +167,11 @@ def write_numbers(axes: Axes, image: Any, cells: np.ndarray, digits: int, size: 
 
 
 def comparison_figure(groups: Sequence[Group]) -> Figure:
-    """Accuracy in % on all classes seen so far after each task: mean over seeds, band of one standard deviation.
+    """Accuracy in % on all classes seen so far after each task: the mean over seeds, in a band of one standard deviation.
 
     One panel for each setting. A group without a finished run is dotted, since its average may rest on few tasks.
     """
-    subtitle = "mean and standard deviation over seeds"
+    subtitle = over_seeds(groups)
     subtitle += "" if all(group.finished for group in groups) else "; dotted: unfinished"
     settings, styles = list(dict.fromkeys(group.setting for group in groups)), group_styles(groups)
     width = 2.6 + (5.6 if len(settings) == 1 else 4.4 * len(settings))
@@ -186,8 +186,16 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
         _task_axes(axes, max(map(len, seen)), np.concatenate(seen))
     figure.axes[0].set_ylabel("Test accuracy, %")
     handles = [Line2D([], [], label=plain(label, 60), **style) for label, style in styles.items()]
-    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9.5)
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9.5, handlelength=3.2)
     return figure
+
+
+def over_seeds(groups: Sequence[Group]) -> str:
+    """What the points of a comparison are, in words: a group of one seed has no standard deviation."""
+    seeds = {len(group.finished or group.runs) for group in groups}
+    if seeds == {1}:
+        return "one seed each"
+    return "mean and standard deviation over seeds" + ("; one seed where none is drawn" if 1 in seeds else "")
 
 
 def grid(figure: Figure, count: int, columns: int) -> list[Axes]:

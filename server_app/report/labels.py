@@ -61,7 +61,7 @@ def _costs(
     nearest = np.clip(point, candidates, candidates + size)
     ends = np.clip(points[placed], boxes, boxes + extents)
     away = np.hypot(*(nearest - point).T)
-    cost = 0.02 * away + 2 * _misleads(candidates, size, others, np.minimum(away, 3 * radius))
+    cost = 0.02 * away + 2 * _misleads(candidates, size, others, np.minimum(1.5 * away, 4 * radius))
     cost += 3 * _overlaps(candidates, size, points - radius, 2 * radius)
     cost += 20 * _overlaps(candidates - 1, size + 2, boxes, extents)
     cost += 4 * _cross(nearest, point, ends, points[placed]).sum(axis=1)
@@ -73,7 +73,7 @@ def _costs(
 
 
 def _misleads(corners: np.ndarray, size: np.ndarray, others: np.ndarray, nearer: np.ndarray) -> np.ndarray:
-    """For each box with corners [k, 2], how many points [n, 2] are nearer to it than ``nearer`` [k]: [k]."""
+    """For each box with corners [k, 2], how many points [n, 2] are nearer to it than the distance ``nearer`` [k]: [k]."""
     gaps = np.clip(others, corners[:, None], (corners + size)[:, None]) - others
     return (np.hypot(gaps[..., 0], gaps[..., 1]) < nearer[:, None]).sum(axis=1)
 

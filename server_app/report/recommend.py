@@ -9,7 +9,7 @@ from server_app.report.compare import FINAL, WALL, Group, mean_sd
 from server_app.report.runs import Run
 
 POINT = 0.01  # smaller differences in accuracy count as none
-SMALL = ", but less than one point is no reason to choose"
+SMALL = "; differences below one point count as none"
 
 
 def recommend(groups: Sequence[Group]) -> list[str]:

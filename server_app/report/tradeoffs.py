@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from server_app.report.compare import Group, pareto_front
-from server_app.report.figures import INK, MUTED, grid, group_styles, make_figure, plain, style_axes
+from server_app.report.figures import INK, MUTED, grid, group_styles, make_figure, over_seeds, plain, style_axes
 from server_app.report.labels import place_labels
 
 _RADIUS = 4.5  # of a marker, in points
@@ -19,7 +19,7 @@ _RADIUS = 4.5  # of a marker, in points
 
 def communication_figure(groups: Sequence[Group]) -> Figure | None:
     """Final average accuracy in % against the traffic of the whole run in MB; None if no run has recorded any."""
-    subtitle = "all clients, both directions, whole run; mean and standard deviation over seeds"
+    subtitle = f"all clients, both directions, whole run; {over_seeds(groups)}"
     costs = [group.megabytes for group in groups]
     return _tradeoff_figure(groups, costs, "Final average accuracy against traffic", subtitle, "Traffic, MB")
 
@@ -27,7 +27,7 @@ def communication_figure(groups: Sequence[Group]) -> Figure | None:
 def core_minutes_figure(groups: Sequence[Group]) -> Figure | None:
     """Final average accuracy in % against the core-minutes of the whole run; None if no run has recorded any."""
     by_clock = [group for group in groups if not group.has_core_time and group.finished]
-    subtitle = "all processor cores together, whole run; mean and standard deviation over seeds"
+    subtitle = f"all processor cores together, whole run; {over_seeds(groups)}"
     if by_clock:
         which = "all" if len(by_clock) == len(groups) else ", ".join(dict.fromkeys(g.label for g in by_clock))
         subtitle = f"minutes of the clock, where no processor time was recorded: {which}"

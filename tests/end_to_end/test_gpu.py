@@ -24,6 +24,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.hepco.run_in_threads", lambda jobs, _: [job(Event()) for job in jobs])
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU refuses for itself")
 def test_the_pretended_gpu_refuses_what_a_real_one_refuses() -> None:
     with pretended_gpu():
         there, here = torch.arange(6.0, device="cuda").reshape(2, 3), torch.ones(3, 2)

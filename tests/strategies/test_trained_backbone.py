@@ -87,8 +87,8 @@ def test_a_resnet_learns_from_a_batch_of_one_image_or_is_refused():
 
 
 def test_running_statistics_change_in_training_and_never_in_evaluation():
-    config = parse({"method": "fedavg", "prompt": "none", "backbone": "resnet18_cifar", "backbone-weights": "random"})
-    model = build_model(config, [5])
+    keys = {"method": "fedavg", "prompt": "none", "backbone": "resnet18_cifar", "backbone-weights": "random"}
+    model = build_model(parse(keys | {"device": "cpu"}), [5])
     statistics = model.trained_backbone.network.bn1.running_mean
     before = statistics.clone()
     model.train()

@@ -146,7 +146,7 @@ def test_one_seed_has_the_noise_of_its_images_and_says_so() -> None:
 
 def test_less_than_a_point_is_no_difference() -> None:
     lines = recommend([group("a", [0.9, 0.9], 10, 10, images=10**6), group("b", [0.891, 0.891], 1, 1, images=10**6)])
-    assert lines[1].endswith(" test images, but less than one point is no reason to choose.")
+    assert lines[1].endswith(" test images; differences below one point count as none.")
     assert lines[-1].startswith("Recommended: b:")
 
 

@@ -701,6 +701,18 @@ def test_best_comes_first_and_each_data_set_has_its_panel(make_run):
     assert first.lines[0].get_color() == second.lines[0].get_color() != second.lines[1].get_color()
 
 
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        ([("hgp", 0), ("pip", 0)], "one seed each"),
+        ([("hgp", 0), ("hgp", 1)], "mean and standard deviation over seeds"),
+        ([("hgp", 0), ("hgp", 1), ("pip", 0)], "mean and standard deviation over seeds; one seed where none is drawn"),
+    ],
+)
+def test_one_seed_is_not_called_a_mean(make_run, runs, words):
+    assert figures.over_seeds(group_runs([load_run(make_run(f"{m}{s}", method=m, seed=s)) for m, s in runs])) == words
+
+
 def test_a_method_keeps_its_colour_across_the_pictures(make_run):
     silent = {"communication": {}}
     groups = group_runs([load_run(make_run("a", **silent)), load_run(make_run("b", method="pip", **scaled(0.9)))])

@@ -15,7 +15,8 @@ def test_a_device_that_is_not_there_is_named(name: str) -> None:
         resolve_device(name)
 
 
-def test_auto_takes_a_gpu_where_there_is_one() -> None:
+def test_auto_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # this machine may have one
     assert resolve_device("auto") == torch.device("cpu")
     with pretended_gpu():
         assert resolve_device("auto") == torch.device("cuda")
@@ -25,6 +26,7 @@ def test_a_gpu_without_its_driver_is_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(device, "has_unusable_gpu", device.has_unusable_gpu.__wrapped__)
     device._warn_of_unusable_gpu.cache_clear()

@@ -466,7 +466,8 @@ def test_a_misfit_names_the_array(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["test_resnet", "swin_tiny_patch4_window7_224", "test_vit_relpos", "vit_dwee_patch16_reg1_gap_256"]
+    "name",
+    ["test_resnet", "swin_tiny_patch4_window7_224", "vit_relpos_small_patch16_224", "vit_dwee_patch16_reg1_gap_256"],
 )
 def test_what_is_not_a_plain_vit_is_refused(name):
     with pytest.raises(ConfigError, match=rf"^backbone = '{name}' is not a plain ViT"):

@@ -91,7 +91,9 @@ def test_both_halves_get_gradients_and_the_backbone_none() -> None:
 
 
 def test_run_keys_reach_it() -> None:
-    config = parse({"method": "fedavg", "prompt": "lora", "prompt-length": 2, "prompt-blocks": "1,3", "seed": 4})
+    config = parse(
+        {"method": "fedavg", "prompt": "lora", "prompt-length": 2, "prompt-blocks": "1,3", "seed": 4, "device": "cpu"}
+    )
     prompt = build_model(config, [3]).prompt
     assert isinstance(prompt, LoRA)
     assert prompt.blocks == (0, 2)
