@@ -7,9 +7,10 @@ python -m benchmarks.gpu --quick                                          every 
 
 The work is cut into pieces, the one of most worth first; ``--list`` names them with the minutes that each may take.
 Each piece leaves one JSON file in the output folder, and a later call goes on with those that are missing. After
-``--minutes`` no piece is started, and a paper's run stops between two clients; the next call resumes it. All minutes
-are estimates, none is measured: 5.4 for correct-*, 2.1 for speed-*, 1.8 for bf16-* and 39 for paper-*, so 48.3 in all.
-FPPL's run, 15 of them, comes last; FedProK's, 8, before it; what comes before these two takes 25.3. At the end all that
+``--minutes`` no piece is started, and a paper's run stops between two clients; the next call resumes it. Minutes: 5.4
+for correct-*, 2.1 for speed-*, 1.8 for bf16-* and 39 for paper-*, so 48.3 in all. On an H100 correct-* took 3.3 and
+bf16-* 0.8, beside other pieces, and two of speed-* 1.0; those of paper-* are estimates. FPPL's run, 15 of them, comes
+last; FedProK's, 8, before it; what comes before these two takes 25.3. At the end all that
 is there is printed as a section of the ledger, with the names of what was not run. Peak memory has the process's caches
 in it. The two files have 55 MB.
 

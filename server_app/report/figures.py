@@ -167,7 +167,7 @@ def write_numbers(axes: Axes, image: Any, cells: np.ndarray, digits: int, size: 
 
 
 def comparison_figure(groups: Sequence[Group]) -> Figure:
-    """Accuracy in % on all classes seen so far after each task: the mean over seeds, in a band of one standard deviation.
+    """Accuracy in % on all classes seen so far after each task: mean over seeds, band of one standard deviation.
 
     One panel for each setting. A group without a finished run is dotted, since its average may rest on few tasks.
     """

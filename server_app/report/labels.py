@@ -73,7 +73,7 @@ def _costs(
 
 
 def _misleads(corners: np.ndarray, size: np.ndarray, others: np.ndarray, nearer: np.ndarray) -> np.ndarray:
-    """For each box with corners [k, 2], how many points [n, 2] are nearer to it than the distance ``nearer`` [k]: [k]."""
+    """For each box with corners [k, 2], how many points [n, 2] are nearer to it than ``nearer`` [k]: [k]."""
     gaps = np.clip(others, corners[:, None], (corners + size)[:, None]) - others
     return (np.hypot(gaps[..., 0], gaps[..., 1]) < nearer[:, None]).sum(axis=1)
 
