@@ -5,11 +5,12 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from server_app.run_files.paths import project_folder
 from server_app.run_files.resume import load_resumed_keys
 from server_app.simulation.superlink import DEFAULT_CLIENTS
 from task.config.parsing import check_values, parse, parse_text
-from task.config.schema import OWN, keys_affecting, known_keys
-from task.keys import ConfigError
+from task.config.schema import FROM_PATH, OWN, keys_affecting, known_keys
+from task.keys import AUTO, ConfigError
 from task.message import Scalar
 from task.utils.files import parse_small
 from task.utils.home import expand_home
@@ -87,6 +88,24 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         nodes = class_folders(expand_home(str(keys.get("data-dir") or "nowhere"), "data-dir")) if own else []
         keys["num-clients"] = len(nodes) or DEFAULT_CLIENTS  # a number, so that the server waits for all of them
     return keys
+
+
+def require_files(values: Mapping[str, Scalar]) -> None:
+    """Check that the images and weights which run keys name are on this machine; what is in them is not read.
+
+    Raises:
+        ConfigError: they are not; for published images it says what belongs there and where it comes from.
+    """
+    for name in ("data-dir", "backbone-weights"):
+        text = str(values.get(name, ""))
+        path = project_folder() / expand_home(text, name)  # relative ones count from there, or are absolute already
+        if text not in ("", AUTO, "random") and not path.exists():
+            dataset = str(values.get("dataset", ""))
+            if name == "data-dir" and dataset in FROM_PATH:
+                from task.data.load import load_dataset
+
+                load_dataset(dataset, text, 1, 0.0, 0)
+            raise ConfigError(f"{name} = {text!r}: there is no such file or folder here.")
 
 
 def _resolve(name: str, text: str) -> str:

@@ -10,7 +10,7 @@ from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.errors import LaunchError
 from server_app.run_files.on_end import require_hook
 from server_app.run_files.paths import require_writable
-from server_app.run_keys import read_words
+from server_app.run_keys import read_words, require_files
 from server_app.simulation.cluster import ADDRESS, cluster_address
 from server_app.simulation.processes import Interrupted
 from task.keys import ConfigError
@@ -45,6 +45,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_command(args: argparse.Namespace) -> int:
+    from server_app.bench.runner import finished_run
     from server_app.bench.suite import read_suite
 
     options = _run_options(args)
@@ -53,6 +54,9 @@ def _run_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.suite}: --select-only needs an entry select.")
     require_writable(suite.folder / "run")
     runs = [*suite.runs, *(suite.selection.suite.runs if suite.selection else ())]
+    for run in runs:
+        if finished_run(run) is None:
+            require_files(run.values)
     for hook in {str(run.values.get("on-end", "")) for run in runs}:
         require_hook(hook, elsewhere=True)
     try:

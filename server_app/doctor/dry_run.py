@@ -49,7 +49,10 @@ def dry_run(config: Config) -> Iterator[Finding]:
         yield finding
     if ready:
         for stage in (_count_images, _time_forward, _time_step, _suggest_workers):
-            yield _run_stage(stage, config)
+            finding = _run_stage(stage, config)
+            yield finding
+            if finding.level == "problem":  # the others would say the same
+                return
 
 
 def _run_stage(stage: Callable[[Config], Finding], config: Config) -> Finding:

@@ -28,12 +28,17 @@ def load_dataset(
     """The one copy of a data set in this process; arguments are the run keys of the same names.
 
     Raises:
-        ConfigError: the path is missing, empty, incomplete or not in the expected form.
+        ConfigError: the path is missing, empty, incomplete or not in the expected form, or has one class.
     """
     try:
         dataset = read_source(SOURCES[name], Path(data_dir).expanduser(), image_size, max_image_pixels)
     except (OSError, RuntimeError) as error:  # such as a path that is too long, an unknown user, no right to read
         raise ConfigError(f"data-dir = {data_dir!r} cannot be read: {error}.") from error
+    if len(dataset.class_names) < 2:
+        raise ConfigError(
+            f"data-dir = {data_dir!r} has one class, {dataset.class_names[0]!r}: give two or more, "
+            "in a folder of images a folder for each."
+        )
     if validation_share:
         dataset = split_validation(dataset, validation_share, seed)
     for part in (dataset.train_labels, dataset.test_labels):

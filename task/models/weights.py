@@ -81,7 +81,8 @@ def _create(name: str, pretrained: bool) -> Any:
         what = f"backbone-weights = {AUTO!r}: no pre-trained weights of" if pretrained else "backbone ="
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"{what} {name!r} could be had from timm ({type(error).__name__}: {reason}). Name a file."
+            f"{what} {name!r} could be had from timm ({type(error).__name__}: {reason}). "
+            "Name a file: backbone-weights=FILE."
         ) from error
 
 

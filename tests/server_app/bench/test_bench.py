@@ -115,6 +115,16 @@ def test_mistakes_are_found_before_anything_runs(write, tmp_path, capsys, change
     assert not (tmp_path / "out").exists()
 
 
+def test_images_that_are_not_there_are_named_before_anything_runs(write, tmp_path, capsys):
+    away = {"dataset": "folder", "data-dir": str(tmp_path / "away")}
+    path = write(variants=[NCM, HEAD | away | {"backbone-weights": "random"}])
+    assert cli.main(["bench", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == f"fcil: data-dir = '{tmp_path / 'away'}': there is no such folder for dataset 'folder'.\n"
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

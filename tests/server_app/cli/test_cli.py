@@ -35,6 +35,9 @@ def boom(*_: object) -> Packet:
         (["run", "datasets"], "write dataset=... instead"),
         (["run", "clients-per-round=11"], "more than num-clients = 10"),
         (["run", "--in-process", "seed=1", "quorum=0"], "quorum = 0"),
+        (["run", "dataset=own", "evaluate=clients", "data-dir=nowhere"], "data-dir = 'nowhere': there is no such file"),
+        (["run", "dataset=cifar100", "data-dir=nowhere", "backbone=vit_base_patch16_224"], "Get it from https://"),
+        (["run", "backbone=vit_base_patch16_224", "backbone-weights=away.pt"], "backbone-weights = 'away.pt'"),
     ],
 )
 def test_mistakes_end_at_once_with_one_message(capsys, words, message):

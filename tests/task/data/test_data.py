@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import zipfile
 from pathlib import Path
 from typing import IO
@@ -291,6 +292,9 @@ def test_unusable_folders(tmp_path: Path) -> None:
         write_folder(tmp_path / "parts" / part)
     with pytest.raises(ConfigError, match="looks like a part of the data"):
         load_dataset("folder", str(tmp_path / "parts"), 16, 0.0, 0)
+    shutil.copytree(next(write_folder(tmp_path / "all").iterdir()), tmp_path / "one" / "lynx")
+    with pytest.raises(ConfigError, match=r"one' has one class, 'lynx': give two or more"):
+        load_dataset("folder", str(tmp_path / "one"), 16, 0.0, 0)
     (write_folder(tmp_path / "some") / "class9").mkdir()
     with pytest.raises(ConfigError, match="class9"):
         load_dataset("folder", str(tmp_path / "some"), 16, 0.0, 0)
