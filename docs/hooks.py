@@ -41,7 +41,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the made pages."""
+    """Add the made pages, one of them in the place of a short one for those who read in the repository."""
+    files.remove(files.src_uris[KEYS])
     for path, text in made_pages():
         files.append(File.generated(config, path, content=text))
     return files

@@ -9,7 +9,6 @@ import numpy as np
 import safetensors.torch
 
 from server_app.clients.sampling import sample_clients
-from server_app.run_files.writers import write_json
 from task.config.schema import FROM_SCRATCH, Config
 from task.data.images import Dataset
 from task.data.load import default_augmentation
@@ -20,6 +19,7 @@ from task.models.load import load_backbone
 from task.models.weights import build_vit
 from task.scenario.client_data import ClientTaskData, client_task_data
 from task.scenario.scenario import Scenario, build_scenario
+from task.utils.atomic import write_json
 from task.utils.versions import versions
 
 README = Path(__file__).with_name("problem_readme.md")

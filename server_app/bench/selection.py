@@ -1,6 +1,5 @@
 """What a suite's runs on validation images have chosen, and its log: selection.json and selection.md."""
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -9,7 +8,7 @@ from server_app.report.compare import FINAL, escape
 from server_app.report.runs import Run, is_number
 from server_app.run_keys import complete_run_keys
 from task.message import Scalar
-from task.utils.atomic import write_atomically
+from task.utils.atomic import write_atomically, write_json
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def write_selection(selection: Selection, choices: dict[str, Choice], failed: Co
         "failed": list(failed),
     }
     folder = selection.suite.folder.parent
-    write_atomically(folder / "selection.json", (json.dumps(content, indent=1) + "\n").encode())
+    write_json(folder / "selection.json", content)
     write_atomically(folder / "selection.md", _table(selection, choices, failed).encode())
 
 

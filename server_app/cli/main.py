@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from server_app.cli import bench, cache, doctor, export, nodes, predict, privacy, problem, report, run
 from server_app.cli.common import FAILED, MISTAKE, complain
 from server_app.errors import ExportError, LaunchError, PicturesUnavailable, ReportError
+from task.config.schema import known_keys
 from task.keys import ConfigError, ModelError
 
 COMMANDS = {
@@ -32,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args, rest = parser.parse_known_args(arguments)
     # argparse leaves the words of a list that come after an option in rest
     if any(word.startswith("-") for word in rest) or (rest and "words" not in args):
-        parser.error(f"unrecognised: {' '.join(rest)}")
+        keys = [f"; write {key}=..." for key in (word.strip("-").split("=")[0] for word in rest) if key in known_keys()]
+        parser.error(f"unrecognised: {' '.join(rest)}{''.join(keys[:1])}")
     if rest:
         args.words += rest
     try:

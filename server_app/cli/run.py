@@ -138,6 +138,8 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
 
 def _report_stop(directory: Path, stop: Interrupted) -> int:
     saved = f"what was saved is in {directory}" if directory.exists() else "before the run began"
+    if any((directory / "checkpoint").glob("*.ckpt")):
+        saved += f"; go on with: fcil run resume={directory}"
     return complain(f"stopped; {saved}", 128 + stop.number)
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import AbsentNode
 from server_app.errors import LaunchError
-from server_app.run_files.writers import read_lines, write_json
+from server_app.run_files.writers import read_lines
+from task.utils.atomic import write_json
 from task.utils.files import parse_small
 
 if TYPE_CHECKING:

@@ -1,6 +1,5 @@
 """Table, picture and numbers of ``fcil privacy``."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 from server_app.privacy.inversion import Inversion
 from server_app.report.write import required_packages
 from server_app.tables import align
-from task.utils.atomic import write_atomically
+from task.utils.atomic import write_atomically, write_json
 
 NOTE = (
     "SSIM of the reconstruction and the client's own image that is most like it (1 = the same), and of it and the most "
@@ -42,7 +41,7 @@ def write_inversions(folder: Path, inversions: Sequence[Inversion], client: int,
     means = {name: float(np.mean([numbers[name] for numbers in classes])) for name in ("ssim", "mse", "p", "p_255")}
     picture = _picture(inversions, f"client {client} · target: class {target} · mean SSIM {means['ssim']:.2f}")
     content = {"client": client, "target": target, **means, "note": NOTE, "classes": classes}
-    write_atomically(folder / "privacy.json", (json.dumps(content, indent=1) + "\n").encode())
+    write_json(folder / "privacy.json", content)
     write_atomically(folder / "privacy.png", picture)
     return [folder / "privacy.json", folder / "privacy.png"]
 

@@ -15,7 +15,7 @@ from filelock import FileLock, Timeout
 from server_app.errors import LaunchError
 from task.config.schema import Config
 from task.keys import ConfigError
-from task.utils.atomic import write_atomically
+from task.utils.atomic import write_json
 from task.utils.files import parse_small
 from task.utils.home import expand_home
 
@@ -61,7 +61,10 @@ def run_directory(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"output-dir or run-name cannot be used: {error}.") from error
     if taken and not config.resume:
-        raise ConfigError(f"run-name = {config.run_name!r} is taken: {directory} holds results already.")
+        raise ConfigError(
+            f"run-name = {config.run_name!r} is taken: {directory} holds results already. "
+            f"Give another name, or go on there with resume={directory}."
+        )
     return directory
 
 
@@ -153,9 +156,8 @@ def mark_failed(directory: Path, reason: str) -> None:
     """Record as failed a run whose process was killed before it recorded its end; an end that is recorded stays."""
     results = read_results(directory)
     if results.get("status") in (RUNNING, INTERRUPTED):
-        content = json.dumps(results | {"status": "failed", "error": reason}, indent=1) + "\n"
         with contextlib.suppress(OSError):  # a full disk must not hide the reason
-            write_atomically(directory / "results.json", content.encode())
+            write_json(directory / "results.json", results | {"status": "failed", "error": reason})
 
 
 def resolve_output_dir(output_dir: str) -> Path:

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from server_app.run_files.paths import SCHEMA
-from server_app.run_files.writers import append_line, keep_lines, write_json
+from server_app.run_files.writers import append_line, keep_lines
 from task.config.schema import Config
 from task.metrics import summarize_measured
 from task.scenario.class_stream import Schedule
 from task.scenario.partition import consensus_sizes
 from task.scenario.scenario import Scenario
+from task.utils.atomic import write_json
 from task.utils.versions import versions
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import os
-import re
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,14 +24,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write strict JSON, each list of numbers on one line; NaN, which other programs cannot read, is refused."""
-    text = json.dumps(value, indent=1, allow_nan=False)
-    # JSON texts hold no line ends, so that only lists can match
-    text = re.sub(r"\[\n[-+.0-9enul,\s]*\]", lambda match: " ".join(match[0].split()), text)
-    write_atomically(path, (text + "\n").encode())
 
 
 def append_line(path: Path, value: Any) -> None:

@@ -95,7 +95,8 @@ def _keys_for(values: Mapping[str, Any]) -> dict[str, Key]:
 def _unknown(what: str, name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name.replace("_", "-"), names, n=1, cutoff=0.4)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{what} {name!r} does not exist.{hint} Allowed: {', '.join(sorted(names))}."
+    allowed = f"Allowed: {', '.join(sorted(names))}." if what == "method" else "fcil run --help lists all."
+    return f"{what} {name!r} does not exist.{hint} {allowed}"
 
 
 def _refuse_unread(values: Mapping[str, Scalar], method: Method, keys: Mapping[str, Key]) -> None:

@@ -120,7 +120,7 @@ def load_inventory(data_dir: str, state: Path, run: str = "") -> Inventory | Non
     return Inventory(str(root), readable, unreadable, held_out, lists["split"]) if readable else None
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # simulated nodes share a process; each keeps up to CACHE_BYTES of decoded images
 def open_inventory(inventory: Inventory, side: int, max_pixels: int = MAX_PIXELS) -> Dataset:
     """The images of an inventory with the node's own class names and ids.
 

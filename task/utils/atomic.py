@@ -1,9 +1,12 @@
 """Writing files so that after a crash there is either the earlier version or the new one."""
 
+import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
@@ -24,6 +27,14 @@ def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
             os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write strict JSON, each list of numbers on one line; NaN, which other programs cannot read, is refused."""
+    text = json.dumps(value, indent=1, allow_nan=False)
+    # JSON texts hold no line ends, so that only lists can match
+    text = re.sub(r"\[\n[-+.0-9enul,\s]*\]", lambda match: " ".join(match[0].split()), text)
+    write_atomically(path, (text + "\n").encode())
 
 
 @contextmanager

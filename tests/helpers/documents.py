@@ -9,6 +9,7 @@ OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/LEDGER.md"
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
     for path in (*(ROOT / name for name in OTHERS), *sorted((ROOT / "docs").rglob("*.md")))
+    if path.name != "keys.md"  # the site has a made page in its place
 }
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -8,7 +8,6 @@ import pytest
 
 from client_app.client import Node, handle
 from server_app.rounds.federated_bias import local_distance, response_entropies
-from server_app.run_files.writers import write_json
 from strategies.base import Update
 from task.config.parsing import parse
 from task.keys import ConfigError
@@ -16,6 +15,7 @@ from task.metrics import prototype_distance
 from task.models.evaluation import extract_features
 from task.models.model import build_model
 from task.scenario.scenario import build_scenario
+from task.utils.atomic import write_json
 from tests.helpers.runs import run, train_message, without_times
 
 
