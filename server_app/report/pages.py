@@ -4,7 +4,7 @@ import inspect
 import math
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,16 @@ PICTURES = {
     "communication.png": "Accuracy against traffic",
     "core_minutes.png": "Accuracy against computation",
 }
+
+
+ROUNDS = (
+    "Idle: clients without images of the task. Trained: an answer of a client was used. "
+    "Dropped: the new model could not be used, and the one before was kept."
+)
+SECONDS = (
+    "By the clock, but for cpu: processor time of this process. Those of clients are sums over clients, which may have "
+    "trained side by side."
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ def single_page(run: Run, pictures: Mapping[str, bytes]) -> str:
         _failures_section(results["rounds"]),
         *([_pairs_section("Privacy", results["privacy"])] if results.get("privacy") else []),
         _pairs_section("Communication", results["communication"]),
-        _pairs_section("Seconds", results["seconds"]),
+        replace(_pairs_section("Seconds", results["seconds"]), note=SECONDS),
         _pairs_section("Settings", run.settings),
         _pairs_section("Environment", flat(results["environment"])),
     ]
@@ -135,7 +145,8 @@ def _rounds_section(rounds: Sequence[Mapping[str, Any]]) -> Section:
     entries = [{**entry, **(entry.get("server") or {})} for entry in rounds]
     names = list(dict.fromkeys(name for entry in entries for name in entry if name != "server"))
     head = [name.replace("_", " ").replace("-", " ").capitalize() for name in names]
-    return Section("Rounds", head, [[_with_unit(name, entry.get(name)) for name in names] for entry in entries])
+    rows = [[_with_unit(name, entry.get(name)) for name in names] for entry in entries]
+    return Section("Rounds", head, rows, note=ROUNDS if rows else "")
 
 
 def _pairs_section(title: str, values: Mapping[str, Any]) -> Section:
