@@ -53,6 +53,15 @@ def _require_free(folder: Path) -> None:
             raise _in_use(folder) from None
 
 
+def _require_disposable(run: PlannedRun, unreadable: bool) -> None:
+    """Refuse to delete what may be wanted still: a run with damaged results, or files that no run has left."""
+    folder = run.directory
+    ours = any((folder / name).exists() for name in ("run.log", "config.yaml", "results.json"))
+    if unreadable or (folder.exists() and any(folder.iterdir()) and not ours):
+        what = "its results.json is damaged" if unreadable else "its folder holds files that are of no run"
+        raise LaunchError(f"{what}: move {folder} away, or delete it, to run it anew.")
+
+
 class Bench:
     """Runs a suite, at most ``jobs`` runs at a time, by ``fcil run`` with ``options``; ``say`` gets its progress.
 
@@ -134,6 +143,7 @@ class Bench:
     def _start(self, run: PlannedRun) -> None:
         try:
             _require_free(run.directory)
+            _require_disposable(run, run.name in self._unreadable)
         except LaunchError as error:
             self._failed.append(run)
             self._say(f"FAILED    {run.name}: {error}")

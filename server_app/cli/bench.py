@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.errors import LaunchError
 from server_app.run_files.on_end import require_hook
-from server_app.run_files.paths import require_writable
+from server_app.run_files.paths import FINISHED, read_results, require_writable
 from server_app.run_keys import read_words, require_files
 from server_app.simulation.cluster import ADDRESS, cluster_address
 from server_app.simulation.processes import Interrupted
@@ -45,7 +45,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_command(args: argparse.Namespace) -> int:
-    from server_app.bench.runner import finished_run
     from server_app.bench.suite import read_suite
 
     options = _run_options(args)
@@ -55,7 +54,7 @@ def _run_command(args: argparse.Namespace) -> int:
     require_writable(suite.folder / "run")
     runs = [*suite.runs, *(suite.selection.suite.runs if suite.selection else ())]
     for run in runs:
-        if finished_run(run) is None:
+        if read_results(run.directory).get("status") != FINISHED:  # the table needs no images
             require_files(run.values)
     for hook in {str(run.values.get("on-end", "")) for run in runs}:
         require_hook(hook, elsewhere=True)

@@ -649,6 +649,19 @@ def test_results_that_are_none_are_named_once_and_stop_no_other_run(write, quick
     assert [row[1] for row in rows.values()] == ["-", "75.00"]  # the final average accuracy
 
 
+def test_what_may_be_wanted_still_is_not_deleted(write, quick, tmp_path, capsys):
+    path = write()
+    first, second = (run.directory for run in read_suite(path, {}).runs)
+    for folder, name in ((first, "notes.txt"), (second, "results.json")):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("mine")
+    assert cli.main(["bench", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert f"FAILED    means/seed0: its folder holds files that are of no run: move {first} away" in out
+    assert f"FAILED    head/seed0: its results.json is damaged: move {second} away" in out
+    assert (first / "notes.txt").read_text() == (second / "results.json").read_text() == "mine"
+
+
 def test_a_suite_without_any_run_has_its_table_too(write, tmp_path):
     Bench(read_suite(write(), {}), 1, ["--in-process"], lambda line: None)._report()
     _, rows = table(tmp_path / "out")
