@@ -1,8 +1,9 @@
 """Declaring and checking run keys: a key is a dataclass field with a type, a default, a help and its limits."""
 
+import difflib
 import math
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from types import MappingProxyType
@@ -39,6 +40,16 @@ class IgnoredKeyError(ConfigError):
 
 class ModelError(RuntimeError):
     """A file holds no model that can be used here; the message is for people."""
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """A question that names the nearest of the names; empty if none is near.
+
+    >>> did_you_mean("num_client", ["num-clients", "num-tasks"]), did_you_mean("colour", ["seed"])
+    (" Did you mean 'num-clients'?", '')
+    """
+    near = difflib.get_close_matches(name.replace("_", "-"), names, n=1, cutoff=0.4)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 @dataclass(frozen=True)

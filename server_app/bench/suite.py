@@ -5,7 +5,6 @@ win over common ones; no two of these may set the same key. A suite may choose k
 take in results of other people.
 """
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from server_app.run_files.paths import resolve_output_dir
 from server_app.run_keys import complete_run_keys
 from task.config.parsing import parse, reads_key
 from task.config.schema import OF_THE_SERVER, Config, keys_affecting, known_keys
-from task.keys import ConfigError
+from task.keys import ConfigError, did_you_mean
 from task.message import Scalar
 from task.utils.files import parse_small
 
@@ -139,8 +138,7 @@ def _check_entries(
         raise ConfigError(f"a suite has the entries {', '.join(kinds)}; this is a {type(content).__name__}.")
     for name in content:
         if name not in kinds:
-            near = difflib.get_close_matches(str(name), kinds, n=1, cutoff=0.4)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(str(name), kinds)
             raise ConfigError(f"{where}entry {name!r} does not exist.{hint} Allowed: {', '.join(kinds)}.")
     entries = {**optional, **content}
     for name, kind in kinds.items():
@@ -303,6 +301,8 @@ def _keys_by_label(name: str, items: Sequence[Any]) -> dict[str, dict[str, Any]]
             raise ConfigError(f"{name}: label {label!r} names a folder: use letters, digits and . + = _ - in it.")
         if label in keys:
             raise ConfigError(f"{name}: label {label!r} is there twice.")
+        if name == "variants" and "variants" in item:
+            raise ConfigError(f"variants: {label!r} has a list of variants, which only a partition may have.")
         keys[label] = {key: value for key, value in item.items() if key != "label"}
     return keys
 

@@ -10,7 +10,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of fcil export."""
     parser.description = (
         "Write a model with its frozen backbone, run keys and class names into one file, which fcil predict and "
-        "task.inference.load_predictor read without the run's folder and without a network."
+        "task.inference.load_predictor read without the run's folder and without a network. A file that is there is "
+        "replaced."
     )
     parser.add_argument("model", metavar="RUN_DIR", help=MODELS)
     parser.add_argument("out", type=Path, metavar="OUT", help="file to write, such as model.safetensors")
@@ -19,14 +20,11 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_command(args: argparse.Namespace) -> int:
+    if refusal := _refuse(args.out, args.onnx):
+        return complain(refusal, MISTAKE)
     from server_app.export import require_onnx, write_onnx, write_self_contained
     from task.inference import load_predictor
 
-    if args.out.suffix == ".onnx":
-        return complain(f"{args.out} would not be an ONNX file: name OUT.safetensors, and --onnx {args.out}", MISTAKE)
-    for path in filter(None, [args.out, args.onnx]):
-        if path.exists() and not path.is_file():  # a device, such as /dev/null, would be replaced
-            return complain(f"{path} is there and is no file: name a new one, or one that may be replaced", MISTAKE)
     if args.onnx:
         require_onnx()  # before anything is written
     predictor = load_predictor(args.model, "cpu")
@@ -35,3 +33,15 @@ def _run_command(args: argparse.Namespace) -> int:
         write_onnx(predictor, args.onnx)
     print(*filter(None, [args.out, args.onnx]), sep="\n")
     return OK
+
+
+def _refuse(out: Path, onnx: Path | None) -> str:
+    """Why these files cannot be written; empty if they can."""
+    if out.suffix == ".onnx":
+        return f"{out} would not be an ONNX file: name OUT.safetensors, and --onnx {out}"
+    for path in filter(None, [out, onnx]):
+        if path.exists() and not path.is_file():  # a device, such as /dev/null, would be replaced
+            return f"{path} is there and is no file: name a new one, or one that may be replaced"
+        if not path.absolute().parent.is_dir():
+            return f"{path} cannot be written: make the folder {path.parent} first"
+    return ""

@@ -32,7 +32,8 @@ def _run_command(args: argparse.Namespace) -> int:
 
     answers = _classify_files(load_predictor(args.model, args.device), args.words, args.top)
     rows = [(a["file"], c["class"], f"{c['probability']:.4f}") for a in answers for c in a.get("classes", [])]
-    print(json.dumps(answers, indent=1) if args.json else "\n".join(align([("file", "class", "probability"), *rows])))
+    table = "\n".join(align([("file", "class", "probability"), *rows])) if rows else ""
+    print(json.dumps(answers, indent=1) if args.json else table, end="\n" if rows or args.json else "")
     return max([OK, *(complain(answer["error"], FAILED) for answer in answers if "error" in answer)])
 
 

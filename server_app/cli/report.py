@@ -3,12 +3,15 @@
 import argparse
 from pathlib import Path
 
-from server_app.cli.common import OK
+from server_app.cli.common import FAILED, OK
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of fcil report."""
-    parser.description = "Write tables and pictures from the files of one run, or of several to compare them."
+    parser.description = (
+        "Write tables and pictures from the files of one run, or of several to compare them. Exit code 1 if a folder "
+        "holds no run; the others are compared."
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a results.json")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to; needed for several runs")
     parser.set_defaults(command=_run_command)
@@ -18,4 +21,4 @@ def _run_command(args: argparse.Namespace) -> int:
     from server_app.report.write import write_report
 
     print(*write_report(args.runs, args.output), sep="\n")
-    return OK
+    return OK if all((run / "results.json").is_file() for run in args.runs) else FAILED

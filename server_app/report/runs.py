@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from server_app.errors import ReportError
-from server_app.run_files.paths import FINISHED, LARGEST_RESULTS, SCHEMA, true_status
+from server_app.run_files.paths import FINISHED, LARGEST_RESULTS, SCHEMA, resolve_output_dir, true_status
 from task.metrics import crop_to_finished, fold, gaps, summarize_measured
 from task.utils.files import parse_small
 
@@ -151,9 +151,15 @@ def load_run(folder: Path) -> Run:
             raise ValueError(f"its schema is {results['schema']!r}")
         return build_run(folder, true_status(folder, results), settings)
     except FileNotFoundError as error:
-        raise ReportError(f"{path} does not exist: no run has written anything there") from error
+        raise ReportError(f"{path} does not exist: no run has written anything there{_hint(folder)}") from error
     except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise malformed(folder, error) from error
+
+
+def _hint(folder: Path) -> str:
+    """Runs go to the project's folder, and whoever asks for a report may be elsewhere."""
+    own = resolve_output_dir(str(folder))
+    return f"; did you mean {own}?" if (own / "results.json").exists() else ""
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -1,13 +1,12 @@
 """Parse run keys into one checked Config: refuse unknown keys and wrong values, and fill in "auto"."""
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from task.config.checks import check_combination
 from task.config.schema import OF_THE_NODE, Config, defaults, keys_affecting, known_keys, missing_setting
-from task.keys import AUTO, ConfigError, IgnoredKeyError, Key, keys_of
+from task.keys import AUTO, ConfigError, IgnoredKeyError, Key, did_you_mean, keys_of
 from task.message import Scalar
 from task.methods import METHODS, Method, register
 from task.prompt_kinds import PROMPTS
@@ -93,10 +92,8 @@ def _keys_for(values: Mapping[str, Any]) -> dict[str, Key]:
 
 
 def _unknown(what: str, name: str, names: list[str]) -> str:
-    near = difflib.get_close_matches(name.replace("_", "-"), names, n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
     allowed = f"Allowed: {', '.join(sorted(names))}." if what == "method" else "fcil run --help lists all."
-    return f"{what} {name!r} does not exist.{hint} {allowed}"
+    return f"{what} {name!r} does not exist.{did_you_mean(name, names)} {allowed}"
 
 
 def _refuse_unread(values: Mapping[str, Scalar], method: Method, keys: Mapping[str, Key]) -> None:

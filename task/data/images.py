@@ -202,6 +202,8 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
                 return to_rgb(upright(image))
     except MemoryError:
         raise
+    except FileNotFoundError as error:
+        raise UnreadableImage(f"{path!r} does not exist.") from error
     except Exception as error:  # Pillow's readers raise many types
         raise UnreadableImage(f"{path!r} cannot be read as an image ({error}); replace it or take it away.") from error
 

@@ -194,6 +194,8 @@ def test_the_command_answers_what_it_can_read(tiny: dict, tmp_path: Path, capsys
     files = [str(tmp_path / "broken.png"), str(tmp_path / "red.png")]
     assert cli.main(["predict", directory, files[1], "--top", "2"]) == 0
     heading, *lines = capsys.readouterr().out.splitlines()
+    assert cli.main(["predict", directory, "absent.png"]) == 1
+    assert capsys.readouterr() == ("", "fcil: 'absent.png' does not exist.\n")
     assert heading.split() == ["file", "class", "probability"]
     assert [line.split()[0] for line in lines] == [files[1]] * 2
     assert cli.main(["predict", directory, files[0], "--json", files[1]]) == 1  # images on both sides of an option

@@ -85,6 +85,7 @@ def test_clients_are_as_many_as_a_run_has(write):
         ({"variants": [NCM, HEAD | {"seed": 1}]}, r"seed is no run key of variant 'head'"),
         ({"common": {"run-name": "x"}}, r"run-name is no run key of common"),
         ({"varients": []}, r"entry 'varients' does not exist. Did you mean 'variants'"),
+        ({"variants": [{"label": "a", "variants": ["a"]}]}, "'a' has a list of variants, which only a partition may"),
         ({"variants": []}, r"variants = \[\] is not possible: it must be a list that is not empty"),
         ({"seeds": None}, r"seeds = None is not possible: it must be a list"),
         ({"title": 5}, r"title = 5 is not possible: it must be a text"),

@@ -31,6 +31,7 @@ def boom(*_: object) -> Packet:
     ("words", "message"),
     [
         (["run", "metod=hgp"], "Did you mean 'method'"),
+        (["export", "runs/any", "nowhere/model.safetensors"], "make the folder nowhere first"),
         (["run", "seed=x"], "seed = 'x'"),
         (["run", "datasets"], "write dataset=... instead"),
         (["run", "clients-per-round=11"], "more than num-clients = 10"),

@@ -19,6 +19,7 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 import server_app.report
+from server_app.cli import main as cli
 from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report import figures, heatmaps, tradeoffs
 from server_app.report.compare import comparison_table, group_runs
@@ -867,6 +868,20 @@ def test_a_comparison_of_nothing_readable_is_an_error(tmp_path, caplog):
 def test_missing_results(tmp_path):
     with pytest.raises(ReportError, match=re.escape(f"{tmp_path / 'results.json'} does not exist")):
         write_report([tmp_path])
+
+
+def test_a_run_of_the_same_name_in_the_projects_folder_is_pointed_to(make_run, tmp_path, monkeypatch):
+    make_run("home/runs/a")
+    monkeypatch.setenv("FCIL_HOME", str(tmp_path / "home"))
+    with pytest.raises(ReportError, match=re.escape(f"; did you mean {tmp_path / 'home/runs/a'}?")):
+        write_report([Path("runs/a")])
+
+
+def test_the_command_fails_if_a_folder_holds_no_run(make_run, tmp_path, capsys):
+    words = ["report", "--output", str(tmp_path / "out"), str(make_run("a")), str(make_run("b", seed=1))]
+    assert cli.main(words) == 0
+    assert cli.main([*words, str(tmp_path / "c")]) == 1
+    assert str(tmp_path / "out" / "table.md") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", ["", '{"schema": 1', "[1, 2]", "\xff", "null", "{}", '{"schema": 1}'])
