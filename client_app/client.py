@@ -5,7 +5,6 @@ Imports no torch: in a deployment every message starts a process, and not every 
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from task.message import Kind, Packet
 from task.scenario.client_data import all_client_positions, client_task_data, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
+from task.utils.files import nearest_existing
 from task.utils.versions import code_sha256, package_version
 
 log = logging.getLogger(__name__)
@@ -83,8 +83,7 @@ def _free_disk(request: Request) -> int:
     """Free bytes on the disk of this node's state folder, or of the working directory where none is needed."""
     keeps = request.config.own_data or "state-dir" in request.node.settings
     folder = (state_dir(request.config, request.node) if keeps else Path.cwd()).absolute()
-    # Path.exists raises an error without the right to look
-    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if os.path.exists(path))).free
+    return shutil.disk_usage(nearest_existing(folder)).free
 
 
 def _count_partition(request: Request) -> Packet:

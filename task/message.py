@@ -1,6 +1,5 @@
 """Messages between server and clients, the same for every transport."""
 
-import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,6 +10,7 @@ Kind = Literal["hello", "train", "evaluate", "keys", "shares", "unmask"]
 SECURE_SUM: tuple[Kind, ...] = ("keys", "shares", "unmask")  # messages of task/secure_aggregation beside train
 Scalar = bool | int | float | str
 Arrays = dict[str, np.ndarray]
+NPY_HEADER = 128  # bytes of a .npy file before its values
 
 
 @dataclass
@@ -26,21 +26,18 @@ class Packet:
 def payload_bytes(packet: Packet) -> int:
     """Size of a message in bytes, the same through every transport: a function of what the packet holds alone.
 
-    An array counts as the .npy file in which it travels (a header of 128 bytes and its values), a name and a text as
+    An array counts as the .npy file in which it travels, a name and a text as
     UTF-8, a number or bool as 8 bytes, so that the size does not depend on how long a round took. The framing of the
     transport is not counted.
     """
     arrays = [*packet.arrays.items(), *packet.statistics.items()]
     scalars = [*packet.metrics.items(), *packet.config.items()]
     names = sum(_scalar_bytes(name) for name, _ in (*arrays, *scalars))
-    return names + sum(_npy_bytes(array) for _, array in arrays) + sum(_scalar_bytes(value) for _, value in scalars)
-
-
-def _npy_bytes(array: np.ndarray) -> int:
-    header = io.BytesIO()
-    description = {"descr": np.lib.format.dtype_to_descr(array.dtype), "fortran_order": False, "shape": array.shape}
-    np.lib.format.write_array_header_1_0(header, description)
-    return header.tell() + array.nbytes
+    return (
+        names
+        + sum(NPY_HEADER + array.nbytes for _, array in arrays)
+        + sum(_scalar_bytes(value) for _, value in scalars)
+    )
 
 
 def _scalar_bytes(value: Scalar | list[int] | list[str]) -> int:

@@ -119,27 +119,25 @@ def check_matrix(accuracy_matrix: Matrix) -> np.ndarray:
     return matrix
 
 
-def crop_to_finished(
-    accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None, allow_gaps: bool = False
-) -> np.ndarray:
+def crop_to_finished(accuracy_matrix: Matrix, samples_per_task: Sequence[int] = ()) -> np.ndarray:
     """Cut the [T, T] matrix of a run that stopped after k tasks to its finished block, float64 [k, k], 0 <= k <= T.
 
-    Columns of tasks with 0 of the ``samples_per_task`` [k] are null. With ``allow_gaps`` these counts tell k.
+    Columns of tasks with 0 of the ``samples_per_task`` [k] are null. Only where these counts are given may there be
+    gaps, as nodes with test images may have been away.
 
     Raises:
-        ValueError: not square, a value that is not in 0..1, an accuracy where there is no sample; or, unless
-            ``allow_gaps``, a missing value in a row that was begun, or an empty row before a filled one.
+        ValueError: not square, a value that is not in 0..1, an accuracy where there is no sample; or, without
+            counts, a missing value in a row that was begun, or an empty row before a filled one.
     """
     matrix = _square(accuracy_matrix)
     begun = np.flatnonzero(~np.isnan(matrix).all(axis=1))
     k = int(begun[-1]) + 1 if begun.size else 0
-    if samples_per_task and allow_gaps:
-        k = max(k, len(samples_per_task))
-        fold(matrix[:k, :k], samples_per_task)
-        return matrix[:k, :k]
+    k = max(k, len(samples_per_task))
     block = matrix[:k, :k]
-    if k:
-        check_matrix(block if samples_per_task is None else fold(block, samples_per_task)[0])
+    if samples_per_task:
+        fold(block, samples_per_task)  # it checks
+    elif k:
+        check_matrix(block)
     return block
 
 
@@ -269,13 +267,11 @@ def stability(accuracy_matrix: Matrix) -> float:
     return float((final[:-1] if len(final) > 1 else final).mean())
 
 
-def continual_utility(
-    accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None, stability_weight: float = 0.5
-) -> float:
-    """U = mean_{t>1} [lambda A^{t-1} + (1 - lambda) A^t] (Gao et al. 2024, FedProK, eq. 1; lambda 0.5 in its table 2).
+def continual_utility(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = None) -> float:
+    """U = mean_{t>1} [(A^{t-1} + A^t) / 2] (Gao et al. 2024, FedProK, eq. 1, with the lambda of its table 2, 0.5).
 
-    Both are measured after task t: A^{t-1} on the classes of all tasks before t, A^t on those of task t. A larger
-    lambda, ``stability_weight`` in 0..1, weighs what was kept against what was learned. With T = 1 it is a[1, 1].
+    Both are measured after task t: A^{t-1} on the classes of all tasks before t, A^t on those of task t. With T = 1 it
+    is a[1, 1].
 
     Task 3 has two earlier tasks, of 100 and 300 test samples: A^{t-1} = (100 * 0.6 + 300 * 0.8) / 400 = 0.75, so
     U = ((0.9 + 0.7) / 2 + (0.75 + 0.5) / 2) / 2:
@@ -294,7 +290,7 @@ def continual_utility(
     earlier = [np.average(row[:t], weights=counts[:t]) for t, row in enumerate(matrix) if t]
     if not earlier:
         return float(matrix[0, 0])
-    return float(np.mean(stability_weight * np.array(earlier) + (1 - stability_weight) * matrix.diagonal()[1:]))
+    return float(np.mean(earlier + matrix.diagonal()[1:]) / 2)
 
 
 def _mean_or_zero(differences: np.ndarray) -> float:

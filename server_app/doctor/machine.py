@@ -13,6 +13,7 @@ from server_app.errors import LaunchError
 from server_app.run_files.paths import INTERRUPTED, project_folder, read_results, resolve_output_dir
 from task.config.schema import Config
 from task.utils.cores import cores
+from task.utils.files import nearest_existing
 from task.utils.memory import available_memory
 from task.utils.versions import package_version
 
@@ -88,7 +89,7 @@ def _memory() -> Finding:
 
 def _disk(config: Config) -> Finding:
     folder = resolve_output_dir(config.output_dir)
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = nearest_existing(folder)
     free = shutil.disk_usage(existing).free
     text = f"{free / GB:.1f} GB of disk free for {folder}"
     if not existing.is_dir() or not os.access(existing, os.W_OK):

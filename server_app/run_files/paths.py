@@ -16,7 +16,7 @@ from server_app.errors import LaunchError
 from task.config.schema import Config
 from task.keys import ConfigError
 from task.utils.atomic import write_json
-from task.utils.files import parse_small
+from task.utils.files import nearest_existing, parse_small
 from task.utils.home import expand_home
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def require_writable(directory: Path) -> None:
     Raises:
         ConfigError: a file is in its way, or the right to write is missing.
     """
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    existing = nearest_existing(directory)
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "may not be written" if existing.is_dir() else "is a file, not a folder"
         raise ConfigError(f"output-dir = {str(directory.parent)!r} cannot be used: {str(existing)!r} {reason}.")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from task.message import Arrays
 
@@ -66,12 +67,8 @@ def principal_rows(rows: Tensor) -> Tensor:
 
 def by_class(rows: Tensor, index: Tensor, classes: int) -> Tensor:
     """Rows [N, D], row i of class ``index[i]`` -> [classes, largest class, D], padded with zeros."""
-    order = index.argsort(stable=True)
-    counts = index.bincount(minlength=classes)
-    within = torch.arange(len(index), device=index.device) - (counts.cumsum(0) - counts)[index[order]]
-    padded = rows.new_zeros(classes, int(counts.max()), rows.shape[1])
-    padded[index[order], within] = rows[order]
-    return padded
+    counts = index.bincount(minlength=classes).tolist()
+    return pad_sequence(rows[index.argsort(stable=True)].split(counts), batch_first=True)
 
 
 def pack_symmetric(matrices: Any) -> Any:

@@ -1,5 +1,6 @@
 """Reading small files that people name: never a pipe or a device, which would be waited for or read for ever."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -7,6 +8,12 @@ from typing import TypeVar
 SMALL = 2**24  # bytes; settings, suites and certificates have a thousandth of it
 
 Content = TypeVar("Content")
+
+
+def nearest_existing(folder: Path) -> Path:
+    """An absolute path itself, or the nearest folder above it that exists."""
+    # Path.exists raises an error without the right to look
+    return next(path for path in (folder, *folder.parents) if os.path.exists(path))
 
 
 def require_file(path: Path) -> None:
