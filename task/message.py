@@ -26,18 +26,14 @@ class Packet:
 def payload_bytes(packet: Packet) -> int:
     """Size of a message in bytes, the same through every transport: a function of what the packet holds alone.
 
-    An array counts as the .npy file in which it travels, a name and a text as
-    UTF-8, a number or bool as 8 bytes, so that the size does not depend on how long a round took. The framing of the
-    transport is not counted.
+    An array counts as the .npy file in which it travels, a name and a text as UTF-8, a number or bool as 8 bytes, so
+    that the size does not depend on how long a round took. The framing of the transport is not counted.
     """
     arrays = [*packet.arrays.items(), *packet.statistics.items()]
     scalars = [*packet.metrics.items(), *packet.config.items()]
     names = sum(_scalar_bytes(name) for name, _ in (*arrays, *scalars))
-    return (
-        names
-        + sum(NPY_HEADER + array.nbytes for _, array in arrays)
-        + sum(_scalar_bytes(value) for _, value in scalars)
-    )
+    files = sum(NPY_HEADER + array.nbytes for _, array in arrays)
+    return names + files + sum(_scalar_bytes(value) for _, value in scalars)
 
 
 def _scalar_bytes(value: Scalar | list[int] | list[str]) -> int:
