@@ -10,9 +10,9 @@ Each piece leaves one JSON file in the output folder, and a later call goes on w
 ``--minutes`` no piece is started, and a paper's run stops between two clients; the next call resumes it. Minutes: 5.4
 for correct-*, 2.1 for speed-*, 1.8 for bf16-* and 39 for paper-*, so 48.3 in all. On an H100 correct-* took 3.3 and
 bf16-* 0.8, beside other pieces, and two of speed-* 1.0; those of paper-* are estimates. FPPL's run, 15 of them, comes
-last; FedProK's, 8, before it; what comes before these two takes 25.3. At the end all that
-is there is printed as a section of the ledger, with the names of what was not run. Peak memory has the process's caches
-in it. The two files have 55 MB.
+last; FedProK's, 8, before it; what comes before these two takes 25.3. At the end all that is there is printed as a
+section of the ledger, with the names of what was not run. Peak memory has the process's caches in it. The two files
+have 55 MB.
 
 correct-METHOD  the same small run in fp32 on the CPU and on the GPU. Random numbers that a server draws on its device
                 differ from device to device, so here they are drawn on the CPU in both runs. What remains is rounding.
