@@ -22,6 +22,7 @@ from server_app.report.write import write_comparison
 from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import FINISHED, lock_folder, mark_failed
 from server_app.run_files.writers import origin
+from server_app.run_keys import require_files
 from server_app.simulation.processes import (
     ask_to_end,
     end_processes,
@@ -277,6 +278,7 @@ def finished_run(planned: PlannedRun) -> Run | None:
     if not run.finished or not (planned.directory / "config.yaml").exists():
         return None
     if name := _other_key(run, planned, keys_affecting(*SAME_RESULT)):
+        require_files(planned.values)  # a mistyped path must not lead to the advice to remove results
         raise ConfigError(
             f"{planned.directory} holds a finished run with {name} = {_saved_keys(run)[name]!r}; the suite says "
             f"{planned.config.flat()[name]!r}. Remove the folder, or give the suite another output-dir."

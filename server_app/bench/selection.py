@@ -1,6 +1,6 @@
 """What a suite's runs on validation images have chosen, and its log: selection.json and selection.md."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from server_app.bench.suite import Selection, Suite
@@ -20,17 +20,20 @@ class Choice:
         chosen: label of the best point; empty while runs are left, and if none has finished.
         values: its keys.
         edges: chosen keys whose value is the smallest or largest of the grid.
+        ties: labels of the other points that are as good.
     """
 
     accuracies: dict[str, list[float]]
     chosen: str
     values: dict[str, Scalar]
     edges: list[str]
+    ties: list[str]
 
     @property
     def remark(self) -> str:
-        """What the edges are, in words; empty if there are none."""
-        return f"edge of the grid: {', '.join(self.edges)}" if self.edges else ""
+        """What the edges and ties are, in words; empty if there are none."""
+        remarks = {"edge of the grid": self.edges, "as good": self.ties}
+        return "; ".join(f"{head}: {', '.join(names)}" for head, names in remarks.items() if names)
 
 
 def choose(selection: Selection, finished: dict[str, Run], failed: Collection[str]) -> dict[str, Choice]:
@@ -52,14 +55,21 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         accuracies = {label: [known[r.name] for r in runs if r.name in known] for label, runs in planned.items()}
         left = [r for runs in planned.values() for r in runs if r.name not in finished and r.name not in failed]
         whole = [label for label, runs in planned.items() if len(accuracies[label]) == len(runs)]
-        chosen = max(whole, key=lambda label: sum(accuracies[label])) if whole and not left else ""
+        best = [] if left else _best(whole, accuracies)
+        chosen = best[0] if best else ""
         values, edges = points.get(chosen, {}), []
         for name, value in values.items():
             numbers = [point[name] for point in points.values() if is_number(point[name])]
             if is_number(value) and value in (min(numbers), max(numbers)):
                 edges.append(name)
-        choices[variant] = Choice(accuracies, chosen, values, edges)
+        choices[variant] = Choice(accuracies, chosen, values, edges, best[1:])
     return choices
+
+
+def _best(labels: Sequence[str], accuracies: Mapping[str, Sequence[float]]) -> list[str]:
+    """The labels whose accuracies have the largest sum."""
+    sums = {label: sum(accuracies[label]) for label in labels}
+    return [label for label in labels if sums[label] == max(sums.values())]
 
 
 def apply_choices(suite: Suite, selection: Selection, choices: dict[str, Choice]) -> Suite:

@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from server_app.cli.common import DEVICES, FAILED, MODELS, OK, complain, positive
@@ -19,7 +20,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "others are answered."
     )
     parser.add_argument("model", metavar="RUN_DIR", help=MODELS)
-    parser.add_argument("words", nargs="+", metavar="IMAGE", help="image files of any size")
+    parser.add_argument("words", nargs="+", metavar="IMAGE", help="image files of any size, or folders of them")
     parser.add_argument("--top", type=positive, default=1, metavar="K", help="classes per image (default: 1)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--device", default=AUTO, help=DEVICES)
@@ -30,11 +31,24 @@ def _run_command(args: argparse.Namespace) -> int:
     from server_app.tables import align
     from task.inference import load_predictor
 
-    answers = _classify_files(load_predictor(args.model, args.device), args.words, args.top)
+    files = [file for word in args.words for file in _list_files(word)]
+    answers = _classify_files(load_predictor(args.model, args.device), files, args.top)
     rows = [(a["file"], c["class"], f"{c['probability']:.4f}") for a in answers for c in a.get("classes", [])]
     table = "\n".join(align([("file", "class", "probability"), *rows])) if rows else ""
     print(json.dumps(answers, indent=1) if args.json else table, end="\n" if rows or args.json else "")
     return max([OK, *(complain(answer["error"], FAILED) for answer in answers if "error" in answer)])
+
+
+def _list_files(word: str) -> list[str]:
+    """The image files below a folder, by name; a word that names no folder stays as it is."""
+    from task.data.image_folders import image_files, refuse
+
+    if not Path(word).is_dir():
+        return [word]
+    files = sorted(image_files(Path(word), refuse))
+    if not files:
+        raise ConfigError(f"{word!r} holds no image file.")
+    return files
 
 
 def _classify_files(predictor: "Predictor", files: Sequence[str], top: int) -> list[dict[str, Any]]:

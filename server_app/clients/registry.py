@@ -116,17 +116,18 @@ class ClientRegistry:
         return f"it has {mismatch}" if mismatch else ""
 
     def _require_enough(self, absent: Sequence[AbsentNode], expected: int) -> None:
-        number, needed = len(self.clients), self.config.quorum
+        needs = {"quorum": self.config.quorum}
         # whoever states a number of nodes is there to mend one that cannot take part
         if any(node.answered for node in absent):
-            needed = max(needed, expected)
+            needs["num-clients"] = expected
         if self.config.secure_aggregation != "off":
-            needed = max(needed, self.config.unmask_threshold(0))
-        if number < needed:
+            needs["secure-aggregation-threshold"] = self.config.unmask_threshold(0)
+        key = max(needs, key=needs.__getitem__)
+        if len(self.clients) < needs[key]:
             reason = f"{absent[0].name}: {absent[0].reason}" if absent else "no answer"
             raise RunError(
-                f"{number} clients can take part, but num-clients, quorum or secure-aggregation-threshold "
-                f"need {needed}. {len(absent)} nodes cannot; the first is {reason}"
+                f"{len(self.clients)} clients can take part, but {key} needs {needs[key]}. {len(absent)} nodes cannot; "
+                f"the first is {reason}"
             )
 
     def _warn_of_statistics(self) -> None:

@@ -24,6 +24,12 @@ COSTS = {  # column of the table: part and name in results.json, factor from the
     "kB down per client and round": ("communication", "bytes_down_per_client_round", 1e-3),
     "Seconds": ("seconds", "total", 1.0),
 }
+# run keys of the problem, not of the method: with others, accuracies mean something else
+PROBLEM = (
+    *("num-tasks", "class-order", "validation-share", "num-clients", "clients-per-round", "backbone", "image-size"),
+    *("partition", "dirichlet-beta", "dirichlet-min-size", "classes-per-client", "class-share", "split-ratio"),
+    *("category-ratio", "imbalance-ratio", "consensus-rate"),
+)
 WALL = " (wall)"  # marks core-minutes that are minutes of the clock
 NOTE = (
     "Mean ± sample standard deviation over seeds. Only finished runs are included: one that stopped early has had "
@@ -105,8 +111,8 @@ def mean_sd(values: Iterable[float]) -> tuple[float, float]:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group by data set, method and the run keys of the protocol; the best final average accuracy comes first.
 
-    Runs of a suite have its labels. Others are named by their method; within one data set and method, the keys that
-    differ (prompt, partition's parameter) become part of the label.
+    Runs of a suite have its labels. Others are named by their method, and by the keys that differ: those of the problem
+    (number of tasks, partition) between any two runs on a data set, all others (prompt) between runs of one method.
     """
     groups = _group_by_folder(runs) or _group_by_keys(runs)
     return sorted(groups, key=lambda g: (g.setting, -np.nan_to_num(g.mean_sd(FINAL)[0], nan=-1), g.label))
@@ -141,13 +147,20 @@ def _group_by_keys(runs: Sequence[Run]) -> list[Group]:
     groups: dict[tuple[str, str], Group] = {}
     same_protocol = keys_affecting("seed", *SAME_RESULT)
     for (dataset, method), family in families.items():
-        values = {name: {str(run.settings.get(name)) for run in family} for name in known_keys()}
-        differing = [name for name, chosen in values.items() if len(chosen) > 1 and name not in same_protocol]
+        rivals = [run for run in runs if run.data_name == dataset]
+        differing = [
+            *(name for name in PROBLEM if _differ(name, [run for run in rivals if name in run.settings])),
+            *(name for name in known_keys() if name not in (*PROBLEM, *same_protocol) and _differ(name, family)),
+        ]
         for run in family:
             settings = ", ".join(f"{name} {run.settings.get(name, 'unknown')}" for name in differing)
             label = f"{method} ({settings})" if settings else method
             groups.setdefault((dataset, label), Group(dataset, label, [])).runs.append(run)
     return list(groups.values())
+
+
+def _differ(name: str, runs: Sequence[Run]) -> bool:
+    return len({str(run.settings.get(name)) for run in runs}) > 1
 
 
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
@@ -162,6 +175,8 @@ def _row(group: Group) -> list[str]:
     seeds += f" (and {unfinished} unfinished)" if unfinished else ""
     incomplete = sum(bool(run.gaps) or FINAL not in run.metrics for run in group.finished)
     seeds += f" ({incomplete} with accuracies missing)" if incomplete else ""
+    fewer = sum(bool(run.incomplete) for run in group.finished)
+    seeds += f" ({fewer} measured on fewer test images, as nodes were away)" if fewer else ""
     percent = [(100 * mean, 100 * sd) for mean, sd in map(group.mean_sd, COMPARED)]
     hundredths = [_number(*pair, digits=2) for pair in [*percent, group.megabytes]]
     tenths = [_number(*group.cost(column), digits=1) for column in COSTS]

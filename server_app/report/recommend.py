@@ -10,6 +10,7 @@ from server_app.report.runs import Run
 
 POINT = 0.01  # smaller differences in accuracy count as none
 SMALL = "; differences below one point count as none"
+CLOSE = 2.0  # differences below so many standard deviations may be chance
 
 
 def recommend(groups: Sequence[Group]) -> list[str]:
@@ -30,9 +31,10 @@ def recommend(groups: Sequence[Group]) -> list[str]:
         words = f"{_describe(group)}; {100 * below:.1f} points below, noise {100 * sd:.1f}: {source}"
         if not less and below <= max(POINT, sd):
             equal.append(group)
-            lines.append(f"As accurate: {words}{SMALL * (sd < below)}.")
+            lines.append(f"Within the noise of it: {words}{SMALL * (sd < below)}.")
         else:
-            less.append(f"Less accurate: {words}.")
+            close = "; below twice the noise, so that it may be chance" if below < CLOSE * sd else ""
+            less.append(f"Below it: {words}{close}.")
     return [*lines, *less[:1], _decide(best, equal), *_doubts(able, ranked)]
 
 
@@ -69,7 +71,8 @@ def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[flo
     effective = len(by_task) ** 2 / (1 / by_task).sum() if images else math.nan
     # Laplace's rule: all of a few images right does not mean no noise
     likely = (_accuracy(best) * images + 1) / (images + 2)
-    return math.sqrt(likely * (1 - likely) / effective), f"by the draw of the {images:,} test images"
+    shared = ", at most: it is not recorded which of them are classified correctly" if pairs else ""
+    return math.sqrt(likely * (1 - likely) / effective), f"by the draw of the {images:,} test images{shared}"
 
 
 def _lengths(run: Run) -> list[int]:
@@ -113,7 +116,11 @@ def _decide(best: Group, equal: Sequence[Group]) -> str:
             f"Recommended: {by_traffic.label} where traffic is dear ({_traffic(by_traffic)}), {by_time.label} where "
             f"computation is ({_time(by_time)}); their accuracies cannot be told apart."
         )
-    reason = "nothing else is as accurate" if len(equal) == 1 else "the cheapest in traffic and in computation of these"
+    reason = (
+        "all others are below it by more than the noise"
+        if len(equal) == 1
+        else "the cheapest in traffic and in computation of these"
+    )
     if by_traffic is best and len(equal) > 1:
         reason = f"the most accurate, and {reason}"
     return f"Recommended: {by_traffic.label}: {reason}."

@@ -45,10 +45,11 @@ def load_dataset(
         missing = np.flatnonzero(np.bincount(part, minlength=len(dataset.class_names)) == 0)
         if len(missing):
             names = [dataset.class_names[c] for c in missing[:5]]
+            asked = f", validation-share = {validation_share:g}" if validation_share else ""
             kind = "validation" if validation_share else "test"
             raise ConfigError(
-                f"data-dir = {data_dir!r}, validation-share = {validation_share:g}: no training or no {kind} image of "
-                f"{names}; give more images."
+                f"data-dir = {data_dir!r}{asked}: too few images of {names}; each class needs one for training and one "
+                f"as {kind} image, at least."
             )
     return dataset
 

@@ -302,3 +302,14 @@ def test_regularised_without_any_scatter_is_the_nearest_mean() -> None:
     logits = points @ solution["weight"].T + solution["bias"]
     assert torch.isfinite(logits).all()
     assert (logits.argmax(1) == torch.cdist(points, means).argmin(1)).all()
+
+
+def test_what_rounding_leaves_of_no_scatter_counts_for_nothing() -> None:
+    """One image a class: sum h h^T - sum mu mu^T is zero but for rounding, which grows with the square of features."""
+    images = dense(RNG.normal(size=(40, 8)) + 1000)
+    gram = sum(torch.outer(h, h) for h in images.flip(0))
+    left = (gram - images.T @ images) / 40
+    assert left.abs().max() > 0
+    weight, bias = solve_discriminant(Spectrum.of_matrix(left), images, 0.01)
+    points = images + 0.5 * dense(RNG.normal(size=(40, 8)))
+    assert ((points @ weight.T + bias).argmax(1) == torch.cdist(points, images).argmin(1)).all()

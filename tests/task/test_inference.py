@@ -1,6 +1,7 @@
 """A trained model used from Python and by `fcil predict`: the same answers as in the run's own evaluation."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +195,13 @@ def test_the_command_answers_what_it_can_read(tiny: dict, tmp_path: Path, capsys
     files = [str(tmp_path / "broken.png"), str(tmp_path / "red.png")]
     assert cli.main(["predict", directory, files[1], "--top", "2"]) == 0
     heading, *lines = capsys.readouterr().out.splitlines()
+    folder = tmp_path / "folder" / "deep"
+    folder.mkdir(parents=True)
+    assert cli.main(["predict", directory, str(folder.parent)]) == 2
+    assert capsys.readouterr().err == f"fcil: {str(folder.parent)!r} holds no image file.\n"
+    shutil.copy(files[1], folder)
+    assert cli.main(["predict", directory, str(folder.parent)]) == 0
+    assert str(folder / "red.png") in capsys.readouterr().out
     assert cli.main(["predict", directory, "absent.png"]) == 1
     assert capsys.readouterr() == ("", "fcil: 'absent.png' does not exist.\n")
     assert heading.split() == ["file", "class", "probability"]

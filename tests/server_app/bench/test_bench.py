@@ -395,6 +395,17 @@ def test_a_finished_run_of_other_keys_is_an_error_that_names_them(write, quick, 
     assert not (tmp_path / "out" / "log.txt").exists()
 
 
+def test_a_mistyped_path_leads_to_no_advice_to_remove_results(write, tmp_path):
+    path = write(common={"dataset": "npz", "data-dir": str(tmp_path / "there.npz")}, variants=[NCM])
+    (run,) = read_suite(path, {}).runs
+    fill(run, run_results((0.5, 0.5, 0.5)))
+    (away,) = read_suite(
+        write(common={"dataset": "npz", "data-dir": str(tmp_path / "away.npz")}, variants=[NCM]), {}
+    ).runs
+    with pytest.raises(ConfigError, match=r"away\.npz' is not a readable \.npz file .*No such file"):
+        finished_run(away)
+
+
 def test_a_finished_run_may_have_waited_otherwise(write):
     (run, _) = read_suite(write(), {}).runs
     fill(run, run_results((0.5, 0.5, 0.5)), start_timeout=99.0, round_timeout=99.0)

@@ -135,6 +135,14 @@ def test_the_best_mean_over_seeds_is_chosen_and_logged(write, tmp_path):
     assert {run.config.num_tasks for run in final.runs} == {2}
 
 
+def test_a_tie_is_told(write, tmp_path):
+    suite = read_suite(write(select=SELECT), {})
+    fill_selection(suite, {("head", rate, 0): 0.5 if rate > 0.001 else 0.4 for rate in RATES})
+    choice = choices_of(suite)["head"]
+    assert (choice.chosen, choice.remark) == ("learning-rate=0.005", "as good: learning-rate=0.02")
+    assert "| learning-rate=0.005 | as good: learning-rate=0.02 |" in (tmp_path / "out" / "selection.md").read_text()
+
+
 def test_a_word_may_stand_beside_numbers(write):
     """Edges are those of the numbers."""
     keys = {"afcl-ridge": ["auto", 0.1, 10.0], "dirichlet-beta": [0.1, 1.0]}

@@ -669,9 +669,9 @@ def test_settings_that_differ_part_the_groups(make_run):
     groups = group_runs([load_run(folder) for folder in folders])
     assert {(g.setting, g.label): [r.folder.name for r in g.runs] for g in groups} == {
         ("cifar100", "hgp"): ["e"],
-        ("digits", "fedavg (prompt shared)"): ["a"],
-        ("digits", "fedavg (prompt none)"): ["b", "c"],
-        ("digits", "hgp"): ["d"],
+        ("digits", "fedavg (dirichlet-beta 0.5, prompt shared)"): ["a"],
+        ("digits", "fedavg (dirichlet-beta 0.5, prompt none)"): ["b", "c"],
+        ("digits", "hgp (dirichlet-beta 0.05)"): ["d"],
     }
 
 

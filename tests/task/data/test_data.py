@@ -108,7 +108,7 @@ def test_unusable_folders_of_arrays(tmp_path: Path) -> None:
         ({"images": np.zeros((40, 8, 8, 4), np.uint8)}, "[40, 8, 8, 4]"),
         ({"labels": np.zeros(39, np.int64)}, "[39]"),
         ({"labels": np.arange(40) % 4 - 1}, "start at 0"),
-        ({"labels": np.arange(40) % 4 * 2}, "no training"),
+        ({"labels": np.arange(40) % 4 * 2}, "too few images"),
         ({"labels": np.arange(40) * 10**15}, "leave no number out"),
         ({"split": np.zeros(40)}, "0 of its 40 images are test images (split = 1)"),
         ({"split": np.eye(40)}, "a number for each of the 40 labels, 1 for a test image"),

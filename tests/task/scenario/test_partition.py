@@ -209,6 +209,12 @@ def test_many_clients_all_expect_the_same():
     assert np.abs(totals - 200).max() < 50
 
 
+def test_a_class_of_one_sample_may_be_anybodys():
+    # With beta -> infinity each of 10 clients gets it in one of ten classes: of 4,000, 400 with sd sqrt(360) = 19.
+    result = partition("dirichlet", np.arange(4000), 10, [list(range(4000))], 0, dirichlet_beta=1e9)
+    assert all(abs(len(client[0]) - 400) < 100 for client in result)
+
+
 def test_dirichlet_shuffles_the_samples_of_a_class():
     # Dealt in order, the gaps between a client's samples of one class would all be 1.
     result = partition("dirichlet", np.zeros(100, int), 2, [[0]], 0, dirichlet_beta=1e3)
