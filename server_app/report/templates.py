@@ -115,8 +115,8 @@ After learning {{ "one task" if done == 1 else done ~ " tasks one after another"
 {% set lost = 100 * run.metrics["forgetting"] %}
 , averaged over the tasks; on the tasks before the last it is
 <strong>{{ "%.1f percentage points" | format(lost | abs) }}</strong>
-{{ "below its earlier best: that much it has forgotten" if lost >= 0 else
-   "above its earlier best: it has forgotten nothing" }}
+{{ "below" if lost >= 0 else "above" }} its earlier best
+{%- if not run.incomplete %}: {{ "that much it has forgotten" if lost >= 0 else "it has forgotten nothing" }}{% endif %}
 {%- endif %}.</p>
 {% endif %}
 {% endblock %}
