@@ -20,5 +20,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def _run_command(args: argparse.Namespace) -> int:
     from server_app.report.write import write_report
 
-    print(*write_report(args.runs, args.output), sep="\n")
-    return OK if all((run / "results.json").is_file() for run in args.runs) else FAILED
+    runs = [path.parent if path.name == "results.json" else path for path in args.runs]
+    print(*write_report(runs, args.output), sep="\n")
+    return OK if all((run / "results.json").is_file() for run in runs) else FAILED

@@ -87,7 +87,7 @@ def test_clients_are_as_many_as_a_run_has(write):
         ({"varients": []}, r"entry 'varients' does not exist. Did you mean 'variants'"),
         ({"variants": [{"label": "a", "variants": ["a"]}]}, "'a' has a list of variants, which only a partition may"),
         ({"variants": []}, r"variants = \[\] is not possible: it must be a list that is not empty"),
-        ({"seeds": None}, r"seeds = None is not possible: it must be a list"),
+        ({"seeds": None}, r"entry 'seeds' is missing: give a list that is not empty"),
         ({"title": 5}, r"title = 5 is not possible: it must be a text"),
         ({"common": ["x"]}, r"common = \['x'\] is not possible: it must be run keys"),
         ({"seeds": [0, 0]}, r"seeds = \[0, 0\] has one of them twice"),

@@ -57,7 +57,7 @@ def test_whose_keys_win_in_a_selection(write):
     [
         ({"select": SELECT | {"kyes": {}}}, "select: entry 'kyes' does not exist"),
         ({"select": SELECT | {"keys": {}}}, r"select: keys = \{\} is not possible"),
-        ({"select": {"keys": SELECT["keys"]}}, "select: common = None is not possible"),
+        ({"select": {"keys": SELECT["keys"]}}, "select: entry .common. is missing"),
         ({"select": SELECT | {"common": {"num-tasks": 3}}}, "head would be evaluated on test images|means would be"),
         ({"select": SELECT | {"keys": {"learning-rat": RATES}}}, "select: run key 'learning-rat' does not exist"),
         ({"select": SELECT | {"keys": {"learning-rate": [0.1]}}}, "must be a list of two values or more"),

@@ -880,6 +880,7 @@ def test_a_run_of_the_same_name_in_the_projects_folder_is_pointed_to(make_run, t
 def test_the_command_fails_if_a_folder_holds_no_run(make_run, tmp_path, capsys):
     words = ["report", "--output", str(tmp_path / "out"), str(make_run("a")), str(make_run("b", seed=1))]
     assert cli.main(words) == 0
+    assert cli.main([*words, str(tmp_path / "a" / "results.json")]) == 0
     assert cli.main([*words, str(tmp_path / "c")]) == 1
     assert str(tmp_path / "out" / "table.md") in capsys.readouterr().out
 
