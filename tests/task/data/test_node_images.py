@@ -454,3 +454,10 @@ def test_two_folders_of_one_class_are_an_error_that_names_both(data: Path, tmp_p
     paint(data / "Cat", 3)
     with pytest.raises(ConfigError, match=r"'Cat' and 'cat' differ only in case, punctuation or white space"):
         open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
+
+
+def test_a_node_that_cannot_take_part_says_who_it_is(tmp_path: Path) -> None:
+    node = Node(OWN, {"name": "north", "data-dir": str(tmp_path / "away"), "state-dir": str(tmp_path / "state")})
+    error = str(handle("hello", Packet(), node).config["error"])
+    assert error.startswith("north: data-dir = ")
+    assert str(tmp_path / "away") in error
