@@ -163,7 +163,7 @@ def test_a_missing_package_is_named_before_anything_is_written(
 def test_exit_codes(tiny: dict, tmp_path: Path) -> None:
     assert cli.main(["export", str(tmp_path / "absent"), str(tmp_path / "out")]) == 1
     directory = save_run(tmp_path / "run", tiny)
-    assert cli.main(["export", str(directory), str(tmp_path / "no" / "folder")]) == 1
+    assert cli.main(["export", str(directory), str(tmp_path / "no" / "folder")]) == 2
     with pytest.raises(SystemExit) as ended:
         cli.main(["export", str(directory), str(tmp_path / "out"), "more"])
     assert ended.value.code == 2

@@ -245,7 +245,9 @@ def test_pipes_and_sockets_are_unreadable_and_nobody_waits_for_them(
         root = Path(__file__).parents[3]
         scan = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
     assert scan.stdout.split() == ["cat/null.png", "cat/pipe.png", "cat/socket.png"]
-    assert "pipe.png' cannot be read as an image (it is a folder, a pipe, a socket or a device)" in scan.stderr
+    assert (
+        "pipe.png' cannot be read as an image (it is a folder, a pipe, a socket or a device, not a file)" in scan.stderr
+    )
 
 
 def test_a_nodes_limit_goes_before_the_runs(tmp_path: Path) -> None:
@@ -255,5 +257,5 @@ def test_a_nodes_limit_goes_before_the_runs(tmp_path: Path) -> None:
     assert handle("hello", Packet(), Node(values, node)).config["unreadable"] == 0
     (tmp_path / "state").rename(tmp_path / "before")
     refused = str(handle("hello", Packet(), Node(values, node | {"max-image-pixels": 63})).config["error"])
-    assert refused.startswith("3 of 3 image files")
+    assert refused.startswith("north: 3 of 3 image files")
     assert len(scan_images(str(tmp_path / "data"), tmp_path / "other", 1.0, max_pixels=63).unreadable) == 3
