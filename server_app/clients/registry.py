@@ -122,12 +122,13 @@ class ClientRegistry:
             needs["num-clients"] = expected
         if self.config.secure_aggregation != "off":
             needs["secure-aggregation-threshold"] = self.config.unmask_threshold(0)
-        key = max(needs, key=needs.__getitem__)
-        if len(self.clients) < needs[key]:
+        needed = max(needs.values())
+        if len(self.clients) < needed:
+            keys = ", ".join(key for key, number in needs.items() if number == needed)
             reason = f"{absent[0].name}: {absent[0].reason}" if absent else "no answer"
             raise RunError(
-                f"{len(self.clients)} clients can take part, but {key} needs {needs[key]}. {len(absent)} nodes cannot; "
-                f"the first is {reason}"
+                f"{len(self.clients)} clients can take part, but {needed} are needed ({keys}). {len(absent)} nodes "
+                f"cannot; the first is {reason}"
             )
 
     def _warn_of_statistics(self) -> None:

@@ -55,7 +55,7 @@ def test_a_bad_hello_leaves_the_node_out_and_is_named(name: str, tiny: dict) -> 
         return packet
 
     values = tiny | {"method": "ncm", "num-tasks": 1}
-    with pytest.raises(RunError, match=r"2 clients can take part, but num-clients needs 3\. 1 nodes cannot"):
+    with pytest.raises(RunError, match=r"2 clients can take part, but 3 are needed \(num-clients\)\. 1 nodes cannot"):
         run(values, tamper=tamper)
     results = run(values | {"num-clients": 0}, tamper=tamper)  # as many as connect: four
     assert results["status"] == "finished"
@@ -65,7 +65,7 @@ def test_a_bad_hello_leaves_the_node_out_and_is_named(name: str, tiny: dict) -> 
 
 
 def test_nobody_answers_hello(tiny: dict) -> None:
-    with pytest.raises(RunError, match=r"0 clients can take part, but quorum needs 1"):
+    with pytest.raises(RunError, match=r"0 clients can take part, but 1 are needed \(quorum\)"):
         run(tiny, broken=lambda node, kind: True)
 
 

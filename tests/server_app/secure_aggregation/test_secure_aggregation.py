@@ -332,5 +332,5 @@ def test_the_threshold_is_two_thirds_or_what_is_given_and_always_more_than_half(
 
 def test_there_is_no_sum_of_one_client(tmp_path):
     """Three of four do not even say hello, which the quorum allows."""
-    with pytest.raises(RunError, match=r"1 clients can take part, but secure-aggregation-threshold needs 3"):
+    with pytest.raises(RunError, match=r"1 clients can take part, but 3 are needed \(secure-aggregation-threshold\)"):
         run(keys_of(tmp_path, "fedavg", **SECURE), broken=lambda node, kind: node > 0 and kind == "hello")
