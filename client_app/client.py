@@ -42,12 +42,13 @@ def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
         return _answer_without_lost_files(_HANDLERS[kind], Request(packet, config, node))
     except (ConfigError, DivergedError) as error:
         log.warning("%s failed: %s", kind, error)
-        # before its hello is answered the server does not know whose error it is
-        name = node.settings.get("name", "") if kind == "hello" else ""
-        return Packet(config={"error": f"{name}: {error}" if name else str(error)})
+        reason = str(error)
     except Exception as error:
         log.exception("%s failed", kind)
-        return Packet(config={"error": f"{type(error).__name__}: {error}"})
+        reason = f"{type(error).__name__}: {error}"
+    # before its hello is answered the server does not know whose error it is
+    name = f"{node.settings['name']}: " if kind == "hello" and "name" in node.settings else ""
+    return Packet(config={"error": f"{name}{reason}"})
 
 
 def _answer_without_lost_files(handler: Callable[[Request], Packet], request: Request) -> Packet:

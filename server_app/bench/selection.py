@@ -1,5 +1,6 @@
 """What a suite's runs on validation images have chosen, and its log: selection.json and selection.md."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -67,9 +68,9 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
 
 
 def _best(labels: Sequence[str], accuracies: Mapping[str, Sequence[float]]) -> list[str]:
-    """The labels whose accuracies have the largest sum."""
+    """The labels whose accuracies have the largest sum, but for rounding."""
     sums = {label: sum(accuracies[label]) for label in labels}
-    return [label for label in labels if sums[label] == max(sums.values())]
+    return [label for label in labels if math.isclose(sums[label], max(sums.values()), abs_tol=1e-9)]
 
 
 def apply_choices(suite: Suite, selection: Selection, choices: dict[str, Choice]) -> Suite:
@@ -103,7 +104,12 @@ def write_selection(selection: Selection, choices: dict[str, Choice], failed: Co
         "measured_on": "validation images",
         "seeds": sorted({run.seed for run in selection.suite.runs}),
         "variants": {
-            variant: {"chosen": choice.values, "accuracies": choice.accuracies, "edges": choice.edges}
+            variant: {
+                "chosen": choice.values,
+                "accuracies": choice.accuracies,
+                "edges": choice.edges,
+                "ties": choice.ties,
+            }
             for variant, choice in choices.items()
             if selection.points[variant]
         },

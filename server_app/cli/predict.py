@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,24 +32,21 @@ def _run_command(args: argparse.Namespace) -> int:
     from server_app.tables import align
     from task.inference import load_predictor
 
-    files = [file for word in args.words for file in _list_files(word)]
+    lost = list[OSError]()
+    files = [file for word in args.words for file in _list_files(word, lost.append)]
     answers = _classify_files(load_predictor(args.model, args.device), files, args.top)
     rows = [(a["file"], c["class"], f"{c['probability']:.4f}") for a in answers for c in a.get("classes", [])]
     table = "\n".join(align([("file", "class", "probability"), *rows])) if rows else ""
     print(json.dumps(answers, indent=1) if args.json else table, end="\n" if rows or args.json else "")
-    return max([OK, *(complain(answer["error"], FAILED) for answer in answers if "error" in answer)])
+    errors = [*map(str, lost), *(answer["error"] for answer in answers if "error" in answer)]
+    return max([OK, *(complain(error, FAILED) for error in errors)])
 
 
-def _list_files(word: str) -> list[str]:
-    """The image files below a folder, by name; a word that names no folder stays as it is."""
-    from task.data.image_folders import image_files, refuse
+def _list_files(word: str, on_error: Callable[[OSError], object]) -> list[str]:
+    """The image files below a folder, by name. A word that names no folder, or one without images, stays as it is."""
+    from task.data.image_folders import image_files
 
-    if not Path(word).is_dir():
-        return [word]
-    files = sorted(image_files(Path(word), refuse))
-    if not files:
-        raise ConfigError(f"{word!r} holds no image file.")
-    return files
+    return (sorted(image_files(Path(word), on_error)) if os.path.isdir(word) else []) or [word]
 
 
 def _classify_files(predictor: "Predictor", files: Sequence[str], top: int) -> list[dict[str, Any]]:

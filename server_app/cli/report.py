@@ -4,13 +4,14 @@ import argparse
 from pathlib import Path
 
 from server_app.cli.common import FAILED, OK
+from server_app.errors import ReportError
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of fcil report."""
     parser.description = (
         "Write tables and pictures from the files of one run, or of several to compare them. Exit code 1 if a folder "
-        "holds no run; the others are compared."
+        "holds no run that can be read; the others are compared."
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a results.json")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to; needed for several runs")
@@ -22,4 +23,14 @@ def _run_command(args: argparse.Namespace) -> int:
 
     runs = [path.parent if path.name == "results.json" else path for path in args.runs]
     print(*write_report(runs, args.output), sep="\n")
-    return OK if all((run / "results.json").is_file() for run in runs) else FAILED
+    return OK if all(map(_can_be_read, runs)) else FAILED
+
+
+def _can_be_read(folder: Path) -> bool:
+    from server_app.report.runs import load_run
+
+    try:
+        load_run(folder)
+    except ReportError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from itertools import takewhile
 import numpy as np
 
 from server_app.report.runs import Run
-from task.config.schema import SAME_RESULT, keys_affecting, known_keys
+from task.config.schema import SAME_RESULT, defaults, keys_affecting, known_keys, missing_setting
 from task.methods import METHODS
 
 FINAL = "final_average_accuracy"
@@ -149,14 +149,21 @@ def _group_by_keys(runs: Sequence[Run]) -> list[Group]:
     for (dataset, method), family in families.items():
         rivals = [run for run in runs if run.data_name == dataset]
         differing = [
-            *(name for name in PROBLEM if _differ(name, [run for run in rivals if name in run.settings])),
+            *(name for name in PROBLEM if _differ(name, [run for run in rivals if _reads(run, name)])),
             *(name for name in known_keys() if name not in (*PROBLEM, *same_protocol) and _differ(name, family)),
         ]
         for run in family:
-            settings = ", ".join(f"{name} {run.settings.get(name, 'unknown')}" for name in differing)
+            read = [name for name in differing if name not in PROBLEM or _reads(run, name)]
+            settings = ", ".join(f"{name} {run.settings.get(name, 'unknown')}" for name in read)
             label = f"{method} ({settings})" if settings else method
             groups.setdefault((dataset, label), Group(dataset, label, [])).runs.append(run)
     return list(groups.values())
+
+
+def _reads(run: Run, name: str) -> bool:
+    """Whether a run key is recorded, and the run has the partition, say, that reads it."""
+    keys = known_keys()
+    return name in run.settings and not missing_setting(keys[name], defaults() | run.settings, keys)
 
 
 def _differ(name: str, runs: Sequence[Run]) -> bool:

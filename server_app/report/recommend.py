@@ -31,7 +31,7 @@ def recommend(groups: Sequence[Group]) -> list[str]:
         words = f"{_describe(group)}; {100 * below:.1f} points below, noise {100 * sd:.1f}: {source}"
         if not less and below <= max(POINT, sd):
             equal.append(group)
-            lines.append(f"Within the noise of it: {words}{SMALL * (sd < below)}.")
+            lines.append(f"Close to it: {words}{SMALL * (sd < below)}.")
         else:
             close = "; below twice the noise, so that it may be chance" if below < CLOSE * sd else ""
             less.append(f"Below it: {words}{close}.")
@@ -71,7 +71,7 @@ def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[flo
     effective = len(by_task) ** 2 / (1 / by_task).sum() if images else math.nan
     # Laplace's rule: all of a few images right does not mean no noise
     likely = (_accuracy(best) * images + 1) / (images + 2)
-    shared = ", at most: it is not recorded which of them are classified correctly" if pairs else ""
+    shared = ", roughly: it is not recorded which of them are classified correctly" if pairs else ""
     return math.sqrt(likely * (1 - likely) / effective), f"by the draw of the {images:,} test images{shared}"
 
 
@@ -114,10 +114,10 @@ def _decide(best: Group, equal: Sequence[Group]) -> str:
     if by_traffic is not by_time:
         return (
             f"Recommended: {by_traffic.label} where traffic is dear ({_traffic(by_traffic)}), {by_time.label} where "
-            f"computation is ({_time(by_time)}); their accuracies cannot be told apart."
+            f"computation is ({_time(by_time)}); their accuracies count as equal."
         )
     reason = (
-        "all others are below it by more than the noise"
+        "the next one is below it by more than the noise"
         if len(equal) == 1
         else "the cheapest in traffic and in computation of these"
     )

@@ -24,7 +24,7 @@ def images_by_class(folders: Sequence[Path], side: int, max_pixels: int = MAX_PI
     Raises:
         OSError: a folder cannot be read.
     """
-    by_class = [sorted(image_files(folder, refuse)) for folder in folders]
+    by_class = [sorted(image_files(folder, _refuse)) for folder in folders]
     labels = np.repeat(np.arange(len(folders)), np.array([len(files) for files in by_class], np.int64))
     return ImageFiles(tuple(f for files in by_class for f in files), side, max_pixels), labels
 
@@ -36,8 +36,7 @@ def image_files(folder: Path, on_error: Callable[[OSError], object]) -> Iterator
         yield from (os.path.join(parent, f) for f in files if f.lower().endswith(_endings()) and not _hidden(f))
 
 
-def refuse(error: OSError) -> None:
-    """Raise the error of a folder, unless the folder is missing."""
+def _refuse(error: OSError) -> None:
     if not isinstance(error, FileNotFoundError):
         raise error
 

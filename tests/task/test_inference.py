@@ -197,8 +197,10 @@ def test_the_command_answers_what_it_can_read(tiny: dict, tmp_path: Path, capsys
     heading, *lines = capsys.readouterr().out.splitlines()
     folder = tmp_path / "folder" / "deep"
     folder.mkdir(parents=True)
-    assert cli.main(["predict", directory, str(folder.parent)]) == 2
-    assert capsys.readouterr().err == f"fcil: {str(folder.parent)!r} holds no image file.\n"
+    assert cli.main(["predict", directory, str(folder.parent), files[1]]) == 1
+    out, err = capsys.readouterr()
+    assert files[1] in out
+    assert err.startswith(f"fcil: {str(folder.parent)!r} cannot be read as an image (it is a folder")
     shutil.copy(files[1], folder)
     assert cli.main(["predict", directory, str(folder.parent)]) == 0
     assert str(folder / "red.png") in capsys.readouterr().out

@@ -46,7 +46,7 @@ def test_the_only_accurate_one_is_recommended() -> None:
         "Most accurate: good, 90.0 ± 2.0 % for 10 MB and 10 core-minutes.",
         "Below it: cheap, 81.0 ± 1.4 % for 1 MB and 1 core-minutes; 9.0 points below, noise 2.0: standard "
         "deviation over 3 seeds.",
-        "Recommended: good: all others are below it by more than the noise.",
+        "Recommended: good: the next one is below it by more than the noise.",
     ]
 
 
@@ -59,7 +59,7 @@ def test_the_cheapest_within_the_noise_is_recommended() -> None:
         ]
     )
     assert lines[1:] == [
-        "Within the noise of it: near, 88.5 ± 0.0 % for 1 MB and 2 core-minutes; 1.5 points below, noise 2.0: "
+        "Close to it: near, 88.5 ± 0.0 % for 1 MB and 2 core-minutes; 1.5 points below, noise 2.0: "
         "standard deviation over 3 seeds.",
         "Below it: far, 87.5 ± 0.0 % for 0.1 MB and 0.1 core-minutes; 2.5 points below, noise 2.0: standard "
         "deviation over 3 seeds; below twice the noise, so that it may be chance.",
@@ -70,8 +70,8 @@ def test_the_cheapest_within_the_noise_is_recommended() -> None:
 def test_costs_that_disagree_leave_the_choice_to_the_reader() -> None:
     lines = recommend([group("a", [0.88, 0.90, 0.92], 10, 1), group("b", [0.89, 0.89], 1, 10)])
     assert lines[-1] == (
-        "Recommended: b where traffic is dear (1 MB), a where computation is (1 core-minutes); their accuracies cannot "
-        "be told apart."
+        "Recommended: b where traffic is dear (1 MB), a where computation is (1 core-minutes); their accuracies count "
+        "as equal."
     )
 
 
@@ -99,7 +99,7 @@ def test_differences_of_single_seeds_count() -> None:
     best = group("best", [0.62, 0.73, 0.84], 1, 1, seeds=[0, 1, 2], images=10**6)
     other = group("other", [0.80, 0.60, 0.70], 1, 1, seeds=[2, 0, 1], images=10**6)
     assert noise(best, other) == (pytest.approx(0.01), "standard deviation over 3 seeds")
-    assert "Recommended: best: all others are below it by more than the noise." in recommend([best, other])
+    assert "Recommended: best: the next one is below it by more than the noise." in recommend([best, other])
     assert noise(best, group("one", [0.6], 1, 1, seeds=[0], images=10**6))[0] == pytest.approx(0.11)  # of best alone
 
 
@@ -112,12 +112,12 @@ def test_differences_of_single_images_count() -> None:
     other = group("other", [0.90], 1, 1, seeds=[7], correct=[["1" * 90 + "0" * 10]])
     expected = "by the draw of the 100 test images, the same ones for both"
     assert noise(best, other) == (pytest.approx(0.01407, abs=1e-5), expected)
-    assert "Recommended: best: all others are below it by more than the noise." in recommend([best, other])
+    assert "Recommended: best: the next one is below it by more than the noise." in recommend([best, other])
     others = [
         group("other", [0.90], 1, 1, correct=[c], seeds=[s]) for c, s in ((None, 7), (["1" * 90], 7), (["1" * 100], 8))
     ]
-    at_most = "by the draw of the 100 test images, at most: it is not recorded which of them are classified correctly"
-    assert [noise(best, other)[1] for other in others] == [at_most, at_most, "by the draw of the 100 test images"]
+    roughly = "by the draw of the 100 test images, roughly: it is not recorded which of them are classified correctly"
+    assert [noise(best, other)[1] for other in others] == [roughly, roughly, "by the draw of the 100 test images"]
 
 
 def test_images_of_a_small_task_count_more_where_it_is_not_recorded_which_are_right() -> None:
@@ -141,7 +141,7 @@ def test_images_of_a_small_task_count_more() -> None:
 def test_none_below_a_less_accurate_one_is_as_accurate() -> None:
     best, steady = (group(label, [a] * 3, 10, 10, seeds=[0, 1, 2]) for label, a in (("best", 0.9), ("steady", 0.86)))
     shaky = group("shaky", [0.76, 0.90, 0.89], 1, 1, seeds=[0, 1, 2])
-    assert "Recommended: best: all others are below it by more than the noise." in recommend([best, steady, shaky])
+    assert "Recommended: best: the next one is below it by more than the noise." in recommend([best, steady, shaky])
 
 
 def test_one_seed_has_the_noise_of_its_images_and_says_so() -> None:

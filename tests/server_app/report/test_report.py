@@ -882,6 +882,8 @@ def test_the_command_fails_if_a_folder_holds_no_run(make_run, tmp_path, capsys):
     assert cli.main(words) == 0
     assert cli.main([*words, str(tmp_path / "a" / "results.json")]) == 0
     assert cli.main([*words, str(tmp_path / "c")]) == 1
+    (make_run("d") / "results.json").write_text("{")
+    assert cli.main([*words, str(tmp_path / "d")]) == 1
     assert str(tmp_path / "out" / "table.md") in capsys.readouterr().out
 
 
@@ -939,3 +941,11 @@ def test_what_cannot_be_drawn_is_the_same_error(make_run, changes):
     folder = make_run(**changes)
     with pytest.raises(ReportError, match=f"{re.escape(str(folder / 'results.json'))} is no results.json of schema 1"):
         write_report([folder])
+
+
+def test_a_label_has_no_key_that_its_partition_does_not_read(make_run):
+    of_hgp = {"partition": "dirichlet", "dirichlet-beta": 0.1, "classes-per-client": 2}
+    of_fedavg = {"partition": "quantity", "dirichlet-beta": 0.5, "classes-per-client": 2}
+    runs = [make_run("a", method="hgp", config=of_hgp), make_run("b", method="fedavg", config=of_fedavg)]
+    labels = {group.label for group in group_runs([load_run(run) for run in runs])}
+    assert labels == {"hgp (partition dirichlet)", "fedavg (partition quantity)"}
