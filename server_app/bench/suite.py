@@ -145,8 +145,8 @@ def _check_entries(
         if name not in entries:
             raise ConfigError(f"{where}entry {name!r} is missing: give {_WORDS[kind]}.")
         # only what is empty by default may be empty
-        if not isinstance(entries.get(name), kind) or not (entries[name] or not optional.get(name, True)):
-            raise ConfigError(f"{where}{name} = {entries.get(name)!r} is not possible: it must be {_WORDS[kind]}.")
+        if not isinstance(entries[name], kind) or not (entries[name] or not optional.get(name, True)):
+            raise ConfigError(f"{where}{name} = {entries[name]!r} is not possible: it must be {_WORDS[kind]}.")
     return entries
 
 

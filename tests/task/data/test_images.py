@@ -245,7 +245,7 @@ def test_pipes_and_sockets_are_unreadable_and_nobody_waits_for_them(
         root = Path(__file__).parents[3]
         scan = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
     assert scan.stdout.split() == ["cat/null.png", "cat/pipe.png", "cat/socket.png"]
-    assert "pipe.png' cannot be read as an image (it is a folder, a pipe, a socket or a device" in scan.stderr
+    assert "pipe.png' cannot be read as an image (it is a folder, a pipe, a socket or a device)" in scan.stderr
 
 
 def test_a_nodes_limit_goes_before_the_runs(tmp_path: Path) -> None:
