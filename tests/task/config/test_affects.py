@@ -57,6 +57,14 @@ def other_value(name: str) -> Scalar:
     raise AssertionError(name)
 
 
+def what_it_needs(name: str) -> dict[str, Scalar]:
+    """The settings without which no run reads the key: the partition for its parameter, and so on."""
+    if not KEYS[name].rule.only:
+        return {}
+    owner, value, *_ = KEYS[name].rule.only
+    return {**what_it_needs(str(owner)), str(owner): value}
+
+
 def write_run(folder: Path, **changed: Scalar) -> Path:
     """A finished run of one task; ``changed`` overwrites settings of its config.yaml."""
     folder.mkdir(parents=True)
@@ -167,7 +175,8 @@ def test_bench_keeps_a_finished_run_with_another_value(name: str, tmp_path: Path
 
 @every_key
 def test_runs_that_differ_in_it_are_one_row_of_a_report(name: str, tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", **{name: "another"})]
+    needed = what_it_needs(name)
+    folders = [write_run(tmp_path / "a", **needed), write_run(tmp_path / "b", **needed, **{name: "another"})]
     groups = group_runs([load_run(folder) for folder in folders])
     assert len(groups) == (1 if affects(name) in ONE_ROW_OF_A_REPORT else 2)
 
