@@ -185,9 +185,18 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
         seen = [run.seen for group in shown for run in group.runs]
         _task_axes(axes, max(map(len, seen)), np.concatenate(seen))
     figure.axes[0].set_ylabel("Test accuracy, %")
-    handles = [Line2D([], [], label=plain(label, 60), **style) for label, style in styles.items()]
+    handles = [Line2D([], [], label=plain(label, 60), **styles[label]) for label in _best_first(groups)]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9.5, handlelength=3.2)
     return figure
+
+
+def _best_first(groups: Sequence[Group]) -> list[str]:
+    """Labels in the order in which curves end, so that a legend of many is found again in the picture."""
+    ends: dict[str, float] = {}
+    for group in groups:
+        end = float(np.nan_to_num(group.mean_sd("last_accuracy")[0], nan=-1))
+        ends[group.label] = max(end, ends.get(group.label, end))
+    return sorted(ends, key=lambda label: -ends[label])
 
 
 def over_seeds(groups: Sequence[Group]) -> str:

@@ -71,11 +71,15 @@ def _draw_points(axes: Axes, points: Sequence[tuple[Group, Any, Any]], styles: A
         axes.errorbar(x, 100 * y, **spread, **style | fill, elinewidth=1, ecolor=(style["color"], 0.45))
     able = [(x, 100 * y) for group, (x, _), (y, _) in points if not group.pooled]
     front = np.array([able[i] for i in pareto_front(able)])
-    if len(front):
+    notes = []
+    if len(front) > 1:
         axes.step(*front.T, where="post", color=INK, lw=1.2, alpha=0.45, zorder=1.5, gid="front")
-    hollow = any(group.theirs or group.pooled for group, _, _ in points)
-    note = "line: Pareto front" + ("; hollow: other people's code, or all images in one place" if hollow else "")
-    axes.annotate(note, (1, 0.01), xycoords="axes fraction", ha="right", va="bottom", fontsize=8, color=MUTED)
+        notes += ["line: Pareto front"]
+    if any(group.theirs or group.pooled for group, _, _ in points):
+        notes += ["hollow: other people's code, or all images in one place"]
+    axes.annotate(
+        "; ".join(notes), (1, 0.01), xycoords="axes fraction", ha="right", va="bottom", fontsize=8, color=MUTED
+    )
 
 
 def _draw_labels(axes: Axes, points: Sequence[tuple[Group, Any, Any]], styles: Any) -> None:

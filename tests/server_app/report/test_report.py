@@ -22,7 +22,7 @@ import server_app.report
 from server_app.cli import main as cli
 from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report import figures, heatmaps, tradeoffs
-from server_app.report.compare import comparison_table, group_runs
+from server_app.report.compare import Group, comparison_table, group_runs
 from server_app.report.pages import single_page
 from server_app.report.runs import load_run
 from server_app.report.write import write_report
@@ -793,6 +793,22 @@ def test_pareto_front_by_hand(make_run):
     assert front.get_xydata().tolist() == [[1, pytest.approx(50)], [5, pytest.approx(70)], [10, pytest.approx(90)]]
     hollow = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"]
     assert [line.get_xdata()[0] for line in hollow] == [2]
+
+
+def test_one_point_that_beats_all_others_is_no_line(make_run):
+    groups = group_runs([costly(make_run, "best", 0.9, 1), costly(make_run, "worse", 0.8, 2)])
+    (axes,) = tradeoffs.communication_figure(groups).axes
+    assert not [line for line in axes.lines if line.get_gid() == "front"]
+    assert not [text for text in axes.texts if "Pareto" in text.get_text()]
+
+
+def test_the_legend_reads_as_the_curves_end(make_run):
+    """Also for the groups of a suite, which are in the suite's order; what has not finished comes last."""
+    ends = {"low": 0.2, "high": 0.9, "middle": 0.5}
+    runs = [costly(make_run, name, end, 1, metrics={"last_accuracy": end}) for name, end in ends.items()]
+    groups = [Group("digits", run.results["method"], [run]) for run in [load_run(make_run("cut", done=1)), *runs]]
+    (legend,) = figures.comparison_figure(groups).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["high", "middle", "low", "hgp"]
 
 
 def test_core_minutes_fall_back_to_the_clock_and_say_so(make_run, tmp_path):
