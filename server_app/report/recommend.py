@@ -96,14 +96,19 @@ def _describe(group: Group) -> str:
 
 
 def _traffic(group: Group) -> str:
-    return "traffic that was not recorded" if math.isnan(group.megabytes[0]) else f"{group.megabytes[0]:.3g} MB"
+    return "traffic that was not recorded" if math.isnan(group.megabytes[0]) else f"{_short(group.megabytes[0])} MB"
 
 
 def _time(group: Group) -> str:
     minutes = group.core_minutes[0]
     if math.isnan(minutes):
         return "a time that was not recorded"
-    return f"{minutes:.3g} core-minutes{'' if group.has_core_time else WALL}"
+    return f"{_short(minutes)} core-minutes{'' if group.has_core_time else WALL}"
+
+
+def _short(value: float) -> str:
+    """At least three digits: 0.0351, 6.83, 1,123."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def _decide(best: Group, equal: Sequence[Group]) -> str:

@@ -41,7 +41,7 @@ PAGE = (
 {% if section.png %}
 <img alt="{{ section.name }}" src="data:image/png;base64,{{ section.png }}">
 {% elif section.rows %}
-<div class="scroll"><table>
+<div{% if section.head %} class="scroll"{% endif %}><table>
 <tr>
 {% for cell in section.head %}
 <th{% if loop.index <= section.text %} class="t"{% endif %}>{{ cell }}</th>

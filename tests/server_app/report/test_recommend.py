@@ -50,6 +50,14 @@ def test_the_only_accurate_one_is_recommended() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("cost", "words"), [(0.03512, "0.0351"), (6.826, "6.83"), (999.4, "999"), (999.6, "1,000"), (1123.4, "1,123")]
+)
+def test_costs_have_three_digits_and_no_exponent(cost: float, words: str) -> None:
+    first, *_ = recommend([group("good", [0.9], cost, cost), group("worse", [0.5], 1, 1)])
+    assert first == f"Most accurate: good, 90.0 % for {words} MB and {words} core-minutes."
+
+
 def test_the_cheapest_within_the_noise_is_recommended() -> None:
     lines = recommend(
         [
