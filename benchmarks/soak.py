@@ -52,7 +52,7 @@ def app_with_failures() -> Iterator[Path]:
         settings = (project / "pyproject.toml").read_text()
         for old, new in (
             ('clientapp = "client_app.app:app"', 'clientapp = "benchmarks.soak_client:app"'),
-            ('    "LICENSE",\n', '    "LICENSE",\n    "benchmarks/**/*.py",\n'),
+            ('    "/LICENSE",\n', '    "/LICENSE",\n    "benchmarks/**/*.py",\n'),
         ):
             if old not in settings:
                 raise SystemExit(f"pyproject.toml has no {old!r} any more")

@@ -84,7 +84,7 @@ class FCILStrategy(Strategy):
         config = self._fit_config(num_rounds, timeout)
         directory = run_experiment(config, GridTransport(grid), arrays_of(initial_arrays) or None)
         result = read_result(directory, config)
-        last = config.adaptation_rounds + config.num_tasks * config.rounds_per_task
+        last = len(result.train_metrics_clientapp)  # fewer than planned where fewer tasks came
         if evaluate_fn is not None and (metrics := evaluate_fn(last, result.arrays)) is not None:
             result.evaluate_metrics_serverapp.setdefault(last, MetricRecord()).update(metrics)
         return result

@@ -1,10 +1,12 @@
 """Run keys from the command line; imports nothing heavy."""
 
+import contextlib
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from server_app.errors import LaunchError
 from server_app.run_files.paths import project_folder
 from server_app.run_files.resume import load_resumed_keys
 from server_app.simulation.superlink import DEFAULT_CLIENTS
@@ -98,8 +100,12 @@ def require_files(values: Mapping[str, Scalar]) -> None:
     """
     for name in ("data-dir", "backbone-weights"):
         text = str(values.get(name, ""))
-        path = project_folder() / expand_home(text, name)  # relative ones count from there, or are absolute already
-        if text not in ("", AUTO, "random") and not path.exists():
+        if text in ("", AUTO, "random"):
+            continue
+        path = expand_home(text, name)
+        with contextlib.suppress(LaunchError):  # without a project's folder they count from the working directory
+            path = project_folder() / path
+        if not path.exists():
             dataset = str(values.get("dataset", ""))
             if name == "data-dir" and dataset in FROM_PATH:
                 from task.data.load import load_dataset

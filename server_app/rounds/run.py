@@ -48,7 +48,7 @@ from server_app.transport.base import SMALL_ANSWER, Reply, Transport
 from strategies.base import RoundContext, Strategy, Update
 from task.config.checks import require_few
 from task.config.parsing import ignored_keys
-from task.config.schema import Config, known_keys
+from task.config.schema import Config
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
@@ -295,7 +295,7 @@ class Run:
             aggregator.undo()
             report.dropped = True
         if context.ends_task and all(r.dropped for r in self.results.rounds if r.task == report.task):
-            steps = [k for k in known_keys() if k.startswith(f"{self.config.method}-") and k.endswith("learning-rate")]
+            steps = [key for key in self.config.method_row.own_keys() if key.endswith("learning-rate")]
             named = f" ({', '.join(steps)})" if steps else ""
             reason = aggregator.spoiled or f"lower the step size of the server{named}."
             raise RunError(f"no round of task {report.task} gave a usable model: {reason}")

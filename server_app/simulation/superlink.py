@@ -122,12 +122,14 @@ class FlowerRun:
         Raises:
             LaunchError: Flower did not accept the run, or does not answer any more.
         """
+        answer = self._home / "list.json"
         while True:
-            listed = self._start(["flwr", "list", "fcil", "--format", "json"], self._home / "list.json")
+            answer.unlink(missing_ok=True)  # the next answer would be appended
+            listed = self._start(["flwr", "list", "fcil", "--format", "json"], answer)
             while listed.poll() is None:
                 self._check()
                 time.sleep(POLL)
-            runs = _json_object(self._home / "list.json").get("runs") or []
+            runs = _json_object(answer).get("runs") or []
             if not runs:
                 raise LaunchError(f"Flower does not know of the run:\n{last_lines(self.log)}")
             if str(runs[0]["status"]).startswith("finished"):

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
 from client_app.app import app as client
@@ -39,6 +40,19 @@ def test_strategy_runs_in_anybodys_server_app(tmp_path):
         2: {"accuracy": results["per_task_seen_accuracy"][1], "mine": 1.0},
     }
     assert "accuracy" in str(result)
+
+
+def test_the_last_round_is_the_last_that_was(tmp_path, monkeypatch):
+    """With class-order=appearing fewer tasks may come than num-tasks allows."""
+    line = {"train_loss": 1.0, "server": {}, "seen_accuracy": 0.5}
+    (tmp_path / "rounds.jsonl").write_text(json.dumps(line) + "\n")
+    safetensors.numpy.save_file({"a": np.ones(1)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr("server_app.flower_strategy.run_experiment", lambda *_: tmp_path)
+    numbers = []
+    HGP(num_tasks=5).start(
+        LoopbackGrid(client, 2), ArrayRecord(), evaluate_fn=lambda number, arrays: numbers.append(number)
+    )
+    assert numbers == [1]
 
 
 def test_strategy_starts_from_given_arrays(tmp_path):

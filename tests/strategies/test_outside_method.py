@@ -2,16 +2,22 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tests.strategies.outside_method
+from server_app.errors import RunError
 from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
+from strategies.base import Strategy
 from task.config.parsing import parse, parse_text
-from task.keys import ConfigError
+from task.keys import ConfigError, key
 from task.methods import METHODS
+from task.models.model import Model
+from tests.strategies.outside_method import ROW, MeansAsHead, PulledOptions
 
 NAME = "tests.strategies.outside_method:ROW"
 
@@ -41,6 +47,22 @@ def test_it_runs_with_its_own_keys_and_forgets_less_than_averaging(tiny: dict) -
     assert own["method"] == NAME
     assert own["rounds"][-1]["server"] == {"means": 12.0}
     assert own["metrics"]["final_average_accuracy"] > averaged["metrics"]["final_average_accuracy"]
+
+
+def test_its_step_size_is_named_where_the_server_diverges(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverge(self: Strategy, model: Model, *_: object) -> dict[str, float]:
+        model.load({name: np.full_like(array, 1e30) for name, array in model.export().items()})
+        return {}
+
+    @dataclass(frozen=True)
+    class Stepped(PulledOptions):
+        learning_rate: float = key(0.1, "step size of the server")
+
+    monkeypatch.setattr(tests.strategies.outside_method, "ROW", replace(ROW, options=Stepped))
+    monkeypatch.setattr(MeansAsHead, "refine", diverge)
+    config = parse(tiny | {"method": NAME})
+    with pytest.raises(RunError, match=r"lower the step size of the server \(pulled-learning-rate\)"):
+        run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
 
 
 def test_its_keys_are_checked_as_all_others() -> None:

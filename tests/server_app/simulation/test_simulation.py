@@ -57,6 +57,20 @@ def test_a_superlink_that_does_not_start_is_shown(tmp_path, monkeypatch):
     assert not run.log.parent.exists()
 
 
+def test_a_run_that_ends_a_little_after_its_log_is_asked_for_again(tmp_path, monkeypatch):
+    answers = [{"status": "running", "status-details": ""}, {"status": "finished:completed", "status-details": "well"}]
+    for n, answer in enumerate(answers):
+        (tmp_path / f"{n}.json").write_text(json.dumps({"success": True, "runs": [answer]}, indent=2))
+    fake = tmp_path / "flwr"
+    fake.write_text(f'#!/bin/sh\ncd "{tmp_path}"; cat 0.json; cp 1.json 0.json\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(launcher.sysconfig, "get_path", lambda name: str(tmp_path))
+    run = launcher.FlowerRun(ROOT, lambda: None)
+    run._home, run.log = tmp_path, tmp_path / "flower.log"
+    assert run.status() == ("finished:completed", "well")
+
+
 def test_ray_gets_time_to_start():
     environment = launcher._environment(Path("/flower-home"))
     assert environment["RAY_raylet_start_wait_time_s"] == environment["RAY_worker_register_timeout_seconds"] == "300"
