@@ -82,7 +82,7 @@ def to_plain_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     plain = {name: _scalar(name, value) for name, value in metrics.items()}
     for name, value in plain.items():
         if isinstance(value, str):
-            raise TypeError(f"metric {name!r} is of type str; only numbers do")
+            raise TypeError(f"metric {name!r} is of type str; only numbers travel")
     return {name: int(v) if isinstance(v, bool) else v for name, v in plain.items() if not isinstance(v, str)}
 
 

@@ -350,19 +350,9 @@ def prototype_distance(class_ids: Sequence[int] | np.ndarray, means: np.ndarray)
         class_ids: class of each prototype, [P]; every client names a class at most once.
         means: prototypes, [P, D].
     """
-    _, index, holders = np.unique(class_ids, return_inverse=True, return_counts=True)
-    if not (holders > 1).any():
-        return float("nan")
-    by_class = np.argsort(index, kind="stable")
-    rank = np.arange(len(index)) - np.repeat(holders.cumsum() - holders, holders)
-    present = np.arange(holders.max()) < holders[:, None]  # [K, M]
-    grid = np.zeros((*present.shape, means.shape[1]))
-    grid[index[by_class], rank] = means[by_class]
-    # centred, so that the squares of large prototypes do not cancel the digits of the distances
-    grid = np.where(present[:, :, None], grid - grid.sum(axis=1, keepdims=True) / holders[:, None, None], 0)
-    squares = np.square(grid).sum(axis=2)
-    apart = squares[:, :, None] + squares[:, None] - 2 * grid @ grid.transpose(0, 2, 1)  # [K, M, M]
-    pairs = present[:, :, None] & present[:, None] & ~np.eye(present.shape[1], dtype=bool)
-    sums = np.sqrt(apart.clip(0), where=pairs, out=np.zeros_like(apart)).sum(axis=(1, 2))
-    several = holders > 1
-    return float((sums[several] / (holders * (holders - 1))[several]).mean())
+    from torch import as_tensor, float64  # late: reports, which need the rest of this file, do without torch
+    from torch.nn.functional import pdist
+
+    ids, rows = np.asarray(class_ids), as_tensor(means, dtype=float64)
+    several = [c for c, holders in zip(*np.unique(ids, return_counts=True), strict=True) if holders > 1]
+    return float(np.mean([pdist(rows[ids == c]).mean() for c in several])) if several else float("nan")

@@ -78,13 +78,17 @@ class ClientRegistry:
         One that never said its name is left out too once it has gone and there are ``newcomers``, under handles that
         were not known: it may be one of them.
         """
-        nodes, names = ({getattr(c, attribute) for c in self.clients} for attribute in ("node", "name"))
+        nodes, names = {client.node for client in self.clients}, {client.name for client in self.clients}
+
+        def is_absent(node: AbsentNode) -> bool:
+            if node.node in nodes:
+                return False
+            if node.node in connected:
+                return True
+            return node.name not in names if node.said else not newcomers
+
         known = self.absent | {node.node: node for node in absent}
-        self.absent = {
-            n: node
-            for n, node in known.items()
-            if n not in nodes and (n in connected or (node.name not in names if node.said else not newcomers))
-        }
+        self.absent = {n: node for n, node in known.items() if is_absent(node)}
 
     def _take_out_misfits(self, counts_classes: bool) -> list[AbsentNode]:
         """Take nodes that do not fit, and those that share a name, out of the clients."""

@@ -9,7 +9,7 @@ def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
     failures, tasks, rounds = line["failures"], line["num_tasks"], line["rounds_per_task"]
     # a client may fail twice, in training and evaluation, and clients evaluate that were not drawn to train
     failed = len({failure["name"] for failure in failures} & set(line["participants"]))
-    seconds_left = line["elapsed"] / number * (line.get("total_rounds", tasks * rounds) - number)
+    seconds_left = line["elapsed"] / number * (line["total_rounds"] - number)
     parts = [
         f"task {line['task']}/{tasks}, round {line['round']}/{rounds}",
         f"{len(line['participants'])} clients" + (f", {failed} failed" if failed else ""),

@@ -88,7 +88,7 @@ def examine_cluster(
                 check()
                 time.sleep(POLL)
         finally:
-            end_processes([process], "FCIL_NONE=none")
+            end_processes([process])
         if not answer.exists():
             raise LaunchError(
                 f"{ADDRESS} = {address!r}: no cluster of this version of Ray answers there, or this machine is no node "

@@ -78,7 +78,7 @@ def ask_to_end(started: Sequence["subprocess.Popen[bytes]"], patience: float) ->
             process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def end_processes(started: list["subprocess.Popen[bytes]"], mark: str, patience: float = 2.0) -> None:
+def end_processes(started: list["subprocess.Popen[bytes]"], mark: str = "", patience: float = 2.0) -> None:
     """End processes and their descendants with SIGTERM, and with SIGKILL after ``patience`` seconds.
 
     ``mark`` is NAME=VALUE of an environment variable of these processes alone. It finds descendants whose parents are

@@ -215,7 +215,6 @@ class Config:
         0,
         "a client sends no statistics of classes of which it has fewer images",
         minimum=0,
-        maximum=10**9,
         affects="privacy",
     )
     privacy_clip: float = key(

@@ -48,7 +48,7 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
         test = select_by_digest(image.tobytes() for image in images)
     else:
         test = draw_held_out(labels, HELD_OUT, 0, "npz")
-    if (test.all() or not test.any()) > by_content:
+    if not by_content and (test.all() or not test.any()):
         raise ConfigError(
             f"data-dir = {str(path)!r}: {test.sum()} of its {len(test)} images are test images (split = 1)."
         )

@@ -131,6 +131,7 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
         "round": 1,
         "num_tasks": 2,
         "rounds_per_task": 2,
+        "total_rounds": 4,
         "participants": ["a", "b"],
         "failures": [{"name": "a", "reason": "gone"}, {"name": "a", "reason": "evaluation: gone"}],
         "train_loss": None,
