@@ -19,8 +19,7 @@ from task.data.load import default_augmentation
 from task.keys import ConfigError
 from task.message import Packet
 from task.methods import load_class
-from task.models.device import resolve_device
-from task.models.load import load_backbone
+from task.models.load import configured_backbone
 from task.models.model import Model, build_model, to_arrays
 from task.models.vit import Backbone
 from task.prototypes.noise import GaussianMechanism
@@ -38,8 +37,7 @@ def load_node_backbone(config: Config) -> Backbone:
         ConfigError: this node has not the device or the weights.
     """
     torch.set_num_threads(config.threads)
-    device = str(resolve_device(config.device))
-    return load_backbone(config.backbone, config.backbone_weights, config.image_size, device)
+    return configured_backbone(config)
 
 
 def train(answer: Packet, request: Request, scenario: Scenario, task_data: ClientTaskData) -> Packet:

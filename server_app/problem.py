@@ -14,7 +14,7 @@ from task.data.images import Dataset
 from task.data.load import default_augmentation
 from task.keys import ConfigError
 from task.models.bundled import BUNDLED, read_description
-from task.models.feature_cache import BATCH
+from task.models.feature_cache import batches
 from task.models.load import load_backbone
 from task.models.weights import build_vit
 from task.scenario.client_data import ClientTaskData, client_task_data
@@ -123,9 +123,8 @@ def _write_data(dataset: Dataset, folder: Path) -> None:
         all_images = np.lib.format.open_memmap(Path(scratch) / "images.npy", "w+", np.uint8, (len(split), *shape))
         written = 0
         for images in parts:
-            for start in range(0, len(images), BATCH):
-                batch = images[np.arange(start, min(start + BATCH, len(images)))]
-                all_images[written : written + len(batch)] = batch
+            for batch in batches(np.arange(len(images))):
+                all_images[written : written + len(batch)] = images[batch]
                 written += len(batch)
         labels = np.concatenate([dataset.train_labels, dataset.test_labels])
         names = np.array(dataset.class_names, np.str_)

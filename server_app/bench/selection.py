@@ -8,6 +8,7 @@ from server_app.bench.suite import Selection, Suite
 from server_app.report.compare import FINAL, escape
 from server_app.report.runs import Run, is_number
 from server_app.run_keys import complete_run_keys
+from server_app.tables import markdown
 from task.message import Scalar
 from task.utils.atomic import write_atomically, write_json
 
@@ -123,7 +124,7 @@ def write_selection(selection: Selection, choices: dict[str, Choice], failed: Co
 
 def _table(selection: Selection, choices: dict[str, Choice], failed: Collection[str]) -> str:
     labels = list(dict.fromkeys(label for points in selection.points.values() for label in points))
-    rows = [["Variant", *labels, "Chosen", "Remark"], ["---", *["---:"] * len(labels), "---", "---"]]
+    head, rows = ["Variant", *labels, "Chosen", "Remark"], []
     for variant, choice in choices.items():
         cells = [_cell(choice, label, f"{variant}/{label}", failed) for label in labels]
         rows.append([escape(variant), *cells, choice.chosen or "-", selection.left_out.get(variant, choice.remark)])
@@ -133,7 +134,7 @@ def _table(selection: Selection, choices: dict[str, Choice], failed: Collection[
         f"{', '.join(map(str, share))}. No test image was looked at. A value at the edge of the grid may have a better "
         f"one beyond it. Failed runs: {', '.join(failed) or 'none'}."
     )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + f"\n\n{note}\n"
+    return markdown(head, rows, text=(0, len(head) - 2, len(head) - 1)) + f"\n\n{note}\n"
 
 
 def _cell(choice: Choice, label: str, name: str, failed: Collection[str]) -> str:

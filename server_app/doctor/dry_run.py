@@ -22,7 +22,7 @@ from task.keys import ConfigError
 from task.message import Packet
 from task.methods import load_class
 from task.models.device import has_unusable_gpu, resolve_device
-from task.models.load import load_backbone
+from task.models.load import configured_backbone
 from task.models.model import Model, build_model
 from task.models.preprocessing import prepare
 from task.scenario.client_data import client_task_data, node_task_data
@@ -77,8 +77,7 @@ def _check_device(config: Config) -> Finding:
 
 
 def _load_weights(config: Config) -> Finding:
-    device = str(resolve_device(config.device))
-    backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, device)
+    backbone = configured_backbone(config)
     size = sum(p.numel() for p in backbone.parameters()) / 1e6
     text = f"backbone {config.backbone}: {size:.1f} million weights, {backbone.image_size} pixels"
     return Finding("ok", f"{text}, SHA-256 {backbone.sha256[:12]}")

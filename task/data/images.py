@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,19 +110,12 @@ class ImageFiles:
         """
         batch = np.empty((len(positions), self.side, self.side, 3), np.uint8)
         for row, position in enumerate(positions):
-            batch[row] = self._decoded(self.paths[position])
+            batch[row] = self.decoded(self.paths[position])
         return batch
 
-    def problem(self, position: int) -> str:
-        """Why a file cannot be read; empty if it can."""
-        try:
-            self._decoded(self.paths[position])
-        except UnreadableImage as error:
-            return str(error)
-        return ""
-
     @cached_property
-    def _decoded(self) -> Callable[[str], np.ndarray]:
+    def decoded(self) -> Callable[[str], np.ndarray]:
+        """Reads the file at a path, and keeps what it has read while that fits."""
         return lru_cache(CACHE_BYTES // (3 * self.side**2))(partial(decode, side=self.side, max_pixels=self.max_pixels))
 
 
@@ -140,8 +133,21 @@ def find_unreadable(images: Images) -> list[str]:
     source, positions = resolve_source(images, np.arange(len(images)))
     if not isinstance(source, ImageFiles):
         return []
+    return list(find_problems(source.decoded, [source.paths[position] for position in positions]).values())
+
+
+def find_problems(read: Callable[[str], object], paths: Sequence[str]) -> dict[str, str]:
+    """The files that ``read`` cannot read, and why, in their order."""
+
+    def problem(path: str) -> str:
+        try:
+            read(path)
+        except UnreadableImage as error:
+            return str(error)
+        return ""
+
     with ThreadPoolExecutor() as pool:
-        return [problem for problem in pool.map(source.problem, positions.tolist()) if problem]
+        return {path: why for path, why in zip(paths, pool.map(problem, paths), strict=True) if why}
 
 
 class _PixelBudget:

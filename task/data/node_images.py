@@ -9,7 +9,6 @@ import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +20,7 @@ import numpy as np
 from task.data.class_names import find_same_class, require_printable
 from task.data.custom import npz
 from task.data.image_folders import class_folders, image_files, require_classes
-from task.data.images import MAX_PIXELS, Dataset, ImageFiles, read_rgb
+from task.data.images import MAX_PIXELS, Dataset, ImageFiles, find_problems, read_rgb
 from task.data.splits import select_by_digest, split_dataset
 from task.keys import ConfigError
 from task.utils.atomic import write_atomically
@@ -223,19 +222,9 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _find_unreadable(root: Path, names: Sequence[str], max_pixels: int) -> set[str]:
-    with ThreadPoolExecutor() as pool:
-        reasons = pool.map(lambda name: _problem(root / name, max_pixels), names)
-        problems = {name: why for name, why in zip(names, reasons, strict=True) if why}
+    problems = find_problems(lambda name: read_rgb(str(root / name), max_pixels), names)
     _log_left_out([problems[name] for name in sorted(problems)])
     return set(problems)
-
-
-def _problem(path: Path, max_pixels: int) -> str:
-    try:
-        read_rgb(str(path), max_pixels)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def _list_path(state: Path, root: Path, run: str) -> Path:

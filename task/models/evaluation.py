@@ -5,16 +5,8 @@ import torch
 from torch import Tensor
 
 from task.data.images import Dataset, Images
-from task.models.feature_cache import BATCH, Inputs, adapted_features, cached_query, load_inputs
+from task.models.feature_cache import adapted_features, batches, cached_inputs
 from task.models.model import Model
-
-
-def _batches(positions: np.ndarray) -> list[np.ndarray]:
-    return [positions[start : start + BATCH] for start in range(0, len(positions), BATCH)]
-
-
-def _inputs(model: Model, images: Images, batch: np.ndarray) -> Inputs:
-    return load_inputs(model, images, batch, cached_query(model, images, batch))
 
 
 @torch.no_grad()
@@ -22,7 +14,7 @@ def extract_features(model: Model, images: Images, positions: np.ndarray) -> Ten
     """f(x) of the images at ``positions`` [N] -> float32 [N, D] on the model's device, no augmentation."""
     training = model.backbone.training
     model.backbone.eval()  # so that features neither depend on the batch nor change running means
-    features = [model.features(*_inputs(model, images, batch)) for batch in _batches(positions)]
+    features = [model.features(*cached_inputs(model, images, batch)) for batch in batches(positions)]
     model.backbone.train(training)
     return torch.cat(features) if features else torch.empty(0, model.width, device=model.device)
 
@@ -30,7 +22,7 @@ def extract_features(model: Model, images: Images, positions: np.ndarray) -> Ten
 def _logits(model: Model, images: Images, batch: np.ndarray) -> Tensor:
     if model.adapts:
         return model.head(adapted_features(model, images, batch))
-    return model(*_inputs(model, images, batch))
+    return model(*cached_inputs(model, images, batch))
 
 
 @torch.no_grad()
@@ -39,7 +31,7 @@ def predict_classes(model: Model, dataset: Dataset, order: np.ndarray, positions
 
     ``order`` is the class id of each head row, int64 [seen].
     """
-    rows = [_logits(model, dataset.test_images, batch).argmax(dim=1).cpu().numpy() for batch in _batches(positions)]
+    rows = [_logits(model, dataset.test_images, batch).argmax(dim=1).cpu().numpy() for batch in batches(positions)]
     return order[np.concatenate(rows)] if rows else np.empty(0, np.int64)
 
 

@@ -117,8 +117,7 @@ def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor 
     source, of_source = resolve_source(images, positions)
     if _is_stored(model, source):
         return _table(model, source)[torch.from_numpy(of_source)].to(model.device)
-    batches = [positions[start : start + BATCH] for start in range(0, len(positions), BATCH)]
-    return torch.cat([_query(model, images, batch) for batch in batches])
+    return torch.cat([_query(model, images, batch) for batch in batches(positions)])
 
 
 def _query(model: Model, images: Images, batch: np.ndarray) -> Tensor:
@@ -132,9 +131,19 @@ def adapted_features(model: Model, images: Images, batch: np.ndarray) -> Tensor:
     prompt = hashlib.sha256(b"".join(array.tobytes() for array in arrays.values())).digest()
 
     def compute() -> Tensor:
-        return model.features(*load_inputs(model, images, batch, cached_query(model, images, batch)))
+        return model.features(*cached_inputs(model, images, batch))
 
     return CACHE.get(model, images, batch, compute, prompt)
+
+
+def cached_inputs(model: Model, images: Images, batch: np.ndarray) -> Inputs:
+    """What the model needs of a batch without augmentation; its query is taken from the cache."""
+    return load_inputs(model, images, batch, cached_query(model, images, batch))
+
+
+def batches(positions: np.ndarray) -> list[np.ndarray]:
+    """``positions``, int64 [N], in parts of BATCH, the last one smaller."""
+    return [positions[start : start + BATCH] for start in range(0, len(positions), BATCH)]
 
 
 def store_queries(model: Model, dataset: Dataset) -> bool:
@@ -204,9 +213,9 @@ def image_digest(images: Images) -> str:
         stats = ((path, Path(path).stat()) for path in paths)
         total.update(repr((sizes, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])).encode())
         return total.hexdigest()
-    for start in range(0, len(images), BATCH):
-        batch = images[np.arange(start, min(start + BATCH, len(images)))]
-        total.update(f"{batch.shape}".encode() + batch.tobytes())
+    for batch in batches(np.arange(len(images))):
+        pixels = images[batch]
+        total.update(f"{pixels.shape}".encode() + pixels.tobytes())
     return total.hexdigest()
 
 
@@ -217,13 +226,11 @@ def _compute_all(model: Model, source: Images) -> Tensor:
     table = torch.empty(len(source), model.backbone.dim * (1 + len(blocks)))
     log.info("features of %d images are computed once, for all runs on %s", len(source), model.stored_as)
     logged = started = time.monotonic()
-    for start in range(0, len(source), BATCH):
-        positions = np.arange(start, min(start + BATCH, len(source)))
-        table[start : start + BATCH] = model.query(prepare(source[positions], model.backbone), blocks).cpu()
+    for batch in batches(np.arange(len(source))):
+        table[batch] = model.query(prepare(source[batch], model.backbone), blocks).cpu()
         if time.monotonic() > logged + PROGRESS:
             logged = time.monotonic()
-            done = start + len(positions)
-            log.info("features of %d images: %d done after %.0f s", len(source), done, logged - started)
+            log.info("features of %d images: %d done after %.0f s", len(source), batch[-1] + 1, logged - started)
     return table
 
 

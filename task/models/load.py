@@ -4,7 +4,8 @@ from functools import lru_cache
 
 import torch
 
-from task.config.schema import FROM_SCRATCH
+from task.config.schema import FROM_SCRATCH, Config
+from task.models.device import resolve_device
 from task.models.resnet import load_resnet18
 from task.models.vit import Backbone, load_vit
 
@@ -23,3 +24,13 @@ def build_backbone(name: str, weights: str, image_size: int, device: str) -> Bac
 
 # one instance for all clients of this process
 load_backbone = lru_cache(maxsize=2)(build_backbone)
+
+
+def configured_backbone(config: Config) -> Backbone:
+    """The process's one instance of a run's backbone, on the run's device; errors as those of build_backbone.
+
+    Raises:
+        ConfigError: also if this machine has no such device.
+    """
+    device = str(resolve_device(config.device))
+    return load_backbone(config.backbone, config.backbone_weights, config.image_size, device)

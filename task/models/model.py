@@ -13,8 +13,7 @@ from task.config.schema import FROM_PATH, Config
 from task.keys import AUTO, ConfigError
 from task.message import Arrays
 from task.methods import load_class
-from task.models.device import resolve_device
-from task.models.load import load_backbone
+from task.models.load import configured_backbone
 from task.models.vit import Backbone
 from task.models.weights import find_misfits
 from task.prompt_kinds import PROMPTS
@@ -350,9 +349,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
     Raises:
         ConfigError: the backbone or its weights cannot be used, or a prompted block or class token does not exist.
     """
-    backbone = backbone or load_backbone(
-        config.backbone, config.backbone_weights, config.image_size, str(resolve_device(config.device))
-    )
+    backbone = backbone or configured_backbone(config)
     if config.prompt != "none" and config.blocks()[-1] >= backbone.depth:
         raise ConfigError(
             f"prompt-blocks = {config.prompt_blocks!r} is not possible: {config.backbone} has {backbone.depth} blocks."

@@ -103,8 +103,6 @@ def image_size(config: Config) -> int:
         return config.image_size
     if config.backbone in BUNDLED:
         return int(read_description(BUNDLED[config.backbone])["architecture"]["img_size"])
-    from task.models.device import resolve_device  # here, as they import torch
-    from task.models.load import load_backbone
+    from task.models.load import configured_backbone  # here, as it imports torch
 
-    device = str(resolve_device(config.device))
-    return load_backbone(config.backbone, config.backbone_weights, config.image_size, device).image_size
+    return configured_backbone(config).image_size

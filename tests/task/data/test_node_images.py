@@ -377,7 +377,12 @@ def test_what_is_lost_is_left_out_and_nothing_new_enters(
     assert set(after.readable) == set(first.readable) - {"dog/001.png"}
     assert set(after.held_out) == set(first.held_out) - {"dog/001.png"}
     sick = str(data / "dog" / "002.png")  # a disk error leaves size and time as they were
-    monkeypatch.setattr("task.data.node_images._problem", lambda path, limit: "sick" if str(path) == sick else "")
+
+    def read(path: str, max_pixels: int) -> None:
+        if path == sick:
+            raise UnreadableImage("sick")
+
+    monkeypatch.setattr("task.data.node_images.read_rgb", read)
     assert set(after.readable) - set(scan_images(str(data), state, 0.1, previous=after).readable) == {"dog/002.png"}
 
 
@@ -399,7 +404,7 @@ def test_unreadable_files_are_named_and_skipped_up_to_a_share(
 def test_only_new_and_changed_files_are_read(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scan_images(str(data), tmp_path / "state", 0.0)
     read: list[str] = []
-    monkeypatch.setattr("task.data.node_images._problem", lambda path, limit: read.append(path.name) or "")
+    monkeypatch.setattr("task.data.node_images.read_rgb", lambda path, _: read.append(Path(path).name))
     paint(data / "dog", 1, first=99)
     scan_images(str(data), tmp_path / "state", 0.0)
     assert read == ["099.png"]

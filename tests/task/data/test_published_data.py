@@ -296,4 +296,4 @@ def test_decoded_files_are_kept_within_the_bound(tmp_path: Path, monkeypatch: py
     assert len(opened) == 2
     assert files[np.arange(3)].shape == (3, 8, 8, 3)
     assert files[np.array([], int)].shape == (0, 8, 8, 3)
-    assert files._decoded.cache_info().currsize == 2  # type: ignore[attr-defined]
+    assert files.decoded.cache_info().currsize == 2  # type: ignore[attr-defined]
