@@ -19,6 +19,7 @@ METRICS = {
     "forgetting, points": "forgetting",
 }
 TABLES = {  # section of the page -> folder of its runs, and the part of it that stands below a row's folder
+    "Digits": ("digits", ""),
     "100 classes of CIFAR-100": ("cifar100-cpu", "beta-0.5"),
     "All images of CIFAR-100": ("cifar100-closed-form", ""),
     "Spectrograms": ("spectrograms", ""),
