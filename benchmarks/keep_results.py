@@ -2,17 +2,19 @@
 
     python -m benchmarks.keep_results runs/suites/cifar100-cpu benchmarks/results/cifar100-cpu
 
-Of each run it keeps config.yaml, with the paths that are in it, and results.json without confusion matrix, rounds and
-clients. ``fcil report`` reads such folders, and ``fcil bench`` with them as ``output-dir`` goes on with the suite.
+Of each run it keeps one file: results.json without confusion matrix, rounds and clients, but with all that config.yaml
+says, also the paths in it. ``fcil report`` reads such folders, and ``fcil bench`` with them as ``output-dir`` goes on
+with the suite.
 """
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 
+import yaml
+
 from server_app.errors import ReportError
-from server_app.report.runs import load_run
+from server_app.report.runs import flat, load_run
 
 LEFT_OUT = ("confusion", "rounds", "clients")
 
@@ -20,10 +22,10 @@ LEFT_OUT = ("confusion", "rounds", "clients")
 def keep(run: Path, target: Path) -> None:
     """Write the small form of a finished run's folder into another folder."""
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
-    target.mkdir(parents=True, exist_ok=True)
     small = {name: value for name, value in results.items() if name not in LEFT_OUT}
-    (target / "results.json").write_text(json.dumps(small) + "\n", encoding="utf-8")
-    shutil.copyfile(run / "config.yaml", target / "config.yaml")
+    keys = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "results.json").write_text(json.dumps(small | flat(keys)) + "\n", encoding="utf-8")
 
 
 def keep_all(source: Path, target: Path) -> list[Path]:
