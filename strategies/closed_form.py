@@ -28,9 +28,13 @@ class Spectrum:
 
     @classmethod
     def of_matrix(cls, matrix: Tensor) -> Self:
-        """The spectrum of A = ``matrix`` [M, M]; negative eigenvalues, from rounding or a client, become zero."""
+        """The spectrum of A = ``matrix`` [M, M], whose numbers may have been rounded on the way.
+
+        The lowest negative eigenvalue shows how large the rounding errors are. Eigenvalues below that size are raised
+        to it: taken for zero, a direction of rounding errors would let a head grow without end.
+        """
         values, vectors = torch.linalg.eigh(matrix)
-        return cls(values.clamp(min=0), vectors)
+        return cls(values.clamp(min=max(0.0, -float(values.min()))), vectors)
 
     @classmethod
     def of_rows(cls, rows: Tensor) -> Self:
@@ -47,11 +51,11 @@ class Spectrum:
         ``sketch`` is Y^T = (A Omega)^T [r, M], ``omega`` is Omega [M, r].
         """
         core = sketch @ omega
-        small = cls.of_matrix((core + core.T) / 2)
-        kept = small.values > max(1e-10 * float(small.values.max()), 1e-30)
+        values, vectors = torch.linalg.eigh((core + core.T) / 2)
+        kept = values > max(1e-10 * float(values.max()), 1e-30)
         if not kept.any():  # honest clients sent zeros, or a client sent numbers that it should not
             return cls(sketch.new_zeros(1), torch.zeros(sketch.shape[1], 1, dtype=sketch.dtype))
-        rows = (small.vectors[:, kept] / small.values[kept].sqrt()).T @ sketch
+        rows = (vectors[:, kept] / values[kept].sqrt()).T @ sketch
         return cls.of_rows(rows)
 
     def power(self, exponent: float, shift: float, right: Tensor) -> Tensor:

@@ -62,10 +62,10 @@ class InjectedPrototypes(Objective):
 
 
 def choose_copies(rows: np.ndarray, batch_size: int, largest: int) -> int:
-    """The m in 1..``largest`` that makes an injected class weigh about as much as a present one.
+    """The m in 1..``largest`` with which a class has about as many injected vectors as a local class has images.
 
-    A present class has (images per batch) / (local classes) images in a batch on average; an injected one has 1 + m
-    vectors. The paper only says that m is in 1..5.
+    In a batch a local class has (images per batch) / (local classes) images on average; injected are 1 + m vectors of
+    every class, also of those that have images. The paper only says that m is in 1..5.
 
     >>> choose_copies(np.array([3, 3, 4, 4, 5, 5]), batch_size=6, largest=5)  # 2 images of each class
     1

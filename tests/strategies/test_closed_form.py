@@ -57,9 +57,11 @@ def test_powers_of_a_shifted_matrix(rank: int, of: str) -> None:
     assert np.allclose(spectrum.power(2, 0.3, dense(right)), shifted @ shifted @ right, rtol=1e-9)
 
 
-def test_negative_eigenvalues_count_as_zero() -> None:
-    spectrum = Spectrum.of_matrix(torch.diag(torch.tensor([2.0, -1.0]).double()))
-    assert np.allclose(matrix_of(spectrum), np.diag([2.0, 0.0]))
+def test_no_eigenvalue_is_below_the_error_that_the_negative_ones_show() -> None:
+    spectrum = Spectrum.of_matrix(torch.diag(torch.tensor([5.0, 2.0, 0.1, 0.0, -1.0]).double()))
+    assert np.allclose(matrix_of(spectrum), np.diag([5.0, 2.0, 1.0, 1.0, 1.0]))
+    exact = Spectrum.of_matrix(torch.diag(torch.tensor([5.0, 0.1, 0.0]).double()))
+    assert np.allclose(matrix_of(exact), np.diag([5.0, 0.1, 0.0]), atol=1e-15)
 
 
 @pytest.mark.parametrize("sketch", [3, 5, 8, 12])
@@ -121,6 +123,26 @@ def test_the_ridge_is_that_of_generalised_cross_validation(images: int, dim: int
         scores.append(np.square(rest @ targets).sum() / images / freedom**2 if freedom > 0.01 else np.inf)
     assert chosen(features, targets) == pytest.approx(ridges_of(features)[np.argmin(scores)])
     assert 0 < np.argmin(scores) < len(scores) - 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_ridge_from_rounded_sums_is_one_for_the_images(seed: int) -> None:
+    """The scatter travels as a triangle of fp16: rounded so, it has negative eigenvalues, and class sums there."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(400) % 4
+    scales = np.geomspace(1, 1e-3, 80)
+    mixed = np.linalg.qr(rng.normal(size=(80, 80)))[0]
+    features = (rng.normal(size=(4, 80))[labels] + 2 * rng.normal(size=(400, 80))) * scales @ mixed
+    targets, counts = one_hot(labels), np.bincount(labels)
+    means = (targets.T @ features / counts[:, None]).astype(np.float16).astype(np.float64)
+    apart = features - (targets.T @ features / counts[:, None])[labels]
+    scatter = 400 * (apart.T @ apart / 400).astype(np.float16).astype(np.float64)
+    rounded, sums = scatter + (means.T * counts) @ means, means * counts[:, None]
+    assert np.linalg.eigvalsh(rounded).min() < 0
+    spectrum = Spectrum.of_matrix(dense(rounded))
+    weight = solve_ridge(spectrum, dense(sums), choose_ridge(spectrum, dense(sums), 400)).numpy()
+    exact = np.linalg.solve(features.T @ features + chosen(features, targets) * np.eye(80), features.T @ targets)
+    assert np.square(targets - features @ weight.T).sum() < 1.5 * np.square(targets - features @ exact).sum()
 
 
 def test_where_all_images_have_the_same_leverage_it_is_leaving_one_out() -> None:
