@@ -245,12 +245,11 @@ def compare(size: Size, config: Config) -> float:
 def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="pool 40, D = 192")
-    parser.add_argument("--direct-steps", type=int, default=Size.timed, help="steps of the direct form timed per phase")
     parser.add_argument("--clients", type=int, help="ours alone, with so many and the default of eq. 4")
     args = parser.parse_args()
     torch.set_num_threads(1)  # the default of a run
     size = Size(40, 192) if args.quick else Size()
-    size = replace(size, clients=args.clients or size.clients, timed=args.direct_steps)
+    size = replace(size, clients=args.clients or size.clients)
     config = parse({"method": "hepco", "hepco-query-gradient": not args.clients})  # all of eq. 4 in both forms
     options = HePCo(config).options
     print(

@@ -9,7 +9,6 @@ have started, the largest process of each; "all" is the sum, which counts what p
 """
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -136,26 +135,12 @@ def report(samples: list[Sample], results: dict, share: float) -> bool:
     return flat and expected_failures == failed and len(rounds) == expected and results["status"] == "finished"
 
 
-def draw(samples: list[Sample], path: Path) -> None:
-    """Memory of each program by round, as a picture."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for name in samples[-1].keys() - {"all"}:
-        axes.plot(range(1, len(samples) + 1), [sample.get(name, 0.0) for sample in samples], label=name)
-    axes.set(xlabel="round", ylabel="resident memory, MiB", ylim=(0, None))
-    axes.legend()
-    figure.savefig(path)
-
-
 def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--per-round", type=int, default=0, help="clients drawn in each round; 0 = all")
     parser.add_argument("--rounds", type=int, default=200, help=f"in all; a multiple of the {TASKS} tasks")
     parser.add_argument("--failures", type=float, default=0.1, help="share of trainings that fail")
-    parser.add_argument("--picture", type=Path, help="where to draw memory by round")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="run keys")
     args = parser.parse_args()
     os.environ[SHARE] = str(args.failures)
@@ -171,9 +156,6 @@ def _main() -> int:
         print(f"python {platform.python_version()}, {args.clients} clients, {args.rounds} rounds; {args.settings}")
         samples, status = soak(values, Path(folder) / "run")
         results = read_results(Path(folder) / "run")
-        if args.picture:
-            draw(samples, args.picture)
-            args.picture.with_suffix(".json").write_text(json.dumps(samples))
         print(status)
         return 0 if report(samples, results, args.failures) else 1
 
