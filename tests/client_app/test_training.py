@@ -15,7 +15,7 @@ from client_app.training import train_locally
 from task.config.parsing import parse
 from task.data.images import Dataset
 from task.message import Packet
-from task.models import evaluation
+from task.models import feature_cache
 from task.models.evaluation import confusion_counts, extract_features
 from task.models.feature_cache import Inputs
 from task.models.model import Model
@@ -391,7 +391,7 @@ def graded(rows, labels):
 @pytest.mark.parametrize("batch", [2, 3, 256])
 def test_confusion_by_hand(monkeypatch, batch):
     """Rows are the classes 4, 0, 2; class 1 is not seen yet, and position 6 is not asked for."""
-    monkeypatch.setattr(evaluation, "BATCH", batch)
+    monkeypatch.setattr(feature_cache, "BATCH", batch)
     #          said:  4  4  0  2  0  2  4  0      true: 4  0  0  2  1  4  4  0
     dataset = graded([0, 0, 1, 2, 1, 2, 0, 1], [4, 0, 0, 2, 1, 4, 4, 0])
     oracle = Oracle()
@@ -413,7 +413,7 @@ def test_confusion_of_nothing():
 
 def test_extract_features_in_order_and_of_nothing(monkeypatch):
     """The feature is the pixel itself, so features and positions must line up."""
-    monkeypatch.setattr(evaluation, "BATCH", 2)
+    monkeypatch.setattr(feature_cache, "BATCH", 2)
     model, images = head_only([2], Pixels(1, mean=0.0, std=1 / 255)), graded([9, 8, 7, 6, 5], [0] * 5).test_images
     features = extract_features(model, images, np.array([4, 0, 2]))
     assert torch.allclose(features, torch.tensor([[5.0], [9.0], [7.0]]).expand(3, 3))
