@@ -42,7 +42,7 @@ def confusion_figure(run: Run) -> Figure:
     figure = run_figure(side + 2.0, side + 0.8, run, after)
     axes = figure.subplots()
     _draw_counts(axes, percent, 100, "% of the class")
-    _name_classes(axes.xaxis, run, tasks, rotation=90)
+    _name_classes(axes.xaxis, run, tasks)
     _name_classes(axes.yaxis, run, tasks)
     _separate(axes, tasks, both=True)
     axes.set_xlabel("Predicted; lines part the tasks")
@@ -60,7 +60,7 @@ def clients_figure(run: Run) -> Figure:
     axes, total = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
     _draw_counts(axes, counts, counts.max(initial=1), "images", beside=total)
     if classes <= NAMED:
-        _name_classes(axes.xaxis, run, run.tasks, rotation=90)
+        _name_classes(axes.xaxis, run, run.tasks)
     else:
         axes.set_xticks([])
     above = axes.secondary_xaxis("top")
@@ -136,12 +136,13 @@ def _draw_counts(axes: Axes, values: np.ndarray, largest: float, label: str, bes
         panel.spines[:].set_color("#c9cfd8")
 
 
-def _name_classes(axis: Any, run: Run, tasks: Sequence[Sequence[int]], rotation: float = 0) -> None:
-    """Names of up to 30 classes; of more classes, the numbers of their tasks."""
+def _name_classes(axis: Any, run: Run, tasks: Sequence[Sequence[int]]) -> None:
+    """Names of up to 30 classes, upright below a picture if they are long; of more, the numbers of their tasks."""
     order = [c for classes in tasks for c in classes]
     if len(order) <= NAMED:
         names = [plain(str(run.results["class_names"][c]), 20) for c in order]
-        axis.set_ticks(range(len(order)), names, rotation=rotation)
+        upright = axis.axis_name == "x" and max(map(len, names)) > 2
+        axis.set_ticks(range(len(order)), names, rotation=90 if upright else 0)
     else:
         axis.set_ticks(*_task_ticks(tasks, "task "))
 

@@ -475,6 +475,14 @@ def test_clients_picture_shows_counts_by_task_and_their_sum(make_run):
     assert [label.get_text() for label in axes.child_axes[0].get_xticklabels()] == ["task 1", "task 2", "task 3"]
 
 
+@pytest.mark.parametrize(("names", "angle"), [(["0", "1", "2", "3", "4", "5"], 0), (["cat", *"abcde"], 90)])
+def test_only_long_names_below_a_picture_are_turned(names, angle, make_run):
+    run = load_run(make_run("a", class_names=names, confusion=np.eye(6, dtype=int).tolist()))
+    axes = heatmaps.confusion_figure(run).axes[0]
+    assert {label.get_rotation() for label in axes.get_xticklabels()} == {angle}
+    assert {label.get_rotation() for label in axes.get_yticklabels()} == {0}
+
+
 def test_bias_picture_shows_shares_of_the_largest_entropy(make_run):
     """2, 3 and 4 seen classes; task 2 was not measured, and only task 1 has a distance."""
     entropies = [[math.log(2), 0.0], [], [math.log(2), math.log(4)]]
