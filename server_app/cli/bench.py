@@ -17,6 +17,7 @@ from task.keys import ConfigError
 
 if TYPE_CHECKING:
     from server_app.bench.suite import Suite
+    from task.config.schema import Config
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +54,10 @@ def _run_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.suite}: --select-only needs an entry select.")
     require_writable(suite.folder / "run")
     runs = [*suite.runs, *(suite.selection.suite.runs if suite.selection else ())]
-    for run in runs:
-        if read_results(run.directory).get("status") != FINISHED:  # the table needs no images
-            require_files(run.values)
+    left = [run for run in runs if read_results(run.directory).get("status") != FINISHED]  # a table needs no images
+    for run in left:
+        require_files(run.values)
+    _require_images([run.config for run in left])
     for hook in {str(run.values.get("on-end", "")) for run in runs}:
         require_hook(hook, elsewhere=True)
     try:
@@ -63,6 +65,20 @@ def _run_command(args: argparse.Namespace) -> int:
     except Interrupted as stop:
         return complain("stopped; the same command continues the suite", 128 + stop.number)
     return complain(f"failed: {', '.join(failed)}", FAILED) if failed else OK
+
+
+def _require_images(configs: Sequence["Config"]) -> None:
+    """Read all images once: one that is damaged would end each run in turn.
+
+    Raises:
+        ConfigError: a data set cannot be read, or has too few images of a class.
+    """
+    from task.data.load import load_dataset, require_readable
+
+    sets = {(c.dataset, c.data_dir, c.validation_share, c.max_image_pixels) for c in configs if not c.own_data}
+    for name, path, held_out, limit in sets:
+        require_readable(load_dataset(name, path, 1, held_out, 0, limit), name)
+        load_dataset.cache_clear()  # the runs have processes of their own
 
 
 def _run_options(args: argparse.Namespace) -> list[str]:

@@ -29,6 +29,7 @@ from server_app.simulation.processes import Interrupted
 from task.keys import ConfigError
 from task.methods import METHODS
 from tests.helpers.marks import rest_in_ci
+from tests.helpers.own_data import paint
 from tests.helpers.runs import interrupt, without_times
 from tests.helpers.runs import run as run_whole
 from tests.helpers.suites import HEAD, KEYS, NCM, fill, run_results, table
@@ -123,6 +124,19 @@ def test_images_that_are_not_there_are_named_before_anything_runs(write, tmp_pat
     out, err = capsys.readouterr()
     assert out == ""
     assert err == f"fcil: data-dir = '{tmp_path / 'away'}': there is no such folder for dataset 'folder'.\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_image_is_named_once_before_anything_runs(write, tmp_path, capsys):
+    for name in ("cat", "dog"):
+        paint(tmp_path / "pets" / name, 10)
+    (tmp_path / "pets" / "dog" / "003.png").write_bytes(b"no image")
+    images = {"dataset": "folder", "data-dir": str(tmp_path / "pets")}
+    path = write(variants=[NCM | images, HEAD | images])
+    assert cli.main(["bench", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"fcil: '.*/dog/003.png' cannot be read as an image .*\n", err)
     assert not (tmp_path / "out").exists()
 
 
