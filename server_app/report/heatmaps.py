@@ -137,12 +137,12 @@ def _draw_counts(axes: Axes, values: np.ndarray, largest: float, label: str, bes
 
 
 def _name_classes(axis: Any, run: Run, tasks: Sequence[Sequence[int]]) -> None:
-    """Names of up to 30 classes, upright below a picture if they are long; of more, the numbers of their tasks."""
+    """Names of up to 30 classes, turned below a picture if they are long; of more, the numbers of their tasks."""
     order = [c for classes in tasks for c in classes]
     if len(order) <= NAMED:
         names = [plain(str(run.results["class_names"][c]), 20) for c in order]
-        upright = axis.axis_name == "x" and max(map(len, names)) > 2
-        axis.set_ticks(range(len(order)), names, rotation=90 if upright else 0)
+        turned = axis.axis_name == "x" and max(map(len, names)) > 2
+        axis.set_ticks(range(len(order)), names, rotation=90 if turned else 0)
     else:
         axis.set_ticks(*_task_ticks(tasks, "task "))
 
