@@ -80,16 +80,17 @@ def _rounds(config: Config, scenario: Scenario) -> Iterator[tuple[int, int, dict
 def _describe(config: Config, scenario: Scenario) -> dict[str, Any]:
     dataset, schedule = scenario.dataset, scenario.schedule
     backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, "cpu")
+    augmentation = default_augmentation(dataset, config.augmentation)
     return {
         "schema": 1,
-        "config": config.flat(),
+        "config": config.flat() | {"augmentation": augmentation},  # of data.npz the default is another
         "seed": config.seed,
         "class_names": list(dataset.class_names),
         "class_order": schedule.seen_classes(schedule.num_tasks - 1),
         "tasks": [list(classes) for classes in schedule.tasks],
         "rounds_per_task": schedule.rounds_per_task,
         "clients": _client_names(config),
-        "augmentation": default_augmentation(dataset, config.augmentation),
+        "augmentation": augmentation,
         "backbone": {
             "name": config.backbone,
             "sha256": backbone.sha256,

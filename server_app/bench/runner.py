@@ -237,7 +237,7 @@ class Bench:
         notes = {
             **self.recommendation,
             "Chosen on validation images": self._suite.notes,
-            "Results of other people": list({o.label: f"{o.label}: {o.source}" for o in self._suite.others}.values()),
+            "Results of other people": list(dict.fromkeys(f"{o.label}: {o.source}" for o in self._suite.others)),
         }
         shown = {head: lines for head, lines in notes.items() if lines}
         write_comparison(list(groups.values()), self._suite.folder, self._suite.title, shown)

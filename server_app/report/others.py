@@ -14,6 +14,7 @@ from task.utils.files import parse_small
 
 _NEEDED = {"label": str, "source": str, "accuracy_matrix": list}
 _WORDS = {str: "a text", list: "a list of lists"}
+_ROUNDED = 0.006  # accuracies may be of two decimals
 _COUNTS = ("bytes_up", "bytes_down", "seconds", "cpu_seconds")
 _ALLOWED = (*_NEEDED, "partition", "seed", "per_task_seen_accuracy", "samples_per_task", *_COUNTS)
 
@@ -39,7 +40,14 @@ def read_others(paths: Sequence[Path], datasets: Mapping[str, str]) -> list[Othe
     files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     if paths and not files:
         raise ConfigError(f"others: there is no .json file in {', '.join(map(str, paths))}.")
-    return [_read(file, datasets) for file in files]
+    results = dict(zip(files, (_read(file, datasets) for file in files), strict=True))
+    first: dict[tuple[object, ...], Path] = {}
+    for file, other in results.items():
+        place = (other.label, other.partition, other.run.results.get("seed", file))
+        if place in first:
+            raise ConfigError(f"others: {first[place]} and {file} have the same label and seed: a seed counts once.")
+        first[place] = file
+    return list(results.values())
 
 
 def _read(path: Path, datasets: Mapping[str, str]) -> OtherResult:
@@ -83,6 +91,18 @@ def _check(content: Mapping[str, Any], partitions: Sequence[str]) -> None:
     for name in ("per_task_seen_accuracy", "samples_per_task"):
         if content.get(name) is not None and len(content[name]) != tasks:
             raise ValueError(f"{name} must have {tasks} numbers, as accuracy_matrix has {tasks} rows")
+    _check_above_and_means(content["accuracy_matrix"], content.get("per_task_seen_accuracy") or [])
     if content.get("partition", "") not in partitions:
         there = " or ".join(filter(None, partitions)) or "left out, as the suite has no partitions"
         raise ValueError(f"partition = {content.get('partition', '')!r} must be {there}")
+
+
+def _check_above_and_means(matrix: Sequence[Sequence[float | None]], seen: Sequence[float]) -> None:
+    for task, row in enumerate(matrix):
+        if any(value is not None for value in row[task + 1 :]):
+            raise ValueError(f"row {task + 1} of accuracy_matrix must have null behind its first {task + 1} numbers")
+        known = [value for value in row if value is not None]
+        if seen and known and not min(known) - _ROUNDED <= seen[task] <= max(known) + _ROUNDED:
+            raise ValueError(
+                f"per_task_seen_accuracy has {seen[task]} after task {task + 1}, which is no mean of {known}"
+            )

@@ -312,12 +312,22 @@ def test_others_are_in_table_and_pictures(write, tmp_path):
         ({"per_task_seen_accuracy": [0.9]}, "per_task_seen_accuracy must have 2 numbers"),
         ({"per_task_seen_accuracy": [0.9, 2]}, "accuracies must be fractions in 0..1"),
         ({"partition": "iid"}, "partition = 'iid' must be left out"),
+        ({"accuracy_matrix": [[0.9, 0.1], [0.5, 0.75]]}, "row 1 of accuracy_matrix must have null behind its first 1"),
+        ({"per_task_seen_accuracy": [0.9, 0.49]}, r"has 0.49 after task 2, which is no mean of \[0.5, 0.75\]"),
     ],
 )
 def test_what_is_wrong_with_a_result_is_said(write, tmp_path, changes, message):
     (tmp_path / "theirs.json").write_text(json.dumps(THEIRS | changes))
     with pytest.raises(ConfigError, match=rf"theirs.json.*{message}"):
         read_suite(write(others=["theirs.json"]), {})
+
+
+def test_a_seed_of_others_counts_once(write, tmp_path):
+    for name, seed in (("a", 0), ("b", 1), ("c", 0)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(THEIRS | {"seed": seed}))
+    with pytest.raises(ConfigError, match=r"a.json and .*c.json have the same label and seed"):
+        read_suite(write(others=["a.json", "b.json", "c.json"]), {})
+    assert len(read_suite(write(others=["a.json", "b.json"]), {}).others) == 2
 
 
 def test_a_result_names_the_partition_it_belongs_to(write, tmp_path):
