@@ -284,8 +284,8 @@ def test_the_suites_of_the_guide_are_valid(tmp_path: Path) -> None:
     (tmp_path / "suite.yaml").write_text(whole)
     assert len(read_suite(tmp_path / "suite.yaml", {}).runs) == 12
     (tmp_path / "theirs" / "more").mkdir(parents=True)
-    for name in ("hgp-seed0.json", "more/x.json"):
-        (tmp_path / "theirs" / name).write_text(result)
+    for seed, name in enumerate(("hgp-seed0.json", "more/x.json")):
+        (tmp_path / "theirs" / name).write_text(json.dumps(json.loads(result) | {"seed": seed}))
     entries = [yaml.safe_load(text) for text in (whole, narrowed, select, others)]
     (tmp_path / "all.yaml").write_text(yaml.safe_dump({name: v for part in entries for name, v in part.items()}))
     suite = read_suite(tmp_path / "all.yaml", {"num-tasks": 2})
