@@ -114,6 +114,22 @@ def require_files(values: Mapping[str, Scalar]) -> None:
             raise ConfigError(f"{name} = {text!r}: there is no such file or folder here.")
 
 
+def require_listed(values: Mapping[str, Scalar]) -> None:
+    """Check that Flower takes the keys: those of a method from outside must stand in the project's pyproject.toml.
+
+    Raises:
+        ConfigError: some do not; names them and the place.
+        LaunchError: this is no project's folder.
+    """
+    path = project_folder() / "pyproject.toml"
+    listed = tomllib.loads(path.read_text(encoding="utf-8"))["tool"]["flwr"]["app"]["config"]
+    if missing := [name for name in values if name not in listed]:
+        raise ConfigError(
+            f"Flower takes only keys that are listed: write {', '.join(missing)} with a default into "
+            f"[tool.flwr.app.config] of {path}, or add --in-process."
+        )
+
+
 def _resolve(name: str, text: str) -> str:
     """An absolute path where the path is there."""
     try:

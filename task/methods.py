@@ -94,6 +94,10 @@ def register(name: str) -> None:
         ) from error
     if not isinstance(row, Method) or row.name in METHODS:
         raise ConfigError(f"method = {name!r} must be a Method of task.methods with a name that is not taken.")
+    if unknown := [prompt for prompt in row.prompts if prompt not in PROMPTS]:
+        raise ConfigError(
+            f"method = {name!r}: prompt {unknown[0]!r} of its row does not exist; there are {list(PROMPTS)}."
+        )
     METHODS[name] = row
 
 

@@ -25,7 +25,7 @@ from server_app.run_files.paths import (
     run_directory,
 )
 from server_app.run_files.tensorboard import require_tensorboard
-from server_app.run_keys import complete_run_keys, read_words, require_files
+from server_app.run_keys import complete_run_keys, read_words, require_files, require_listed
 from server_app.simulation.cluster import ADDRESS, Cluster, cluster_address, examine_cluster
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
 from server_app.simulation.superlink import POLL, RAY_TIMED_OUT, FlowerRun, default_workers, ray_timed_out
@@ -73,6 +73,8 @@ def _describe_key(key: Key) -> str:
 def _run(args: argparse.Namespace) -> int:
     values = complete_run_keys(read_words(args.words))
     address = _cluster_address(args)
+    if not args.in_process:
+        require_listed(values)
     if not address:
         require_files(values)
     config = parse(values)

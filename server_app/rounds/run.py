@@ -296,8 +296,9 @@ class Run:
             report.dropped = True
         if context.ends_task and all(r.dropped for r in self.results.rounds if r.task == report.task):
             steps = [key for key in self.config.method_row.own_keys() if key.endswith("learning-rate")]
-            named = f" ({', '.join(steps)})" if steps else ""
-            reason = aggregator.spoiled or f"lower the step size of the server{named}."
+            lower = f"lower the step size of the server ({', '.join(steps)})."
+            refined = lower if steps else "what the server computed has numbers that are not finite, or far too large."
+            reason = aggregator.spoiled or refined
             raise RunError(f"no round of task {report.task} gave a usable model: {reason}")
 
     def _evaluate(self, context: RoundContext, report: RoundReport) -> None:

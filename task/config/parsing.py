@@ -84,7 +84,10 @@ def _resolve(k: Key, value: Scalar, method: Method, prompt: str) -> Scalar:
 def _keys_for(values: Mapping[str, Any]) -> dict[str, Key]:
     """Every run key, also of a method from outside that ``values`` name; other keys in ``values`` are refused."""
     register(str(values.get("method", "")))
-    keys = known_keys()
+    keys, method = known_keys(), METHODS.get(str(values.get("method", "")))
+    for name in method.defaults if method else ():
+        if name not in keys:
+            raise ConfigError(f"the row of method {method.name!r} has a default of {name!r}, which is no run key.")
     for name in values:
         if name not in keys:
             raise ConfigError(_unknown("run key", name, list(keys)))

@@ -166,8 +166,11 @@ class ViT(Backbone):
                     block.block.attn.prefix, block.block.attn.projects = vectors, projects
                 elif vectors.ndim == 3:
                     block.tokens = vectors
-                else:
+                elif vectors.shape == (3 * self.dim, self.dim):
                     block.block.attn.change = vectors
+                else:
+                    shapes = "a prefix [B or 1, 2, L_p, D], tokens [B or 1, L_p, D], a change of weights [3 D, D]"
+                    raise ValueError(f"what a prompt gives a block is {list(vectors.shape)} instead of {shapes}")
             yield
         finally:
             last.first_only = last.block.attn.first_only = False

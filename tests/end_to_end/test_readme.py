@@ -1,5 +1,6 @@
 """The documentation's commands, run as they are written but on smaller data, and its claims that can be checked."""
 
+import json
 import os
 import re
 import shutil

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tests.strategies.outside_method
+from server_app.cli.main import main
 from server_app.errors import RunError
 from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
@@ -63,6 +64,39 @@ def test_its_step_size_is_named_where_the_server_diverges(tiny: dict, monkeypatc
     config = parse(tiny | {"method": NAME})
     with pytest.raises(RunError, match=r"lower the step size of the server \(pulled-learning-rate\)"):
         run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+
+
+def test_a_server_that_computes_no_numbers_and_has_no_step_size_says_so(
+    tiny: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverge(self: Strategy, model: Model, *_: object) -> dict[str, float]:
+        model.load({name: np.full_like(array, np.nan) for name, array in model.export().items()})
+        return {}
+
+    monkeypatch.setattr(MeansAsHead, "refine", diverge)
+    config = parse(tiny | {"method": NAME})
+    with pytest.raises(RunError, match=r"usable model: what the server computed has numbers that are not finite"):
+        run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+
+
+def test_keys_that_flower_would_refuse_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", f"method={NAME}", "pulled-pull=0.5"]) == 2
+    said = capsys.readouterr().err
+    assert "write pulled-pull with a default into [tool.flwr.app.config] of" in said
+    assert "add --in-process" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompts": ("shard",)}, "prompt 'shard' of its row does not exist"),
+        ({"defaults": {"learning-rte": 1.0}}, "'pulled' has a default of 'learning-rte', which is no run key"),
+    ],
+)
+def test_a_row_with_a_mistake_is_refused(change: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tests.strategies.outside_method, "ROW", replace(ROW, **change))
+    with pytest.raises(ConfigError, match=message):
+        parse({"method": NAME})
 
 
 def test_its_keys_are_checked_as_all_others() -> None:

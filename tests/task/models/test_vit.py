@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -156,6 +157,13 @@ def test_without_prefix_it_is_timm_bit_for_bit(changes):
         expected = twin.forward_head(twin.forward_features(images()), pre_logits=True)
     assert torch.equal(backbone(images()), expected)
     assert torch.equal(backbone(images(), {}), expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 12), (12,), (1, 2, 3, 5, 12)])
+def test_what_is_none_of_the_three_kinds_of_prompt_is_named(shape):
+    backbone = ViT(tiny_vit(2), *HALVES)
+    with pytest.raises(ValueError, match=rf"gives a block is {re.escape(str(list(shape)))} instead of a prefix"):
+        backbone(images(), {0: torch.zeros(shape)})
 
 
 def test_a_named_timm_model_is_timm_bit_for_bit():
