@@ -85,9 +85,8 @@ def _keys_for(values: Mapping[str, Any]) -> dict[str, Key]:
     """Every run key, also of a method from outside that ``values`` name; other keys in ``values`` are refused."""
     register(str(values.get("method", "")))
     keys, method = known_keys(), METHODS.get(str(values.get("method", "")))
-    for name in method.defaults if method else ():
-        if name not in keys:
-            raise ConfigError(f"the row of method {method.name!r} has a default of {name!r}, which is no run key.")
+    if method and (unknown := [name for name in method.defaults if name not in keys]):
+        raise ConfigError(f"the row of method {method.name!r} has a default of {unknown[0]!r}, which is no run key.")
     for name in values:
         if name not in keys:
             raise ConfigError(_unknown("run key", name, list(keys)))

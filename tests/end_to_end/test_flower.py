@@ -106,7 +106,8 @@ def test_a_run_through_flower(tmp_path, temporary):
 @pytest.mark.flower
 @pytest.mark.slow
 def test_a_run_that_fails_in_flower(tmp_path, temporary):
-    run = Fcil(tmp_path, temporary, "dataset=npz", f"data-dir={tmp_path}/none.npz")
+    (tmp_path / "broken.npz").write_bytes(b"no arrays")
+    run = Fcil(tmp_path, temporary, "dataset=npz", f"data-dir={tmp_path}/broken.npz")
     code, _, err = run.end()
     assert code == 1
     assert "the run failed: data-dir = " in err

@@ -103,12 +103,13 @@ def test_a_run_on_two_nodes_equals_the_one_in_process(tmp_path, cluster):
 
 def test_a_node_without_the_data_is_named(tmp_path, cluster):
     images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), np.uint8)
-    np.savez(cluster[1] / "first" / "images.npz", images=images, labels=np.arange(40) % 4)
+    # ~ is the home of whoever starts the run where the file is there, else each node's own
+    np.savez(cluster[1] / "second" / "images.npz", images=images, labels=np.arange(40) % 4)
     done = fcil(cluster, "run", *words(tmp_path, dataset="npz", data_dir="~/images.npz"))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[0] == "fcil: the Ray cluster cannot run this:"
-    assert len(lines) == 2  # the first node has them
+    assert len(lines) == 2  # the second node has them
     assert lines[1].startswith(f"  node {cluster[0].split(':')[0]} (")
     assert "images.npz" in lines[1]
     assert not (tmp_path / "run").exists()
