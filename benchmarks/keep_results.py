@@ -23,7 +23,8 @@ def keep(run: Path, target: Path) -> None:
     """Write the small form of a finished run's folder into another folder."""
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     small = {name: value for name, value in results.items() if name not in LEFT_OUT}
-    keys = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config = run / "config.yaml"  # a run that is of this form already has none
+    keys = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
     target.mkdir(parents=True, exist_ok=True)
     (target / "results.json").write_text(json.dumps(small | flat(keys)) + "\n", encoding="utf-8")
 
@@ -33,11 +34,11 @@ def keep_all(source: Path, target: Path) -> list[Path]:
     kept = []
     for folder in sorted(path.parent for path in source.rglob("results.json")):
         try:
-            finished = load_run(folder).finished and (folder / "config.yaml").exists()
+            loaded = load_run(folder)
         except ReportError as error:
             print(f"left out: {error}")
             continue
-        if finished:
+        if loaded.finished and "learning-rate" in loaded.settings:
             keep(folder, target / folder.relative_to(source))
             kept.append(folder.relative_to(source))
     return kept

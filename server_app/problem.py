@@ -83,7 +83,8 @@ def _describe(config: Config, scenario: Scenario) -> dict[str, Any]:
     augmentation = default_augmentation(dataset, config.augmentation)
     return {
         "schema": 1,
-        "config": config.flat() | {"augmentation": augmentation},  # of data.npz the default is another
+        # those of a run on data.npz, whose default augmentation is another; held-out images are test images there
+        "config": config.flat() | {"augmentation": augmentation, "validation-share": 0.0},
         "seed": config.seed,
         "class_names": list(dataset.class_names),
         "class_order": schedule.seen_classes(schedule.num_tasks - 1),

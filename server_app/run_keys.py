@@ -102,16 +102,21 @@ def require_files(values: Mapping[str, Scalar]) -> None:
         text = str(values.get(name, ""))
         if text in ("", AUTO, "random"):
             continue
-        path = expand_home(text, name)
-        with contextlib.suppress(LaunchError):  # without a project's folder they count from the working directory
-            path = project_folder() / path
-        if not path.exists():
+        if not run_path(name, text).exists():
             dataset = str(values.get("dataset", ""))
             if name == "data-dir" and dataset in FROM_PATH:
                 from task.data.load import load_dataset
 
                 load_dataset(dataset, text, 1, 0.0, 0)
             raise ConfigError(f"{name} = {text!r}: there is no such file or folder here.")
+
+
+def run_path(name: str, text: str) -> Path:
+    """Where a run finds the file of a run key: from the project's folder, or without one from the working directory."""
+    path = expand_home(text, name)
+    with contextlib.suppress(LaunchError):
+        path = project_folder() / path
+    return path
 
 
 def require_listed(values: Mapping[str, Scalar]) -> None:

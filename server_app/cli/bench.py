@@ -10,7 +10,7 @@ from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.errors import LaunchError
 from server_app.run_files.on_end import require_hook
 from server_app.run_files.paths import FINISHED, read_results, require_writable
-from server_app.run_keys import read_words, require_files
+from server_app.run_keys import read_words, require_files, require_listed, run_path
 from server_app.simulation.cluster import ADDRESS, cluster_address
 from server_app.simulation.processes import Interrupted
 from task.keys import ConfigError
@@ -60,6 +60,8 @@ def _run_command(args: argparse.Namespace) -> int:
     _require_images([run.config for run in left])
     for hook in {str(run.values.get("on-end", "")) for run in runs}:
         require_hook(hook, elsewhere=True)
+    if args.flower:
+        require_listed({name: value for run in left for name, value in run.values.items()})
     try:
         failed = _run_suite(suite, args, options)
     except Interrupted as stop:
@@ -68,16 +70,23 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _require_images(configs: Sequence["Config"]) -> None:
-    """Read all images once: one that is damaged would end each run in turn.
+    """Count the images of each data set, and read those of people's own folders: a damaged one would end every run.
 
     Raises:
         ConfigError: a data set cannot be read, or has too few images of a class.
     """
     from task.data.load import load_dataset, require_readable
 
-    sets = {(c.dataset, c.data_dir, c.validation_share, c.max_image_pixels) for c in configs if not c.own_data}
-    for name, path, held_out, limit in sets:
-        require_readable(load_dataset(name, path, 1, held_out, 0, limit), name)
+    shares: dict[tuple[str, str, int], set[float]] = {}
+    for c in configs:
+        if not c.own_data:
+            shares.setdefault((c.dataset, c.data_dir, c.max_image_pixels), {0.0}).add(c.validation_share)
+    for (name, text, limit), held_out in shares.items():
+        path = str(run_path("data-dir", text)) if text else ""
+        counted = [load_dataset(name, path, 1, share, 0, limit) for share in sorted(held_out)]
+        if name == "folder":
+            print(f"reading the images in {path}", flush=True)
+        require_readable(counted[0], name)
         load_dataset.cache_clear()  # the runs have processes of their own
 
 

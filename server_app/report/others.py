@@ -78,6 +78,8 @@ def _check(content: Mapping[str, Any], partitions: Sequence[str]) -> None:
         value = content.get(name)
         if not isinstance(value, kind) or not (value.strip() if isinstance(value, str) else value):
             raise ValueError(f"{name} = {content.get(name)!r} must be {_WORDS[kind]}")
+    if not isinstance(seed := content.get("seed"), int | None) or isinstance(seed, bool):
+        raise ValueError(f"seed = {seed!r} must be a whole number")
     for name in _COUNTS:
         value = content.get(name)
         if value is not None and not (is_number(value) and 0 <= value < math.inf):

@@ -107,7 +107,7 @@ def _time(group: Group) -> str:
 
 
 def _short(value: float) -> str:
-    """At least three digits: 0.0351, 6.83, 1,123."""
+    """As 0.0351, 6.83 or 1,123."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 

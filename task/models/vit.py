@@ -162,11 +162,12 @@ class ViT(Backbone):
             first_only = bool(prompted) and self.vit.global_pool == "token" and type(last.block) is Block
             last.first_only = last.block.attn.first_only = first_only
             for block, vectors in zip(blocks, prompted.values(), strict=True):
-                if vectors.ndim == 4:
+                *outer, dim = vectors.shape
+                if dim == self.dim and len(outer) == 3 and outer[1] == 2:
                     block.block.attn.prefix, block.block.attn.projects = vectors, projects
-                elif vectors.ndim == 3:
+                elif dim == self.dim and len(outer) == 2:
                     block.tokens = vectors
-                elif vectors.shape == (3 * self.dim, self.dim):
+                elif dim == self.dim and outer == [3 * dim]:
                     block.block.attn.change = vectors
                 else:
                     shapes = "a prefix [B or 1, 2, L_p, D], tokens [B or 1, L_p, D], a change of weights [3 D, D]"

@@ -134,7 +134,7 @@ def test_the_code_in_the_readme_works_and_prepares_images_as_a_run_does(tiny, tm
 def test_the_seed_and_all_keys_are_there(tiny, tmp_path):
     config, problem, *_ = written(tiny | {"seed": 7}, tmp_path / "problem")
     assert problem["seed"] == 7
-    assert parse(problem["config"]) == replace(config, augmentation="none")
+    assert parse(problem["config"]) == replace(config, augmentation="none", validation_share=0.0)
     assert problem["augmentation"] == "none"
     assert replace(config, seed=8) != config
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import tests.strategies.outside_method
 from server_app.cli.main import main
@@ -79,8 +80,15 @@ def test_a_server_that_computes_no_numbers_and_has_no_step_size_says_so(
         run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
 
 
-def test_keys_that_flower_would_refuse_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", f"method={NAME}", "pulled-pull=0.5"]) == 2
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_keys_that_flower_would_refuse_are_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variants = [{"label": "pulled", "method": NAME, "pulled-pull": 0.5}]
+    suite = {"title": "Pulled", "output-dir": str(tmp_path / "out"), "seeds": [0], "variants": variants}
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
+    words = {"run": [f"method={NAME}", "pulled-pull=0.5"], "bench": [str(tmp_path / "suite.yaml"), "--flower"]}
+    assert main([command, *words[command]]) == 2
     said = capsys.readouterr().err
     assert "write pulled-pull with a default into [tool.flwr.app.config] of" in said
     assert "add --in-process" in said

@@ -127,15 +127,20 @@ def test_images_that_are_not_there_are_named_before_anything_runs(write, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_image_is_named_once_before_anything_runs(write, tmp_path, capsys):
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_damaged_image_is_named_once_before_anything_runs(relative, write, tmp_path, capsys, monkeypatch):
+    """A relative folder counts from the project's, in which the runs are."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr("server_app.run_keys.project_folder", lambda: tmp_path)
     for name in ("cat", "dog"):
         paint(tmp_path / "pets" / name, 10)
     (tmp_path / "pets" / "dog" / "003.png").write_bytes(b"no image")
-    images = {"dataset": "folder", "data-dir": str(tmp_path / "pets")}
+    images = {"dataset": "folder", "data-dir": "pets" if relative else str(tmp_path / "pets")}
     path = write(variants=[NCM | images, HEAD | images])
     assert cli.main(["bench", str(path)]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert out == f"reading the images in {tmp_path / 'pets'}\n"
     assert re.fullmatch(r"fcil: '.*/dog/003.png' cannot be read as an image .*\n", err)
     assert not (tmp_path / "out").exists()
 
@@ -699,6 +704,9 @@ def test_a_suite_goes_on_with_runs_in_their_small_form(write, tmp_path):
     for planned, status in zip(suite.runs, ("finished", "failed"), strict=True):
         fill(planned, run_results((0.9, 0.8, 0.7), status=status) | {"class_names": ["a"], "confusion": [[1]]})
     assert keep_all(tmp_path / "out", tmp_path / "kept") == [Path("means/seed0")]
+    assert keep_all(tmp_path / "kept", tmp_path / "again") == [Path("means/seed0")]
+    files = [tmp_path / name / "means" / "seed0" / "results.json" for name in ("kept", "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
     first, second = read_suite(write(), {"output-dir": str(tmp_path / "kept")}).runs
     kept = finished_run(first)
     assert kept is not None

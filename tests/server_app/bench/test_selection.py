@@ -312,6 +312,8 @@ def test_others_are_in_table_and_pictures(write, tmp_path):
         ({"per_task_seen_accuracy": [0.9]}, "per_task_seen_accuracy must have 2 numbers"),
         ({"per_task_seen_accuracy": [0.9, 2]}, "accuracies must be fractions in 0..1"),
         ({"partition": "iid"}, "partition = 'iid' must be left out"),
+        ({"seed": [0]}, r"seed = \[0\] must be a whole number"),
+        ({"seed": "0"}, "seed = '0' must be a whole number"),
         ({"accuracy_matrix": [[0.9, 0.1], [0.5, 0.75]]}, "row 1 of accuracy_matrix must have null behind its first 1"),
         ({"per_task_seen_accuracy": [0.9, 0.49]}, r"has 0.49 after task 2, which is no mean of \[0.5, 0.75\]"),
     ],

@@ -159,7 +159,7 @@ def test_without_prefix_it_is_timm_bit_for_bit(changes):
     assert torch.equal(backbone(images(), {}), expected)
 
 
-@pytest.mark.parametrize("shape", [(5, 12), (12,), (1, 2, 3, 5, 12)])
+@pytest.mark.parametrize("shape", [(5, 12), (12,), (1, 2, 3, 5, 12), (1, 3, 5, 12), (1, 2, 5, 7), (1, 5, 7)])
 def test_what_is_none_of_the_three_kinds_of_prompt_is_named(shape):
     backbone = ViT(tiny_vit(2), *HALVES)
     with pytest.raises(ValueError, match=rf"gives a block is {re.escape(str(list(shape)))} instead of a prefix"):
