@@ -2,11 +2,11 @@
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server_app.cli.common import FAILED, OK, complain, positive, share
+from server_app.cli.progress import say
 from server_app.errors import LaunchError
 from server_app.run_files.on_end import require_hook
 from server_app.run_files.paths import FINISHED, read_results, require_writable
@@ -85,7 +85,7 @@ def _require_images(configs: Sequence["Config"]) -> None:
         path = str(run_path("data-dir", text)) if text else ""
         counted = [load_dataset(name, path, 1, share, 0, limit) for share in sorted(held_out)]
         if name == "folder":
-            print(f"reading the images in {path}", flush=True)
+            say(f"reading the images in {path}")
         require_readable(counted[0], name)
         load_dataset.cache_clear()  # the runs have processes of their own
 
@@ -111,17 +111,17 @@ def _run_suite(suite: "Suite", args: argparse.Namespace, options: Sequence[str])
     from server_app.bench.runner import Bench, SelectionBench
     from server_app.bench.selection import apply_choices
 
-    say, failed = partial(print, flush=True), list[str]()
+    failed = list[str]()
     if suite.selection:
         selecting = SelectionBench(suite.selection, args.jobs, options, say, args.resume)
         failed += [f"selection of {run.name}" for run in selecting.run()]
         suite = apply_choices(suite, suite.selection, selecting.choices())
-        print(suite.folder / "selection.md", *suite.notes, sep="\n")
+        say("\n".join([str(suite.folder / "selection.md"), *suite.notes]))
     if args.select_only:
         return failed
     bench = Bench(suite, args.jobs, options, say, args.resume)
     failed += [run.name for run in bench.run()]
-    print(suite.folder / "table.md", suite.folder / "report.html", sep="\n")
+    say(f"{suite.folder / 'table.md'}\n{suite.folder / 'report.html'}")
     for head, lines in bench.recommendation.items():
-        print("", head, *lines, sep="\n")
+        say("\n".join(["", head, *lines]))
     return failed

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -15,6 +16,15 @@ from server_app.simulation.superlink import POLL
 
 FEATURES = "task.models.feature_cache"  # logger that says how far the first pass over a data set is
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
+
+
+def say(text: str) -> None:
+    """Print at once. Where nobody reads any more, as when ``tee`` was ended, the run goes on in silence."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 class Progress:
@@ -31,13 +41,13 @@ class Progress:
     def show(self) -> None:
         """Print the rounds and notes that are new since the last call."""
         for note in self._notes()[self._noted :]:
-            print(note, flush=True)
+            say(note)
             self._noted += 1
         lines = self._lines()
         self._shown = min(self._shown, len(lines))  # a resumed run drops the lines after its checkpoint
         for number, line in enumerate(lines[self._shown :], start=self._shown + 1):
             with contextlib.suppress(ValueError):  # a line that was damaged before the run was resumed
-                print("\n".join(describe_round(json.loads(line), number)), flush=True)
+                say("\n".join(describe_round(json.loads(line), number)))
         self._shown = len(lines)
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from server_app.cli.common import FAILED, OK, complain, positive, share
-from server_app.cli.progress import Progress, summary
+from server_app.cli.progress import Progress, say, summary
 from server_app.errors import LaunchError, RunError, describe_os_error, reason_of
 from server_app.run_files.on_end import require_hook, tell_operator
 from server_app.run_files.paths import (
@@ -86,12 +86,12 @@ def _run(args: argparse.Namespace) -> int:
         with lock_run(directory):  # an error if another process is at work in it
             pass
     values |= {"output-dir": str(directory.parent), "run-name": directory.name}
-    print(f"results go to {directory}", flush=True)
+    say(f"results go to {directory}")
     progress = Progress(directory)
     here = args.in_process
     code = _run_here(values, progress) if here else _run_with_flower(values, progress, config, args, address)
     if code == OK:
-        print(*summary(directory), sep="\n")
+        say("\n".join(summary(directory)))
     return code
 
 
@@ -112,7 +112,7 @@ def _cluster_address(args: argparse.Namespace) -> str:
 
 
 def _join(address: str, values: dict[str, Scalar], config: Config, gpus: float) -> Cluster:
-    print(f"asking every node of the Ray cluster {address} for its code, versions, weights and data", flush=True)
+    say(f"asking every node of the Ray cluster {address} for its code, versions, weights and data")
     with interruptible() as check:
         return examine_cluster(address, values, (config.threads, gpus), project_folder(), check)
 
@@ -161,7 +161,7 @@ def _run_with_flower(
             cluster = _join(address, values, config, args.gpus_per_client or 0.0) if address else None
             workers = cluster.workers if cluster else args.workers or default_workers(config)
             where = f", on {cluster}" if cluster else ""
-            print(f"starting Flower: {values['num-clients']} clients, up to {workers} at a time{where}", flush=True)
+            say(f"starting Flower: {values['num-clients']} clients, up to {workers} at a time{where}")
             _complete(values, progress, workers, cluster, before)
     except Interrupted as stop:
         return _report_stop(progress.directory, stop)

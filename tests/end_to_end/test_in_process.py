@@ -25,6 +25,20 @@ def test_a_whole_run_without_flower(tmp_path: Path) -> None:
     assert "need matplotlib and jinja2: pip install" in done.stderr
 
 
+def test_a_run_goes_on_where_nobody_reads_its_progress(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "server_app.cli", "run", "--in-process", *TINY, f"output-dir={tmp_path}"]
+    with subprocess.Popen([*command, "run-name=run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
+        assert run.stdout
+        assert run.stderr
+        assert run.stdout.readline().startswith(b"results go to")
+        run.stdout.close()
+        said = run.stderr.read().decode()
+    assert "Traceback" not in said
+    assert "Broken pipe" not in said
+    assert run.returncode == 0
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["status"] == "finished"
+
+
 def test_without_flower_the_simulation_says_what_to_do(tmp_path: Path) -> None:
     done = fcil(tmp_path, *TINY)
     assert done.returncode != 0
