@@ -53,6 +53,7 @@ from client_app.training import train_locally
 from server_app.rounds.run import run_experiment
 from server_app.run_files.paths import read_results
 from server_app.run_keys import complete_run_keys, read_file
+from server_app.tables import markdown_table
 from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
@@ -386,7 +387,7 @@ def markdown(output: Path, pieces: Sequence[Piece]) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of a Markdown table."""
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
+    return markdown_table(head, rows, text=range(len(head))).splitlines()
 
 
 def decimal(value: float | None, digits: int = 1) -> str:

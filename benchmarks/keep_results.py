@@ -38,7 +38,7 @@ def keep_all(source: Path, target: Path) -> list[Path]:
         except ReportError as error:
             print(f"left out: {error}")
             continue
-        if loaded.finished and "learning-rate" in loaded.settings:
+        if loaded.finished and loaded.has_run_keys:
             keep(folder, target / folder.relative_to(source))
             kept.append(folder.relative_to(source))
     return kept

@@ -100,15 +100,14 @@ def require_files(values: Mapping[str, Scalar]) -> None:
     """
     for name in ("data-dir", "backbone-weights"):
         text = str(values.get(name, ""))
-        if text in ("", AUTO, "random"):
+        if text in ("", AUTO, "random") or run_path(name, text).exists():
             continue
-        if not run_path(name, text).exists():
-            dataset = str(values.get("dataset", ""))
-            if name == "data-dir" and dataset in FROM_PATH:
-                from task.data.load import load_dataset
+        dataset = str(values.get("dataset", ""))
+        if name == "data-dir" and dataset in FROM_PATH:
+            from task.data.load import load_dataset
 
-                load_dataset(dataset, text, 1, 0.0, 0)
-            raise ConfigError(f"{name} = {text!r}: there is no such file or folder here.")
+            load_dataset(dataset, text, 1, 0.0, 0)
+        raise ConfigError(f"{name} = {text!r}: there is no such file or folder here.")
 
 
 def run_path(name: str, text: str) -> Path:
@@ -131,7 +130,8 @@ def require_listed(values: Mapping[str, Scalar]) -> None:
     if missing := [name for name in values if name not in listed]:
         raise ConfigError(
             f"Flower takes only keys that are listed: write {', '.join(missing)} with a default into "
-            f"[tool.flwr.app.config] of {path}, or add --in-process."
+            f"[tool.flwr.app.config] of {path}, or do without Flower: add --in-process to fcil run, and no --flower to "
+            "fcil bench."
         )
 
 

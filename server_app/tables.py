@@ -10,7 +10,7 @@ def align(rows: Sequence[Sequence[str]]) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], text: Collection[int]) -> str:
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], text: Collection[int]) -> str:
     """A table in Markdown; the columns whose indices are in ``text`` stand at the left, numbers at the right."""
     rule = ["---" if column in text else "---:" for column in range(len(head))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))

@@ -275,7 +275,7 @@ def finished_run(planned: PlannedRun) -> Run | None:
         run = load_run(planned.directory)
     except ReportError:
         return None
-    if not run.finished or "learning-rate" not in run.settings:  # results without run keys say nothing
+    if not (run.finished and run.has_run_keys):
         return None
     if name := _other_key(run, planned, keys_affecting(*SAME_RESULT)):
         require_files(planned.values)  # a mistyped path must not lead to the advice to remove results

@@ -8,7 +8,7 @@ from server_app.bench.suite import Selection, Suite
 from server_app.report.compare import FINAL, escape
 from server_app.report.runs import Run, is_number
 from server_app.run_keys import complete_run_keys
-from server_app.tables import markdown
+from server_app.tables import markdown_table
 from task.message import Scalar
 from task.utils.atomic import write_atomically, write_json
 
@@ -134,7 +134,7 @@ def _table(selection: Selection, choices: dict[str, Choice], failed: Collection[
         f"{', '.join(map(str, share))}. No test image was looked at. A value at the edge of the grid may have a better "
         f"one beyond it. Failed runs: {', '.join(failed) or 'none'}."
     )
-    return markdown(head, rows, text=(0, len(head) - 2, len(head) - 1)) + f"\n\n{note}\n"
+    return markdown_table(head, rows, text=(0, len(head) - 2, len(head) - 1)) + f"\n\n{note}\n"
 
 
 def _cell(choice: Choice, label: str, name: str, failed: Collection[str]) -> str:

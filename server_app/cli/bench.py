@@ -57,11 +57,11 @@ def _run_command(args: argparse.Namespace) -> int:
     left = [run for run in runs if read_results(run.directory).get("status") != FINISHED]  # a table needs no images
     for run in left:
         require_files(run.values)
-    _require_images([run.config for run in left])
     for hook in {str(run.values.get("on-end", "")) for run in runs}:
         require_hook(hook, elsewhere=True)
     if args.flower:
         require_listed({name: value for run in left for name, value in run.values.items()})
+    _require_images([run.config for run in left])
     try:
         failed = _run_suite(suite, args, options)
     except Interrupted as stop:

@@ -21,16 +21,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def _run_command(args: argparse.Namespace) -> int:
     from server_app.report.write import write_report
 
-    runs = [path.parent if path.name == "results.json" else path for path in args.runs]
-    print(*write_report(runs, args.output), sep="\n")
-    return OK if all(map(_can_be_read, runs)) else FAILED
-
-
-def _can_be_read(folder: Path) -> bool:
-    from server_app.report.runs import load_run
-
-    try:
-        load_run(folder)
-    except ReportError:
-        return False
-    return True
+    runs, lost = [path.parent if path.name == "results.json" else path for path in args.runs], list[ReportError]()
+    print(*write_report(runs, args.output, lost.append), sep="\n")
+    return FAILED if lost else OK

@@ -9,7 +9,7 @@ from itertools import takewhile
 import numpy as np
 
 from server_app.report.runs import Run
-from server_app.tables import markdown
+from server_app.tables import markdown_table
 from task.config.schema import SAME_RESULT, defaults, keys_affecting, known_keys, missing_setting
 from task.methods import METHODS
 
@@ -217,7 +217,7 @@ def _number(mean: float, sd: float, digits: int) -> str:
 def comparison_markdown(groups: Sequence[Group], notes: Mapping[str, Sequence[str]]) -> str:
     """The table of ``comparison_table`` in Markdown, with its note and further ones, lines by their heading."""
     head, rows = comparison_table(groups)
-    table = markdown(head, ([escape(cell) for cell in row] for row in rows), text=range(3))
+    table = markdown_table(head, ([escape(cell) for cell in row] for row in rows), text=range(3))
     further = ["\n".join([f"## {head}\n", *(f"- {escape(line)}" for line in lines)]) for head, lines in notes.items()]
     return "\n\n".join([table, NOTE, *further]) + "\n"
 

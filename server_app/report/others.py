@@ -40,14 +40,15 @@ def read_others(paths: Sequence[Path], datasets: Mapping[str, str]) -> list[Othe
     files = [file for path in paths for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     if paths and not files:
         raise ConfigError(f"others: there is no .json file in {', '.join(map(str, paths))}.")
-    results = dict(zip(files, (_read(file, datasets) for file in files), strict=True))
-    first: dict[tuple[object, ...], Path] = {}
-    for file, other in results.items():
+    results, first = list[OtherResult](), dict[tuple[object, ...], Path]()
+    for file in dict.fromkeys(files):  # one that is named and in a folder too counts once
+        other = _read(file, datasets)
         place = (other.label, other.partition, other.run.results.get("seed", file))
         if place in first:
             raise ConfigError(f"others: {first[place]} and {file} have the same label and seed: a seed counts once.")
         first[place] = file
-    return list(results.values())
+        results.append(other)
+    return results
 
 
 def _read(path: Path, datasets: Mapping[str, str]) -> OtherResult:

@@ -71,6 +71,11 @@ class Run:
         return data_name(self.results["dataset"], str(self.settings.get("data-dir", "")))
 
     @property
+    def has_run_keys(self) -> bool:
+        """Whether its run keys are recorded: results.json alone has a few of them."""
+        return "learning-rate" in self.settings
+
+    @property
     def finished(self) -> bool:
         """Whether the run is recorded as finished and has all its tasks."""
         return self.results["status"] == FINISHED and len(self.matrix) == len(self.seen)

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from server_app.errors import PicturesUnavailable, ReportError
@@ -13,11 +13,14 @@ from task.utils.atomic import write_atomically
 log = logging.getLogger(__name__)
 
 
-def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[Path]:
+def write_report(
+    run_dirs: Sequence[Path], output: Path | None = None, on_error: Callable[[ReportError], object] | None = None
+) -> list[Path]:
     """Write the tables and pictures of one run, or the comparison of several, and return their paths.
 
     A folder named twice counts once. ``output`` is made if needed; a single run's own folder is the default. A
-    comparison leaves out a run that cannot be read: the log names it, and the title says how many runs are shown.
+    comparison leaves out a run that cannot be read: the log names it, ``on_error`` is told, and the title says how many
+    runs are shown.
 
     Raises:
         ReportError: no folder given, no run's files can be read, or no folder to write the comparison to.
@@ -43,6 +46,8 @@ def write_report(run_dirs: Sequence[Path], output: Path | None = None) -> list[P
             runs.append(load_run(folder))
         except ReportError as error:
             log.warning("left out: %s", error)
+            if on_error:
+                on_error(error)
     if not runs:
         raise ReportError("no run can be read")
     number = f"{len(runs)} runs" if len(runs) == len(folders) else f"{len(runs)} of {len(folders)} runs"

@@ -81,8 +81,8 @@ def ask_to_end(started: Sequence["subprocess.Popen[bytes]"], patience: float) ->
 def end_processes(started: list["subprocess.Popen[bytes]"], mark: str = "", patience: float = 2.0) -> None:
     """End processes and their descendants with SIGTERM, and with SIGKILL after ``patience`` seconds.
 
-    ``mark`` is NAME=VALUE of an environment variable of these processes alone. It finds descendants whose parents are
-    gone, as those of Ray's workers often are.
+    ``mark`` is NAME=VALUE of an environment variable of these processes alone, or empty. It finds descendants whose
+    parents are gone, as those of Ray's workers often are.
     """
     import psutil
 
