@@ -1,7 +1,6 @@
 """Run keys from the command line; imports nothing heavy."""
 
 import contextlib
-import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from server_app.run_files.resume import load_resumed_keys
 from server_app.simulation.superlink import DEFAULT_CLIENTS
 from task.config.parsing import check_values, parse, parse_text
 from task.config.schema import FROM_PATH, OWN, keys_affecting, known_keys
-from task.keys import AUTO, ConfigError
+from task.keys import AUTO, ConfigError, nearest
 from task.message import Scalar
 from task.utils.files import parse_small
 from task.utils.home import expand_home
@@ -63,8 +62,8 @@ def read_pairs(words: Sequence[str]) -> dict[str, Scalar]:
         if _is_file(word):
             raise ConfigError(f"{word!r} must come first, once: what follows a file of settings wins over it.")
         if not equals:
-            near = difflib.get_close_matches(word.lstrip("-"), known_keys(), n=1)
-            raise ConfigError(f"{word!r} is not KEY=VALUE; write {near[0] if near else 'method'}=... instead.")
+            near = nearest(word.lstrip("-"), known_keys()) or "method"
+            raise ConfigError(f"{word!r} is not KEY=VALUE; write {near}=... instead.")
         if key in pairs:
             raise ConfigError(f"{key} is given twice: {pairs[key]!r} and {text!r}.")
         pairs[key] = text

@@ -48,8 +48,13 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     >>> did_you_mean("num_client", ["num-clients", "num-tasks"]), did_you_mean("colour", ["seed"])
     (" Did you mean 'num-clients'?", '')
     """
-    near = difflib.get_close_matches(name.replace("_", "-"), names, n=1, cutoff=0.4)
-    return f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, names)
+    return f" Did you mean {near!r}?" if near else ""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Which of the names is most like this one; empty if none is like it."""
+    return next(iter(difflib.get_close_matches(name.replace("_", "-"), names, n=1)), "")
 
 
 @dataclass(frozen=True)

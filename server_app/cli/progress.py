@@ -27,6 +27,13 @@ def say(text: str) -> None:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
+class _Said(logging.Handler):
+    """A log that ``say`` prints."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
 class Progress:
     """Prints a line for each finished round, and from the log the warnings and the lines on features."""
 
@@ -61,7 +68,7 @@ class Progress:
 
         follower = threading.Thread(target=follow, daemon=True)
         follower.start()
-        features, handler = logging.getLogger(FEATURES), logging.StreamHandler(sys.stdout)
+        features, handler = logging.getLogger(FEATURES), _Said()
         features.setLevel(logging.INFO)
         features.addHandler(handler)
         try:
