@@ -9,6 +9,7 @@ from PIL import Image
 from timm.models import VisionTransformer
 from torch import nn
 
+from client_app.client import Node, handle
 from client_app.objectives.base import LocalData, Objective
 from client_app.request import DivergedError
 from client_app.training import train_locally
@@ -23,7 +24,9 @@ from task.models.preprocessing import prepare, random_crop, random_flip
 from task.models.vit import ViT
 from task.prompts.base import Prompt
 from task.prompts.shared import SharedPrompt
+from task.utils.seeding import torch_rng
 from tests.helpers.prompts import prompt_config
+from tests.helpers.runs import train_message
 
 
 class Pixels(nn.Module):
@@ -437,3 +440,19 @@ def test_a_new_task_keeps_old_rows_and_starts_new_ones_alike_everywhere():
     assert grown.head.weight.shape == (9, 12)
     assert torch.equal(grown.head.weight[:5], kept)
     assert grown.current_rows().tolist() == [5, 6, 7, 8]
+
+
+def test_every_client_and_round_trains_with_random_numbers_of_its_own(tiny, monkeypatch):
+    config, seeds = parse(tiny), []
+
+    def spied(*stream, **more):
+        rng = torch_rng(*stream, **more)
+        seeds.append(rng.initial_seed())
+        return rng
+
+    monkeypatch.setattr("client_app.learning.torch_rng", spied)
+    for partition_id, server_round in ((0, 1), (0, 2), (1, 1), (1, 2)):
+        message = train_message(config)
+        message.config["server-round"] = server_round
+        handle("train", message, Node(config.flat(), {"partition-id": partition_id}))
+    assert len(seeds) == len(set(seeds)) == 4

@@ -127,3 +127,15 @@ def test_nothing_reported_changes_nothing():
     before = head.head.weight.detach().clone()
     assert strategy.refine(head, [Update("a", 5, {}, {})], RoundContext(SCHEDULE, 2)) == {}
     assert torch.equal(before, head.head.weight)
+
+
+def test_every_calibration_draws_its_own_features():
+    def after(rounds):
+        """The weight after a calibration on the same Gaussians, at the end of a task that ends with this round."""
+        strategy, model = CCVR(parse({"method": "ccvr"})), head_of(2)
+        schedule = Schedule([[7, 2], []][:rounds], 1)
+        strategy.refine(model, [Update("a", 10, {}, report(samples()[0]))], RoundContext(schedule, rounds))
+        return model.head.weight.detach()
+
+    assert torch.equal(after(1), after(1))
+    assert not torch.equal(after(1), after(2))

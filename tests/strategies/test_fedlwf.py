@@ -28,6 +28,7 @@ def test_lwf_teaches_old_classes_from_the_last_tasks_model_and_new_ones_from_lab
         teacher.head.weight.normal_(generator=torch.Generator().manual_seed(1))
     objective = FedLwFObjective(config, Packet(statistics=teacher.export()))
     objective.begin_epoch(model, None, 0, None)
+    assert not objective.teacher.training  # running statistics, not those of a batch
     inputs, rows = Inputs(torch.randn(3, 3, 16, 16)), torch.tensor([6, 9, 11])
     loss, logits = objective.loss(model, inputs, rows)
     s = model(*inputs).detach().double().sigmoid().numpy()

@@ -153,6 +153,17 @@ def test_pseudo_features_train_the_head_and_not_the_prompt(local):
     assert not torch.allclose(gradients[1], expected[1], atol=1e-6)
 
 
+def test_class_means_are_those_before_the_first_epoch(local):
+    _, model, data, *_, objective = local
+    before = objective.shifts.clone()
+    with torch.no_grad():
+        model.prompt.prefix.normal_(generator=torch.Generator().manual_seed(2))
+    objective.begin_epoch(model, data, 1, torch.Generator())
+    assert torch.equal(objective.shifts, before)
+    objective.begin_epoch(model, data, 0, torch.Generator())
+    assert not torch.equal(objective.shifts, before)
+
+
 def test_without_prototypes_it_is_the_objective_of_the_base(local):
     config, model, data, *_ = local
     images, rows = prepare(data.images[data.positions], model.backbone), torch.from_numpy(data.rows)

@@ -215,3 +215,14 @@ def test_defaults_are_the_papers():
     assert config.options == FPPLOptions(0.2, 5, 128, 1e-3)
     assert (config.prompt, config.prompt_length, config.blocks()) == ("fused", 20, [0, 1, 2, 3, 4])
     assert (config.batch_size, config.learning_rate, config.optimizer, config.local_epochs) == (128, 1e-3, "adam", 5)
+
+
+def test_every_round_debiases_in_an_order_of_its_own():
+    def after(server_round):
+        strategy, model = FPPL(parse({"method": "fppl", "fppl-debias-batch-size": 1})), head_of(2)
+        updates = [update("a", [7, 2], rows([0, 1])), update("b", [7, 2], rows([2, 3]))]
+        strategy.refine(model, updates, RoundContext(SCHEDULE, server_round))
+        return model.head.weight.detach()
+
+    assert torch.equal(after(1), after(1))
+    assert not torch.equal(after(1), after(2))

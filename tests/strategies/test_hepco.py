@@ -650,6 +650,21 @@ def test_further_steps_train_the_generator():
     assert not torch.equal(after(2, 3), after(2, 0))
 
 
+def test_every_round_and_both_generators_have_random_numbers_of_their_own():
+    strategy, model, teach = hepco(), Server(1), teachers([single(1)], COUNTS[:1])
+    places = [(server_round, replay) for server_round in (1, 2) for replay in (False, True)]
+    drawn = [strategy._source(model, teach, RoundContext(SCHEDULE, r), replay) for r, replay in places]
+    assert len({source.rng.initial_seed() for source in drawn}) == 4
+    assert len({source.generator.embedding.weight[0, 0].item() for source in drawn}) == 4
+
+
+def test_further_steps_grow_with_the_earlier_tasks():
+    strategy, model, teach = hepco(**{"replay-steps": 50}), Server(1), teachers([single(1)], COUNTS[:1])
+    three = Schedule([[7], [2], [5]], 1)
+    steps = [strategy._source(model, teach, RoundContext(three, r), replay=True).further_steps for r in (1, 2, 3)]
+    assert steps == [0, 50, 100]
+
+
 def test_no_replay_where_its_ratio_is_zero():
     strategy = hepco(**{"replay-ratio": 0.0})
     refined(strategy, Server(1), updates(1, {7: 3, 2: 1}), 2)

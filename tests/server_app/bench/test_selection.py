@@ -170,6 +170,16 @@ def test_nothing_is_chosen_before_all_is_run_and_failures_are_told(write, tmp_pa
     assert "Not run, as every run of the selection failed: avg." in final.notes
 
 
+def test_values_that_have_not_finished_with_every_seed_are_not_chosen(write):
+    """0.001 has 0.9 with seed 0 and failed with seed 1; 0.005 the other way round; 0.02 failed with both."""
+    suite = read_suite(write(select=SELECT | {"seeds": [0, 1]}), {})
+    finished = {("head", 0.001, 0): 0.9, ("head", 0.005, 1): 0.8}
+    fill_selection(suite, finished)
+    every = suite.selection.suite.runs
+    failed = [run.name for run in every if (run.variant, run.values["learning-rate"], run.seed) not in finished]
+    assert choices_of(suite, failed)["head"].chosen == ""
+
+
 def test_runs_of_another_choice_are_refused(write):
     suite = read_suite(write(select=SELECT), {})
     fill_selection(suite, {("head", rate, 0): rate for rate in RATES})

@@ -189,3 +189,23 @@ def test_runs_without_a_known_accuracy_count_for_nothing() -> None:
     assert lines[-2] == "One seed only: best; another seed may draw another class order and other clients."
     assert lines[-1] == "Not ranked, as no accuracy is known: unknown."
     assert comparison_table([unknown])[1][0][2].endswith("(2 with accuracies missing)")
+
+
+def test_the_noise_of_images_is_a_mean_over_seeds() -> None:
+    """Seed 0: no image differs. Seed 1: 10 of 100 do, variance 0.1 * 0.9 * 100 / 99: root of 0.09 / 99 / 2 = 0.0213."""
+    every, some = ["1" * 100], ["1" * 90 + "0" * 10]
+    best = group("best", [1.0, 1.0], 1, 1, images=100, seeds=[0, 1], correct=[every, every])
+    other = group("other", [1.0, 1.0], 1, 1, seeds=[0, 1], correct=[every, some])
+    assert noise(best, other)[0] == pytest.approx(0.02132, abs=1e-5)
+
+
+def test_the_cheapest_of_three_that_count_as_equal_is_recommended() -> None:
+    lines = recommend([group("a", [0.9] * 2, 30, 30), group("b", [0.899] * 2, 1, 1), group("c", [0.898] * 2, 9, 9)])
+    assert lines[-1] == "Recommended: b: the cheapest in traffic and in computation of these."
+
+
+def test_where_one_seed_has_no_processor_time_the_clock_counts_for_all() -> None:
+    runs = [run for minutes in (1.0, None) for run in group("x", [0.5], 1, minutes).runs]
+    mixed = Group("digits", "x", runs)
+    assert not mixed.has_core_time
+    assert mixed.core_minutes == (5.0, 0.0)  # 300 s of the clock in both

@@ -25,7 +25,7 @@ from task.message import Kind, Packet
 from task.scenario.scenario import build_scenario
 from tests.conftest import QUICK
 from tests.helpers.marks import rest_in_ci
-from tests.helpers.runs import FaultyTransport, without_times
+from tests.helpers.runs import FaultyTransport, folder_of, results_of, without_times
 
 Values = dict[str, Any]
 
@@ -245,3 +245,23 @@ def test_more_nodes_than_a_sum_can_have_are_refused_when_they_come(tiny: Values)
     run.config = parse(tiny)
     with pytest.raises(ConfigError, match="a sum of 301 clients"):
         run._round_sum([None] * 301, RoundReport(1, 1, []))
+
+
+def test_the_bytes_of_a_run_are_those_of_all_its_messages(tiny: Values) -> None:
+    """2 tasks of one round, 3 nodes that train and evaluate: 12 answers. The first hello is counted apart."""
+    bytes_up, bytes_down = [], []
+
+    class Weighing(FaultyTransport):
+        def exchange(self, kind: Kind, *args: Any, **more: Any) -> Iterator[Reply]:
+            for reply in super().exchange(kind, *args, **more):
+                if kind != "hello":
+                    bytes_up.append(reply.bytes_up)
+                    bytes_down.append(reply.bytes_down)
+                yield reply
+
+    config = parse(tiny | {"evaluate": "clients"})
+    run_experiment(config, Weighing(config.flat(), 3))
+    recorded = results_of(folder_of(tiny))["communication"]
+    assert len(bytes_up) == 12
+    assert min(bytes_up + bytes_down) > 0
+    assert (recorded["bytes_up"], recorded["bytes_down"]) == (sum(bytes_up), sum(bytes_down))

@@ -1,12 +1,16 @@
 """Whole runs with sums that the server cannot take apart: equal to plain ones, with lost and lying clients."""
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from server_app.errors import RunError
+from server_app.rounds.reply_checks import InvalidReply, check_sum
 from task.config.parsing import parse
 from task.config.schema import defaults, known_keys
 from task.keys import ConfigError
@@ -334,3 +338,43 @@ def test_there_is_no_sum_of_one_client(tmp_path):
     """Three of four do not even say hello, which the quorum allows."""
     with pytest.raises(RunError, match=r"1 clients can take part, but 3 are needed \(secure-aggregation-threshold\)"):
         run(keys_of(tmp_path, "fedavg", **SECURE), broken=lambda node, kind: node > 0 and kind == "hello")
+
+
+# Clients hold 3 + 1 images of class 0 and 0 + 2 of class 1
+HOLDERS = [SimpleNamespace(class_counts=np.array(counts)) for counts in ([3, 0, 4], [1, 2, 0])]
+
+
+def summed(counts: Sequence[int] = (4, 2), images: int = 6, variance: float = 0.0, weight: float = 0.0) -> Packet:
+    """A sum over both clients, with hgp's statistics of one feature."""
+    statistics = {
+        "class_ids": np.array([0, 1]),
+        "counts": np.array(counts),
+        "means": np.zeros((2, 1), np.float32),
+        "variances": np.full((2, 1), variance, np.float32),
+    }
+    return Packet({"weight": np.float32([weight])}, statistics, {"num-examples": images})
+
+
+def test_a_sum_that_honest_clients_can_have_made_is_taken() -> None:
+    config = parse({"method": "hgp"})
+    update = check_sum(summed(), HOLDERS, [0, 1], config)
+    assert update
+    assert update.num_examples == 6
+    assert check_sum(summed(images=0), HOLDERS, [0, 1], config) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"images": 7}, "7 images; 0 to 6"),
+        ({"images": -1}, "-1 images; 0 to 6"),
+        ({"counts": (5, 2)}, "more images of a class"),
+        ({"counts": (4, 3)}, "more images of a class"),
+        ({"variance": -1e-3}, "the mean of variances is negative"),
+        ({"variance": math.nan}, "the mean of variances holds values"),
+        ({"weight": 2e6}, "the mean of weight holds values above 1e"),
+    ],
+)
+def test_a_sum_that_no_honest_clients_can_have_made_is_refused(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidReply, match=words):
+        check_sum(summed(**wrong), HOLDERS, [0, 1], parse({"method": "hgp"}))

@@ -175,6 +175,16 @@ def test_what_is_not_finite_is_never_sent_unclipped() -> None:
         mechanism.arrays(trained, sent)
 
 
+def test_every_client_and_round_draws_its_own_seeded_noise(tiny: dict) -> None:
+    """Noise that all clients share would not average out."""
+    config = parse(tiny | PRIVATE)
+    places = [(0, 1), (0, 1), (1, 1), (0, 2)]
+    first, again, client, later = (GaussianMechanism.of(config, *place).draw((4,), 1.0) for place in places)
+    assert (first == again).all()
+    assert (first != client).all()
+    assert (first != later).all()
+
+
 # Whole answers and runs
 
 
@@ -251,6 +261,9 @@ def test_classes_of_few_images_are_not_reported(tiny: dict) -> None:
     assert all((few.statistics[n] == a[enough]).all() for n, a in every.statistics.items())
     assert few.metrics["num-examples"] == every.metrics["num-examples"]
     assert all((few.arrays[n] == a).all() for n, a in every.arrays.items())
+    largest = every.statistics["counts"].max()
+    exactly = answer_of(parse(values | {"min-class-count": int(largest)})).statistics["counts"]
+    assert set(exactly.tolist()) == {largest}
     assert answer_of(parse(values | {"min-class-count": 10**6})).statistics == {}
 
 
