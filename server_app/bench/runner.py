@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from pathlib import Path
 
 from filelock import Timeout
@@ -22,7 +23,7 @@ from server_app.report.write import write_comparison
 from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import FINISHED, lock_folder, mark_failed
 from server_app.run_files.writers import origin
-from server_app.run_keys import require_files
+from server_app.run_keys import require_files, run_path
 from server_app.simulation.processes import (
     ask_to_end,
     end_processes,
@@ -32,7 +33,7 @@ from server_app.simulation.processes import (
     start_process,
 )
 from server_app.simulation.superlink import POLL
-from task.config.schema import MAY_CHANGE, SAME_RESULT, complete_saved, defaults, keys_affecting
+from task.config.schema import FROM_PATH, MAY_CHANGE, SAME_RESULT, complete_saved, defaults, keys_affecting
 from task.keys import ConfigError
 from task.message import Scalar
 
@@ -131,13 +132,13 @@ class Bench:
                 self._waiting.append(run)
                 continue
             self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
-            different = _other_origin(finished)
+            different = _other_origin(finished, run)
             foreign += [f"{run.name} ({', '.join(different)})"] if different else []
         total, left = len(self._suite.runs), len(self._waiting)
         self._say(f"{total} runs, {total - left} of them finished already; results go to {self._suite.folder}")
         if foreign:
             self._say(
-                f"WARNING   {len(foreign)} of the finished runs were made by other code or versions, "
+                f"WARNING   {len(foreign)} of the finished runs were made by other code, versions or images, "
                 f"first {foreign[0]}; they are kept: remove their folders to run them anew"
             )
 
@@ -166,7 +167,7 @@ class Bench:
         run = self._load(planned)
         if run is None or run.results["status"] == FINISHED:
             return "there is no unfinished run"
-        if name := _other_key(run, planned, keys_affecting(*MAY_CHANGE)) or ", ".join(_other_origin(run)):
+        if name := _other_key(run, planned, keys_affecting(*MAY_CHANGE)) or ", ".join(_other_origin(run, planned)):
             return f"another {name}"
         try:
             find_checkpoint(planned.directory / "checkpoint")
@@ -292,9 +293,26 @@ def _other_key(run: Run, planned: PlannedRun, ignored: Collection[str]) -> str |
     return next((k for k, value in planned.config.flat().items() if k not in ignored and saved[k] != value), None)
 
 
-def _other_origin(run: Run) -> list[str]:
-    """What of code and versions is another than that of a saved run."""
-    return [name for name, value in flat(origin()).items() if run.settings.get(name) != value]
+def _other_origin(run: Run, planned: PlannedRun) -> list[str]:
+    """What of code, versions and images is another than that of a saved run."""
+    different = [name for name, value in flat(origin()).items() if run.settings.get(name) != value]
+    saved = run.settings.get("data-sha256")
+    config = planned.config
+    if saved and config.dataset in FROM_PATH:
+        now = _data_sha256(config.dataset, config.data_dir, config.validation_share, config.seed)
+        different += ["data-sha256"] * (now not in ("", saved))
+    return different
+
+
+@cache
+def _data_sha256(dataset: str, data_dir: str, validation_share: float, seed: int) -> str:
+    """Digest of a data set as it is now; empty where it is not on this machine any more."""
+    from task.data.load import data_digest, load_dataset
+
+    try:
+        return data_digest(load_dataset(dataset, str(run_path("data-dir", data_dir)), 1, validation_share, seed))
+    except ConfigError:
+        return ""
 
 
 def _saved_keys(run: Run) -> dict[str, Scalar]:

@@ -40,7 +40,7 @@ from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.on_end import require_hook, tell_operator
 from server_app.run_files.paths import FINISHED, lock_run, require_writable, run_directory
 from server_app.run_files.results import Results, RoundReport
-from server_app.run_files.resume import require_same_backbone, require_same_keys
+from server_app.run_files.resume import require_same_keys, require_same_start
 from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
 from server_app.run_files.writers import write_config, write_model
 from server_app.secure_aggregation.round_sum import RoundSum
@@ -49,6 +49,7 @@ from strategies.base import RoundContext, Strategy, Update
 from task.config.checks import require_few
 from task.config.parsing import ignored_keys
 from task.config.schema import Config
+from task.data.load import data_digest
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
@@ -127,6 +128,7 @@ class Run:
             self.plan = plan_tasks(self.config, self.registry.clients)
         self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
         log_tasks(self.scenario)
+        self._data_sha256 = "" if config.own_data else data_digest(self.scenario.dataset)
         self.model = build_model(self.config, self.scenario.task_sizes(0))
         if initial:
             self.model.load(initial)
@@ -142,7 +144,7 @@ class Run:
         else:
             locks.enter_context(lock_run(directory))
             run_directory(self.config)  # another run of this name may have come first
-            write_config(directory, self.config, self.model)
+            write_config(directory, self.config, self.model, self._data_sha256)
             self.finished_rounds = 0
         self._tensorboard = open_tensorboard(config, directory, self.finished_rounds)
         self._drawer = ReportDrawer(directory, self.results.leave_out_cpu)
@@ -349,11 +351,11 @@ class Run:
         self.results.absent = [{"name": node.name, "reason": node.reason} for node in absent]
         write_nodes(self.directory, clients, absent)
         if has_fixed_images(self.config):
-            self.results.clients = [{"name": c.name, "class_counts": c.class_counts.tolist()} for c in clients]
+            self.results.note_clients([(c.name, c.class_counts) for c in clients])
 
     def _restore(self, checkpoint: Mapping[str, Any]) -> int:
         """Go back to the end of the last saved round; returns its number."""
-        require_same_backbone(self.directory, self.model.backbone.sha256)
+        require_same_start(self.directory, self.model.backbone.sha256, self._data_sha256)
         require_same_keys(self.config, checkpoint["keys"])
         context = RoundContext(self.scenario.schedule, checkpoint["round"])
         self.model = build_model(self.config, self.scenario.task_sizes(context.task))

@@ -79,7 +79,7 @@ class Results:
 
     def export_state(self) -> dict[str, Any]:
         """All that was measured, for :meth:`restore`."""
-        not_measured = {"directory", "config", "tasks", "class_names", "environment", "clients", "absent"}
+        not_measured = {"directory", "config", "tasks", "class_names", "environment", "absent"}
         not_measured |= {"status", "error", "started", "cpu_started"}
         return {name: value for name, value in vars(self).items() if name not in not_measured}
 
@@ -134,6 +134,18 @@ class Results:
         """Note by client's name its node and its own test images of each class id, int64 [C]; a node has one name."""
         nodes = {node for node, _ in holders.values()}
         self.holders = {name: (n, held) for name, (n, held) in self.holders.items() if n not in nodes} | dict(holders)
+
+    def note_clients(self, clients: Sequence[tuple[str, np.ndarray]]) -> None:
+        """Note names and training images of each class; the log tells of clients that have others than before."""
+        before = {client["name"]: client["class_counts"] for client in self.clients}
+        self.clients = [{"name": name, "class_counts": counts.tolist()} for name, counts in clients]
+        for name, counts in clients:
+            known = np.array(before.get(name, counts))
+            known.resize(len(counts))  # classes may have come since
+            if (known != counts).any():
+                log.info(
+                    "%s has other images than before: %d to train on, they were %d", name, counts.sum(), known.sum()
+                )
 
     def held_by_others(self, evaluated: Collection[str]) -> np.ndarray:
         """Test images of each class, int64 [C], of the holders that are not among those that ``evaluated``."""

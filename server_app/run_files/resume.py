@@ -45,15 +45,20 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return {name: value for name, value in saved.items() if name in keys} | given
 
 
-def require_same_backbone(directory: Path, backbone_sha256: str) -> None:
-    """Check that the run began with this backbone; the log warns if it began with other code or versions.
+def require_same_start(directory: Path, backbone_sha256: str, data_sha256: str) -> None:
+    """Check that the run began with this backbone and these images; the log warns of other code or versions.
 
     Raises:
-        ConfigError: it began with other weights.
+        ConfigError: it began with other weights or images.
     """
     saved = _read_saved_keys(directory)
     if saved["backbone-sha256"] != backbone_sha256:
         raise ConfigError(f"resume = {str(directory)!r} began with other backbone weights than these.")
+    if saved.get("data-sha256", data_sha256) != data_sha256:  # a run of an earlier version has none
+        raise ConfigError(
+            f"resume = {str(directory)!r} began with other images: classes, labels or files have changed in "
+            f"data-dir = {saved.get('data-dir')!r}. Put back what was there, or start the run anew."
+        )
     if saved.get("code-sha256") != code_sha256() or saved.get("versions") != versions():
         log.warning("the run began with other code or versions: it may end otherwise than without the interruption")
 

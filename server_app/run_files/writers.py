@@ -59,12 +59,13 @@ def _complete_lines(path: Path) -> list[bytes]:
     return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def write_config(directory: Path, config: Config, model: "Model") -> None:
-    """Write config.yaml: run keys, device and image size, SHA-256 of the backbone, and :func:`origin`."""
+def write_config(directory: Path, config: Config, model: "Model", data_sha256: str) -> None:
+    """Write config.yaml: run keys, device and image size, SHA-256 of backbone and images, and :func:`origin`."""
     content = {
         **config.flat(),
         "used": {"device": str(model.device), "image-size": model.backbone.image_size},
         "backbone-sha256": model.backbone.sha256,
+        "data-sha256": data_sha256,
         **origin(),
     }
     write_atomically(directory / "config.yaml", yaml.safe_dump(content, sort_keys=False).encode())

@@ -3,7 +3,6 @@
 Ray's core ends a process that cannot go on, so a process of its own asks the cluster.
 """
 
-import hashlib
 import json
 import os
 import re
@@ -112,9 +111,10 @@ def _require_answer(address: str) -> None:
 
 
 def describe_node(values: dict[str, Scalar]) -> dict[str, str]:
-    """Describe this node: its versions, and digests of code, weights and labels; or ``problem``, a sentence."""
+    """Describe this node: its versions, and digests of code, weights and images; or ``problem``, a sentence."""
     try:
         from task.config.parsing import parse
+        from task.data.load import data_digest
         from task.keys import ConfigError
         from task.models.model import build_model
         from task.scenario.scenario import build_scenario
@@ -124,15 +124,11 @@ def describe_node(values: dict[str, Scalar]) -> dict[str, str]:
     try:
         config = parse(values)
         code, weights = code_sha256(), build_model(config, []).backbone.sha256
-        labels = b""
-        if not config.own_data:
-            data = build_scenario(config).dataset
-            labels = repr(data.class_names).encode() + data.train_labels.tobytes() + data.test_labels.tobytes()
+        data = "" if config.own_data else data_digest(build_scenario(config).dataset)
     except (ConfigError, OSError) as error:
         return {"problem": str(error)}
-    data_digest = hashlib.sha256(labels).hexdigest()
     named = ", ".join(f"{name} {version}" for name, version in versions().items())
-    return {"code": code, "versions": named, "weights": weights, "data": data_digest}
+    return {"code": code, "versions": named, "weights": weights, "data": data}
 
 
 def compare(node: dict[str, str], here: Mapping[str, str], project: str) -> str:

@@ -120,6 +120,8 @@ def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray
     images, labels = arrays.get("images", np.empty(0)), arrays.get("labels", np.empty(0))
     images = images[..., None] if images.ndim == 3 else images
     fits = images.ndim == 4 and images.shape[-1] in (1, 3) and images.dtype == np.uint8
+    if not arrays and path.is_dir():
+        raise ConfigError(f"data-dir = {str(path)!r} is a folder without .npy files: of images it is dataset=folder.")
     if not fits or not images.size or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
         raise ConfigError(
             f"data-dir = {str(path)!r} needs 'images', uint8 [N, H, W, 3], and 'labels', whole numbers [N]; it holds "

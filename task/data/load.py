@@ -3,6 +3,7 @@
 The classes and images of a published data set are counted; other numbers than the published ones are refused.
 """
 
+import hashlib
 import logging
 from dataclasses import replace
 from functools import lru_cache
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from task.data.images import MAX_PIXELS, Dataset, UnreadableImage, find_unreadable
+from task.data.images import MAX_PIXELS, Dataset, ImageFiles, UnreadableImage, find_unreadable, resolve_source
 from task.data.published import IncompleteError
 from task.data.registry import SOURCES, Source
 from task.data.splits import split_validation
@@ -19,6 +20,7 @@ from task.keys import ConfigError
 log = logging.getLogger(__name__)
 
 _NAMED = 5  # files in one error
+_HASHED = 1024  # images at a time
 
 
 @lru_cache(maxsize=2)
@@ -68,6 +70,28 @@ def require_readable(dataset: Dataset, name: str) -> None:
     problems = find_unreadable(dataset.train_images) + find_unreadable(dataset.test_images)
     if problems:
         raise UnreadableImage(" ".join(problems[:_NAMED]) + f" {len(problems)} files in all." * (len(problems) > 1))
+
+
+def data_digest(dataset: Dataset) -> str:
+    """SHA-256 of class names, labels and images, to tell whether they are still those that a run began with.
+
+    Image files count with their names, those of their folders and all bytes; an .npy file with its size alone.
+    """
+    total = hashlib.sha256(repr(dataset.class_names).encode())
+    for images, labels in ((dataset.train_images, dataset.train_labels), (dataset.test_images, dataset.test_labels)):
+        total.update(labels.tobytes())
+        source, positions = resolve_source(images, np.arange(len(images)))
+        if isinstance(source, ImageFiles):
+            for path in (Path(source.paths[position]) for position in positions):
+                with path.open("rb") as file:
+                    content = hashlib.file_digest(file, "sha256").hexdigest()
+                total.update(repr((path.parent.name, path.name, content)).encode("utf-8", "replace"))
+        elif isinstance(source, np.memmap):
+            total.update(repr(Path(str(source.filename)).stat().st_size).encode())
+        else:
+            for start in range(0, len(positions), _HASHED):
+                total.update(source[positions[start : start + _HASHED]].tobytes())
+    return total.hexdigest()
 
 
 def default_augmentation(dataset: Dataset, asked: str) -> str:

@@ -1,6 +1,7 @@
 """Runs over nodes that each have images of their own, which come and go and find new classes."""
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -30,7 +31,7 @@ from task.message import Kind, Packet
 from task.methods import FISHER, METHODS, NO_STATISTICS
 from tests.helpers.marks import rest_in_ci
 from tests.helpers.own_data import NAMES, OWN, Changing, paint, store
-from tests.helpers.runs import PowerCutError, Values, run, without_times
+from tests.helpers.runs import PowerCutError, Values, results_of, run, without_times
 
 HOLDS = {"north": (0, 1, 2, 3), "south": (0, 1, 2), "west": (2, 3)}  # which patterns are whose
 
@@ -536,6 +537,25 @@ def test_on_resume_a_class_outside_the_plan_is_not_counted(
         run(keys, transport)
     (nodes / "west" / "cow").rename(nodes / "west" / "gnu")
     assert run({"resume": str(Path(keys["output-dir"]) / "run")})["absent"] == []
+
+
+def test_on_resume_a_client_with_other_images_is_told_of(
+    keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    transport = Changing(parse(keys).flat())
+    transport.before = {2: cut}
+    with pytest.raises(PowerCutError):
+        run(keys, transport)
+    folder = Path(keys["output-dir"]) / "run"
+    before = {c["name"]: sum(c["class_counts"]) for c in results_of(folder)["clients"]}
+    assert "has other images" not in caplog.text
+    for path in sorted((nodes / "west" / "doe").iterdir())[:4]:
+        path.unlink()
+    now = {c["name"]: sum(c["class_counts"]) for c in run({"resume": str(folder)})["clients"]}
+    assert now["west"] < before["west"]
+    told = [message for message in caplog.messages if "other images than before" in message]
+    assert told == [f"west has other images than before: {now['west']} to train on, they were {before['west']}"]
 
 
 @pytest.mark.usefixtures("parted")

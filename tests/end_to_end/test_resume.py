@@ -8,18 +8,21 @@ import os
 import pickle
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.numpy
 import yaml
+from PIL import Image
 from safetensors import safe_open
 
 from server_app.cli.main import main
@@ -32,12 +35,15 @@ from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from strategies.base import Strategy
 from task.config.parsing import parse
+from task.data.load import load_dataset
 from task.inference import load_predictor
 from task.keys import ConfigError
 from task.message import Kind, Packet
 from task.methods import METHODS, load_class
+from task.scenario.scenario import build_scenario
 from task.utils.atomic import write_atomically
 from tests.helpers.marks import rest_in_ci
+from tests.helpers.own_data import paint
 from tests.helpers.runs import Values, interrupt, run, without_times
 
 
@@ -276,6 +282,58 @@ def test_other_backbone_weights_are_refused(tiny: Values) -> None:
     (folder / "config.yaml").write_text(re.sub(r"backbone-sha256: \w+", "backbone-sha256: " + "0" * 64, text))
     with pytest.raises(ConfigError, match="began with other backbone weights"):
         run({"resume": str(folder)})
+
+
+def resume_anew(folder: Path) -> dict[str, Any]:
+    """As a new process does, which has read no image yet."""
+    load_dataset.cache_clear()
+    build_scenario.cache_clear()
+    return run({"resume": str(folder)})
+
+
+def _rename(folder: Path) -> None:
+    (folder / "bee").rename(folder / "aphid")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_rename, id="a class has another name, and so another place"),
+        pytest.param(lambda folder: paint(folder / "ant", 1, first=40), id="one file more"),
+        pytest.param(lambda folder: (folder / "ant" / "003.png").unlink(), id="one file less"),
+        pytest.param(lambda folder: (folder / "cow").rename(folder / "ant" / "cow"), id="a class less"),
+        pytest.param(
+            lambda folder: Image.new("RGB", (8, 8), "red").save(folder / "ant" / "000.png"), id="another picture"
+        ),
+    ],
+)
+def test_other_images_in_the_folder_are_refused(change: Callable[[Path], object], tiny: Values, tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    for shade, name in enumerate(("ant", "bee", "cow", "doe")):
+        paint(folder / name, 20, shade=60 * shade)
+    _, interrupted = two_runs(tiny, dataset="folder", **{"data-dir": str(folder)})
+    cut = interrupt(interrupted, 2)
+    moved = folder.rename(tmp_path / "away")
+    shutil.copytree(moved, folder)  # a copy is the same, though its files are newer
+    change(folder)
+    with pytest.raises(ConfigError, match=r"began with other images.*data-dir = '.*photos'"):
+        resume_anew(cut)
+    assert json.loads((cut / "results.json").read_text())["status"] == "failed"
+    shutil.rmtree(folder)
+    shutil.copytree(moved, folder)
+    assert resume_anew(cut)["status"] == "finished"
+
+
+def test_another_array_of_images_is_refused(tiny: Values, tmp_path: Path) -> None:
+    path, labels = tmp_path / "x.npz", np.arange(80) % 4
+    images = np.random.default_rng(0).integers(0, 255, (80, 8, 8), np.uint8)
+    np.savez(path, images=images, labels=labels)
+    _, interrupted = two_runs(tiny, dataset="npz", **{"data-dir": str(path)})
+    cut = interrupt(interrupted, 2)
+    images[7, 3, 3] ^= 1
+    np.savez(path, images=images, labels=labels)
+    with pytest.raises(ConfigError, match="began with other images"):
+        resume_anew(cut)
 
 
 @pytest.mark.ci

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from filelock import FileLock, Timeout
@@ -26,6 +27,7 @@ from server_app.run_files.checkpoints import write_checkpoint
 from server_app.run_files.paths import read_results
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import Interrupted
+from task.data.load import data_digest, load_dataset
 from task.keys import ConfigError
 from task.methods import METHODS
 from tests.helpers.marks import rest_in_ci
@@ -325,12 +327,31 @@ def test_finished_runs_of_other_code_are_kept_and_told_of_in_one_line(write, qui
     assert cli.main(["bench", str(path)]) == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
     assert warnings == [
-        "WARNING   2 of the finished runs were made by other code or versions, first means/seed0 (code-sha256); "
-        "they are kept: remove their folders to run them anew"
+        "WARNING   2 of the finished runs were made by other code, versions or images, first means/seed0 "
+        "(code-sha256); they are kept: remove their folders to run them anew"
     ]
     assert events(runs[0].directory.parents[1]) == ["begins head", "ends head"]
     assert cli.main(["bench", str(path)]) == 0
     assert "first means/seed0" in capsys.readouterr().out
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("now", ["the same images", "other images", "no images"])
+def test_finished_runs_with_other_images_are_told_of(write, capsys, tmp_path, now):
+    path, labels = tmp_path / "photos.npz", np.arange(80) % 4
+    np.savez(path, images=np.zeros((80, 8, 8), np.uint8), labels=labels)
+    suite = write(common=KEYS | {"dataset": "npz", "data-dir": str(path)})
+    began_with = data_digest(load_dataset("npz", str(path), 1, 0.0, 0))
+    for run in read_suite(suite, {}).runs:
+        fill(run, run_results((0.5, 0.5, 0.5)), origin() | {"data-sha256": began_with})
+    if now == "other images":
+        np.savez(path, images=np.ones((80, 8, 8), np.uint8), labels=labels)
+    if now == "no images":
+        path.unlink()
+    load_dataset.cache_clear()
+    assert cli.main(["bench", str(suite)]) == 0  # a table needs no images
+    told = "2 of the finished runs were made by other code, versions or images, first means/seed0 (data-sha256);"
+    assert (told in capsys.readouterr().out) == (now == "other images")
 
 
 @pytest.mark.ci
