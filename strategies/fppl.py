@@ -60,16 +60,19 @@ class FPPL(Strategy):
 
 
 def debias(head: Head, prototypes: Tensor, rows: Tensor, options: FPPLOptions, rng: torch.Generator) -> float:
-    """Cross-entropy of the head over all seen classes on prototypes [P, D] of head rows int64 [P] (eq. 4), by Adam.
+    """Cross-entropy of the head on prototypes [P, D] of head rows int64 [P] (eq. 4), by Adam.
 
-    In place; the CPU generator gives the order. Returns the mean loss over the last epoch.
+    In place; the CPU generator gives the order. Only rows that have a prototype compete and learn, as in the authors'
+    code: a class that no client has reported yet would be pushed down by all others. Returns the mean loss over the
+    last epoch.
     """
+    known, targets = rows.unique(return_inverse=True)
     optimiser = torch.optim.Adam(head.parameters(), options.debias_learning_rate)
     loss_sum = torch.zeros((), device=prototypes.device)
     for _ in range(options.debias_epochs):
         loss_sum.zero_()
         for batch in torch.randperm(len(rows), generator=rng).to(rows.device).split(options.debias_batch_size):
-            loss = F.cross_entropy(head(prototypes[batch]), rows[batch])
+            loss = F.cross_entropy(head(prototypes[batch])[:, known], targets[batch])
             optimiser.zero_grad(set_to_none=True)
             loss.backward()
             optimiser.step()

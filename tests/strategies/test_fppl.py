@@ -185,7 +185,7 @@ def test_refining_without_any_prototype_changes_nothing():
 
 
 def test_debiasing_equals_float64_numpy():
-    """Eq. 4: two epochs of 3 steps (4, 4, 2 prototypes) of Adam, over all four rows though class 3 has none."""
+    """Eq. 4: two epochs of 3 steps (4, 4, 2 prototypes) of Adam, over the three rows that have prototypes."""
     options = FPPLOptions(debias_epochs=2, debias_batch_size=4, debias_learning_rate=0.05)
     rng = np.random.default_rng(5)
     x, y, head = rng.normal(size=(10, D)).astype(np.float32), rng.integers(0, 3, 10), Head(D, 1)
@@ -198,7 +198,7 @@ def test_debiasing_equals_float64_numpy():
     for epoch in range(2):
         shuffled = torch.randperm(10, generator=order).numpy()
         for i, batch in enumerate((shuffled[:4], shuffled[4:8], shuffled[8:])):
-            p = softmax(wide[batch] @ w.T)
+            p = np.pad(softmax(wide[batch] @ w[:3].T), ((0, 0), (0, 1)))
             losses.append(-np.log(p[np.arange(len(batch)), y[batch]]).sum())
             p[np.arange(len(batch)), y[batch]] -= 1
             g, step = p.T @ wide[batch] / len(batch), 3 * epoch + i + 1
@@ -215,6 +215,21 @@ def test_defaults_are_the_papers():
     assert config.options == FPPLOptions(0.2, 5, 128, 1e-3)
     assert (config.prompt, config.prompt_length, config.blocks()) == ("fused", 20, [0, 1, 2, 3, 4])
     assert (config.batch_size, config.learning_rate, config.optimizer, config.local_epochs) == (128, 1e-3, "adam", 5)
+
+
+def test_a_class_without_prototype_does_not_compete():
+    """Class 2, head row 1, is reported by nobody: its row stays, and the others learn as if it were not there."""
+    options, prototypes = FPPLOptions(), torch.randn(4, D, generator=torch.Generator().manual_seed(0))
+    three, two = head_of(3).head, head_of(3).head
+    two.weight.data, two.bias.data = two.weight.data[[0, 2]], two.bias.data[[0, 2]]
+    start = three.weight.detach()[1].clone()
+    losses = [
+        debias(head, prototypes, rows, options, torch.Generator().manual_seed(1))
+        for head, rows in ((three, torch.tensor([0, 2, 2, 0])), (two, torch.tensor([0, 1, 1, 0])))
+    ]
+    assert losses[0] == losses[1]
+    assert torch.equal(three.weight[[0, 2]], two.weight)
+    assert torch.equal(three.weight[1], start)
 
 
 def test_every_round_debiases_in_an_order_of_its_own():
