@@ -73,7 +73,9 @@ class HePCo(Strategy):
         self.counts = counts.sum(dim=0) + F.pad(self.counts, (0, counts.shape[1] - len(self.counts)))
         arrays = [self.answers.pop(update.client) for update in updates]
         models = [{name: torch.from_numpy(a).to(model.device) for name, a in shared.items()} for shared in arrays]
-        clients = Teachers(StackedModels.stack(models), counts.to(model.device), own.sample_weights == "round")
+        first_row = len(context.old_classes) if own.rows == "current" else 0
+        of_round = own.sample_weights == "round"
+        clients = Teachers(StackedModels.stack(models), counts.to(model.device), of_round, first_row)
         del arrays, models  # as large as their copies
         sources = [self._source(model, clients, context)]
         if self.previous and own.replay_size:

@@ -37,9 +37,9 @@ class StackedModels:
         """The same models on a device."""
         return type(self)(*(value.to(device) for value in vars(self).values()))
 
-    def log_softmax(self, z: Tensor, rows: int) -> Tensor:
-        """Logarithm of softmax phi(z; w_c) over the first ``rows`` head rows: samples [B, D] -> [C, B, rows]."""
-        return (z @ self.weight[:, :rows].mT + self.bias[:, None, :rows]).log_softmax(dim=-1)
+    def log_softmax(self, z: Tensor, rows: slice) -> Tensor:
+        """Logarithm of softmax phi(z; w_c) over R head ``rows``: samples [B, D] -> [C, B, R]."""
+        return (z @ self.weight[:, rows].mT + self.bias[:, None, rows]).log_softmax(dim=-1)
 
 
 class PromptGap:
@@ -73,6 +73,7 @@ class Teachers:
     models: StackedModels
     counts: Tensor
     of_round: bool = False  # divide the weights by the images of all classes, not of each
+    first_row: int = 0  # of the head rows among which the generator's loss chooses
 
     def to(self, device: torch.device) -> "Teachers":
         """The same teachers on a device."""
@@ -120,14 +121,15 @@ def generator_loss(
 ) -> Tensor:
     """Eq. 2 to 5: w_{c,y} (CE(phi(z; c), y) - lambda_KL KL(server || c) - lambda_MSE |rho(z; server) - rho(z; c)|^2).
 
-    Summed over samples z [B, D] of head rows y [B] and teachers c, over whose head rows the softmax goes; the key
-    hepco-divergence may turn the divergence round. By default the query of rho is not differentiated, as in the public
+    Summed over samples z [B, D] of head rows y [B] and teachers c, over whose head rows, from ``first_row`` on, the
+    softmax goes; the key hepco-divergence may turn the divergence round. By default the query of rho is not differentiated, as in the public
     code: the last term trains nothing, and ``gap`` may be None, which leaves it out. With its gradient the generator
     seeks disagreement, not the right classes (measured).
     """
-    rows, shares = teachers.models.bias.shape[1], (teachers.shares * teachers.importance)[:, labels]  # shares [C, B]
+    rows = slice(teachers.first_row, teachers.models.bias.shape[1])
+    shares, targets = (teachers.shares * teachers.importance)[:, labels], labels - teachers.first_row  # shares [C, B]
     q, p = teachers.models.log_softmax(z, rows), server.log_softmax(z, rows)
-    cross_entropy = -q.gather(2, labels.expand(len(q), -1)[:, :, None])[:, :, 0]  # [C, B]
+    cross_entropy = -q.gather(2, targets.expand(len(q), -1)[:, :, None])[:, :, 0]  # [C, B]
     first, second = (p, q) if options.divergence == "server-client" else (q, p)
     divergence = (first.exp() * (first - second)).sum(dim=2)  # [C, B]
     total = (shares * (cross_entropy - options.lambda_kl * divergence)).sum()

@@ -100,6 +100,12 @@ class HePCoOptions(Options):
         "classes over which the generator of earlier classes compares old and new server: the old classes, or all seen",
         choices=("old", "seen"),
     )
+    rows: str = key(
+        "seen",
+        "classes among which the generator of current classes chooses: all seen, as in the public code, or the current "
+        "task's, as clients do",
+        choices=("seen", "current"),
+    )
     sample_weights: str = key(
         "class",
         "what n_cy of a client is divided by: images of the class, or of the round as in the public code",

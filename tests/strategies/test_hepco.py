@@ -83,8 +83,10 @@ def numpy_gap(server, teacher, z):
     return sum(((numpy_rho(server, z, j) - numpy_rho(teacher, z, j)) ** 2).sum() for j in range(J))
 
 
-def numpy_log_softmax(model, z, rows):
+def numpy_log_softmax(model, z, rows, first=0):
+    """Of each head row; -inf before ``first``."""
     logits = model["head.weight"][:rows] @ z + model["head.bias"][:rows]
+    logits[:first] = -np.inf
     return logits - np.log(np.exp(logits).sum())
 
 
@@ -171,6 +173,20 @@ def numpy_generator_loss(teachers, shares, labels, rows, kl, mse, turned=False):
             divergence = (np.exp(q) * (q - p)).sum() if turned else (np.exp(p) * (p - q)).sum()
             total += share[y] * (-q[y] - kl * divergence - mse * numpy_gap(SERVER, teacher, z))
     return total
+
+
+def test_generator_loss_among_current_rows():
+    """Rows 3 to 5 alone: the softmax of each model over these, worked out image by image and client by client."""
+    server, labels = latent(SERVER), torch.from_numpy(LABELS)
+    clients = replace(teachers(CLIENTS, COUNTS), first_row=3)
+    loss = generator_loss(torch.from_numpy(Z), labels, server, clients, None, options())
+    expected = 0.0
+    for z, y in zip(Z, LABELS, strict=True):
+        for client, share in zip(CLIENTS, SHARES, strict=True):
+            p, q = (numpy_log_softmax(model, z, S, first=3)[3:] for model in (SERVER, client))
+            expected += share[y] * (-q[y - 3] - (np.exp(p) * (p - q)).sum())
+    assert float(loss) == pytest.approx(expected, rel=1e-10)
+    assert float(loss) != pytest.approx(numpy_generator_loss(CLIENTS, SHARES, LABELS, S, 1.0, 0.0), rel=0.01)
 
 
 @pytest.mark.parametrize(("kl", "mse"), [(1.0, 0.1), (0.0, 0.0), (2.0, 0.0), (0.0, 0.3)])
@@ -638,6 +654,18 @@ def test_sources_as_the_public_code_has_them(monkeypatch):
     assert past.teachers.importance.tolist() == [1, 1]
     assert torch.equal(past.teachers.models.weight[0], torch.cat([left["head.weight"], start]))
     assert strategy.previous.models.weight.shape == (1, 2, D)
+
+
+@pytest.mark.parametrize(("rows", "first"), [("seen", 0), ("current", 2)])
+def test_among_which_rows_each_generator_chooses(rows, first, monkeypatch):
+    """Task 2 has head rows 2 and 3; the old generator always chooses among all rows of its teacher."""
+    seen = []
+    monkeypatch.setattr(strategies.hepco, "train_generator", lambda source, *rest: seen.append(source) or 0.0)
+    strategy = hepco(rows=rows)
+    refined(strategy, Server(1), updates(1, {7: 3, 2: 1}, {7: 1}), 2)
+    refined(strategy, Server(2), updates(2, {5: 2}, {5: 2, 0: 1}), 3)
+    clients, past = sorted(seen[1:], key=lambda source: -source.size)
+    assert (seen[0].teachers.first_row, clients.teachers.first_row, past.teachers.first_row) == (0, first, 0)
 
 
 def test_further_steps_train_the_generator():
