@@ -122,9 +122,9 @@ def generator_loss(
     """Eq. 2 to 5: w_{c,y} (CE(phi(z; c), y) - lambda_KL KL(server || c) - lambda_MSE |rho(z; server) - rho(z; c)|^2).
 
     Summed over samples z [B, D] of head rows y [B] and teachers c, over whose head rows, from ``first_row`` on, the
-    softmax goes; the key hepco-divergence may turn the divergence round. By default the query of rho is not differentiated, as in the public
-    code: the last term trains nothing, and ``gap`` may be None, which leaves it out. With its gradient the generator
-    seeks disagreement, not the right classes (measured).
+    softmax goes; the key hepco-divergence may turn the divergence round. By default the query of rho is not
+    differentiated, as in the public code: the last term trains nothing, and ``gap`` may be None, which leaves it out.
+    With its gradient the generator seeks disagreement, not the right classes (measured).
     """
     rows = slice(teachers.first_row, teachers.models.bias.shape[1])
     shares, targets = (teachers.shares * teachers.importance)[:, labels], labels - teachers.first_row  # shares [C, B]

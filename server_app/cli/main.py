@@ -1,6 +1,8 @@
 """The fcil command line and its subcommands."""
 
 import argparse
+import io
+import sys
 from collections.abc import Sequence
 
 from server_app.cli import bench, cache, doctor, export, nodes, predict, privacy, problem, report, run
@@ -29,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: for --help, or if the command line is wrong.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names that the terminal cannot show end no command
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     # argparse leaves the words of a list that come after an option in rest

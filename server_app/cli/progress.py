@@ -1,4 +1,4 @@
-"""Progress and summary that fcil run prints."""
+"""Progress that fcil run prints."""
 
 import contextlib
 import json
@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from server_app.rounds.progress import describe_round
-from server_app.run_files.paths import read_results
 from server_app.simulation.superlink import POLL
 
 FEATURES = "task.models.feature_cache"  # logger that says how far the first pass over a data set is
-_RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
 
 
 def say(text: str) -> None:
@@ -93,11 +91,3 @@ class Progress:
             # the last line may be half written
             return (self.directory / "rounds.jsonl").read_text(errors="replace").split("\n")[:-1]
         return []
-
-
-def summary(directory: Path) -> list[str]:
-    """One line with the outcome of a finished run, and the paths of its files."""
-    metrics = read_results(directory).get("metrics", {})
-    shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
-    outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)
-    return [*filter(None, [outcome]), *(str(directory / n) for n in _RESULTS if (directory / n).exists())]

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from server_app.cli.common import FAILED, OK, complain, positive, share
-from server_app.cli.progress import Progress, say, summary
+from server_app.cli.progress import Progress, say
 from server_app.errors import LaunchError, RunError, describe_os_error, reason_of
+from server_app.rounds.progress import summary
 from server_app.run_files.on_end import require_hook, tell_operator
 from server_app.run_files.paths import (
     FINISHED,

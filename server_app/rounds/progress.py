@@ -1,7 +1,12 @@
-"""A finished round in words; imports nothing heavy."""
+"""A finished round, and a finished run, in words; imports nothing heavy."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from server_app.run_files.paths import read_results
+
+_RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
 
 
 def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
@@ -18,6 +23,14 @@ def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
         f"{_clock(line['elapsed'])}, about {_clock(seconds_left)} left",
     ]
     return ["  ".join(filter(None, parts)), *(f"    {f['name']}: {f['reason']}" for f in failures)]
+
+
+def summary(directory: Path) -> list[str]:
+    """One line with the outcome of a finished run, and the paths of its files."""
+    metrics = read_results(directory).get("metrics", {})
+    shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
+    outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)
+    return [*filter(None, [outcome]), *(str(directory / n) for n in _RESULTS if (directory / n).exists())]
 
 
 def _clock(seconds: float) -> str:

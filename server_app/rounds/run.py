@@ -25,7 +25,7 @@ from server_app.privacy.account import (
 )
 from server_app.rounds.aggregation import RoundAggregator, sum_client_counts, sum_hidden_counts
 from server_app.rounds.federated_bias import local_distance, response_entropies
-from server_app.rounds.progress import describe_round
+from server_app.rounds.progress import describe_round, summary
 from server_app.rounds.reply_checks import MAX_VALUE
 from server_app.rounds.report_drawer import ReportDrawer
 from server_app.rounds.setup import (
@@ -97,6 +97,7 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
         run.draw()
     finally:  # a signal that comes while pictures are drawn does not undo what is recorded
         tell_operator(config.on_end, directory)
+    log.info("finished: %s", "\n".join(summary(directory)))
     return directory
 
 

@@ -82,6 +82,11 @@ def _read_saved_keys(directory: Path) -> dict[str, Scalar]:
     try:
         saved = parse_small(directory / "config.yaml", yaml.safe_load)
     except (OSError, ValueError, yaml.YAMLError) as error:
+        if isinstance(error, FileNotFoundError) and directory.is_dir():
+            raise ConfigError(
+                f"resume = {str(directory)!r} holds no config.yaml: it is of no run, or of one that ended before its "
+                "first round; such a run is started anew."
+            ) from error
         raise ConfigError(f"resume = {str(directory)!r} is no folder of a run ({one_line(str(error))}).") from error
     missing = {"method", "backbone-sha256"} - (saved.keys() if isinstance(saved, dict) else set())
     if missing:

@@ -51,4 +51,6 @@ def require_printable(names: Iterable[str], data_dir: str) -> None:
     """
     for name in names:
         if not name.strip() or not name.isprintable():
-            raise ConfigError(f"data-dir = {data_dir!r}: rename the class {name!r}, it cannot be shown.")
+            undecoded = any("\udc80" <= character <= "\udcff" for character in name)  # PEP 383
+            advice = " If it looks right elsewhere, set a locale of UTF-8, LC_ALL=C.UTF-8." if undecoded else ""
+            raise ConfigError(f"data-dir = {data_dir!r}: rename the class {name!r}, it cannot be shown.{advice}")

@@ -246,6 +246,9 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
         (folder / "config.yaml").write_bytes(content)
         with pytest.raises(ConfigError, match=words):
             load_resumed_keys({"resume": str(folder)})
+    (folder / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match="holds no config.yaml: .* ended before its first round"):
+        load_resumed_keys({"resume": str(folder)})
 
 
 def test_a_changed_config_yaml_is_named(tiny: Values) -> None:

@@ -1,5 +1,6 @@
 """A trained model used from Python and by `fcil predict`: the same answers as in the run's own evaluation."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -186,6 +187,17 @@ def test_what_is_no_model_is_named(tiny: dict, tmp_path: Path) -> None:
     (directory / MODEL).write_bytes(whole.replace(b"prompt-length", b"prompt-widths"))
     with pytest.raises(ModelError, match=r"another version.*prompt-widths"):
         load_predictor(directory)
+
+
+def test_names_that_the_terminal_cannot_show_end_no_prediction(
+    tiny: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, printed = tmp_path / "\U0001f431.png", io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    Image.new("RGB", (30, 20), "red").save(path)
+    monkeypatch.setattr("sys.stdout", printed)
+    assert cli.main(["predict", str(untrained(tmp_path / "model", tiny, [6, 6])), str(path)]) == 0
+    printed.seek(0)
+    assert r"\U0001f431.png" in printed.read()
 
 
 def test_the_command_answers_what_it_can_read(tiny: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

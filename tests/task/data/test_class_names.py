@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from task.data.class_names import choose_spellings, class_ids, find_same_class, normal_form
+from task.data.class_names import choose_spellings, class_ids, find_same_class, normal_form, require_printable
+from task.keys import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,15 @@ from task.data.class_names import choose_spellings, class_ids, find_same_class, 
 def test_names_of_one_class(ours: str, theirs: str, same: bool) -> None:
     assert (normal_form(ours) == normal_form(theirs)) == same
     assert find_same_class([ours, theirs, ours]) == (tuple(sorted((ours, theirs))) if same else ())
+
+
+@pytest.mark.parametrize(("name", "advised"), [("M\udcc3\udcbcller", True), ("a\nb", False), (" ", False)])
+def test_a_name_that_cannot_be_shown_is_refused(name: str, advised: bool) -> None:
+    """What the locale cannot decode is no fault of the name."""
+    with pytest.raises(ConfigError, match=r"data-dir = 'photos': rename the class .*, it cannot be shown\.") as caught:
+        require_printable(["cat", name], "photos")
+    assert ("LC_ALL=C.UTF-8" in str(caught.value)) == advised
+    require_printable(["cat", "Müller", "🐱"], "photos")
 
 
 def test_a_name_of_punctuation_is_its_own_normal_form() -> None:
