@@ -54,7 +54,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Which of the names is most like this one; empty if none is like it."""
-    return next(iter(difflib.get_close_matches(name.replace("_", "-"), names, n=1)), "")
+    return next(iter(difflib.get_close_matches(name.replace("_", "-").lower(), names, n=1)), "")
 
 
 @dataclass(frozen=True)

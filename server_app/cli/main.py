@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fcil", description="Federated class-incremental learning.")
+    parser = argparse.ArgumentParser("fcil", description="Federated class-incremental learning.", allow_abbrev=False)
     subcommands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, (describe, summary) in COMMANDS.items():
-        describe(subcommands.add_parser(name, help=summary))
+        describe(subcommands.add_parser(name, help=summary, allow_abbrev=False))
     return parser

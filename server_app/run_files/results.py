@@ -27,6 +27,10 @@ from task.utils.versions import versions
 log = logging.getLogger(__name__)
 
 
+# of ``seconds``, named from the start; others come with what a run does
+PARTS = ("client_train", "client_statistics", "server_aggregate", "server_refine", "evaluate")
+
+
 @dataclass
 class RoundReport:
     """One round, filled in while it runs; task and round count from 1."""
@@ -70,7 +74,7 @@ class Results:
         self.counted: list[list[int]] = []  # test images of each task so far that were evaluated after each task
         self.away: list[list[int]] = []  # those that nobody evaluated, as nodes were away
         self.rounds: list[RoundReport] = []
-        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.seconds = defaultdict(float, dict.fromkeys(PARTS, 0.0))
         self.started, self.status, self.error = time.perf_counter(), "running", ""
         self.cpu_started: float | None = None  # set by start_cpu_clock
         self.absent: list[dict[str, str]] = []

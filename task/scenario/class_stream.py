@@ -14,7 +14,12 @@ def class_order(num_classes: int, seed: int, kind: str) -> list[int]:
     """Order in which the classes 0 .. num_classes - 1 arrive.
 
     ``kind`` is "shuffled" (a permutation drawn from the seed) or "given" (the data set's own order).
+
+    Raises:
+        ValueError: another kind.
     """
+    if kind not in ("shuffled", "given"):
+        raise ValueError(f"class-order={kind!r}: allowed are 'shuffled' and 'given'")
     if kind == "given":
         return list(range(num_classes))
     return numpy_rng(seed, "class-order").permutation(num_classes).tolist()
@@ -33,7 +38,7 @@ def split_tasks(order: Sequence[int], num_tasks: int) -> list[list[int]]:
         raise ValueError(f"num-tasks={num_tasks}: allowed are 1 to {len(order)}, the number of classes")
     size, larger = divmod(len(order), num_tasks)
     starts = [t * size + min(t, larger) for t in range(num_tasks + 1)]
-    return [list(order[a:b]) for a, b in pairwise(starts)]
+    return [[int(c) for c in order[a:b]] for a, b in pairwise(starts)]  # also from arrays
 
 
 def stages(streams: Sequence[Sequence[Sequence[int]]], order: Sequence[int]) -> list[list[int]]:

@@ -47,13 +47,16 @@ def partition(
         "consensus" entry t of a client is its OWN task t (see ``consensus_tasks``).
 
     Raises:
-        ValueError: a combination of parameters that cannot be met.
+        ValueError: no partition of this name, or a combination of parameters that cannot be met.
     """
+    if name not in PARTITIONS:
+        raise ValueError(f"partition={name!r}: allowed are {', '.join(PARTITIONS)}")
     array = np.asarray(labels)
     order = np.argsort(array, kind="stable")
     present, starts = np.unique(array[order], return_index=True)
     samples = dict(zip(present.tolist(), np.split(order, starts[1:]), strict=False))
-    return PARTITIONS[name](Problem(samples, num_clients, tasks, seed), **parameters)
+    class_ids = [[int(c) for c in task] for task in tasks]  # also from arrays, whose numbers are no keys of a dict
+    return PARTITIONS[name](Problem(samples, num_clients, class_ids, seed), **parameters)
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words):
             load_resumed_keys({"resume": str(folder)})
     (folder / "config.yaml").unlink()
-    with pytest.raises(ConfigError, match="holds no config.yaml: .* ended before its first round"):
+    with pytest.raises(ConfigError, match=r"holds no config\.yaml: .* ended before its first round"):
         load_resumed_keys({"resume": str(folder)})
 
 

@@ -32,6 +32,8 @@ def boom(*_: object) -> Packet:
     [
         (["run", "metod=hgp"], "Did you mean 'method'"),
         (["export", "runs/any", "nowhere/model.safetensors"], "make the folder nowhere first"),
+        (["run", "METHOD=hgp"], "Did you mean 'method'"),
+        (["run", "method=HGP"], "Did you mean 'hgp'"),
         (["run", "seed=x"], "seed = 'x'"),
         (["run", "datasets"], "write dataset=... instead"),
         (["run", "clients-per-round=11"], "more than num-clients = 10"),
@@ -50,7 +52,9 @@ def test_mistakes_end_at_once_with_one_message(capsys, words, message):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [[], ["run", "--workers=0"], ["run", "--bogus"], ["report"], ["report", "x", "-y"]])
+@pytest.mark.parametrize(
+    "words", [[], ["run", "--workers=0"], ["run", "--bogus"], ["run", "--in-proces"], ["report"], ["report", "x", "-y"]]
+)
 def test_command_lines_without_a_meaning(words):
     with pytest.raises(SystemExit) as caught:
         cli.main(words)

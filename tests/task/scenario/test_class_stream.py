@@ -1,7 +1,9 @@
 from collections import Counter
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,6 +57,19 @@ def test_split_keeps_the_order_and_is_as_even_as_possible(num_classes, data):
     assert len(tasks) == num_tasks
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize("kind", ["appearing", "Given", ""])
+def test_another_kind_of_order_is_refused(kind):
+    with pytest.raises(ValueError, match=f"class-order='{kind}': allowed are 'shuffled' and 'given'"):
+        class_order(4, 0, kind)
+
+
+@pytest.mark.parametrize("order", [np.array([3, 1, 0]), torch.tensor([3, 1, 0])], ids=["numpy", "torch"])
+def test_tasks_of_an_array_are_plain_integers(order):
+    tasks = split_tasks(order, 2)
+    assert tasks == [[3, 1], [0]]
+    assert {type(c) for task in tasks for c in task} == {int}
 
 
 @pytest.mark.parametrize("num_tasks", [-1, 0, 4])

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +54,20 @@ def problems(draw):
 
 def possible(name, num_clients, tasks):
     return name != "quantity" or all(len(t) <= 2 * num_clients for t in tasks)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("array", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_arrays_are_as_good_as_lists(name, array):
+    labels, tasks = balanced(4, 10), [[2, 0], [3, 1]]
+    plain = partition(name, labels, 3, tasks, 5, **PARAMETERS[name])
+    assert equal(plain, partition(name, array(labels), 3, array(tasks), 5, **PARAMETERS[name]))
+    assert sum(len(samples) for client in plain for samples in client) > 0
+
+
+def test_a_partition_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="partition='dirichlet-beta': allowed are iid, dirichlet, "):
+        partition("dirichlet-beta", [0, 1], 1, [[0, 1]], 0)
 
 
 @pytest.mark.parametrize("name", NAMES)
