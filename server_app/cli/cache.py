@@ -33,6 +33,6 @@ def _run_command(args: argparse.Namespace) -> int:
 def _describe(about: Mapping[str, str]) -> str:
     """Images and backbone of stored features, in words; a damaged file does not say them."""
     if "belongs-to" not in about:
-        return "damaged"
+        return "damaged, or being written"
     form = f"{about['image-size']} pixels, {about['precision']}, {about['processor']}"
     return f"{about['number']} images of {about['belongs-to']} {about['backbone-sha256'][:12]}, {form}"

@@ -50,6 +50,10 @@ def check_reply(
     for name, value in packet.metrics.items():
         if type(value) not in (int, float) or not abs(value) <= MAX_METRIC:
             raise InvalidReply(f"{name} is {value!r}; a number of at most {MAX_METRIC:g} was expected")
+        if name.startswith("seconds-") and value < 0:
+            raise InvalidReply(f"{name} is {value!r}; seconds are not negative")
+    if not 0 <= packet.metrics.get("accuracy", 0) <= 1:
+        raise InvalidReply(f"accuracy is {packet.metrics['accuracy']!r}; a share from 0 to 1 was expected")
     examples = packet.metrics.get("num-examples")
     num_held = int(client.class_counts[list(classes)].sum())
     if type(examples) is not int or not 0 <= examples <= num_held:

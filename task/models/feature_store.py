@@ -107,7 +107,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> FileLock:
-    return FileLock(path.with_suffix(".lock"))
+    return FileLock(path.with_name(path.name.partition(".")[0] + ".lock"))
 
 
 def _make_room(folder: Path, needed: int) -> None:
@@ -125,9 +125,9 @@ def _make_room(folder: Path, needed: int) -> None:
 
 
 def list_stored() -> list[StoredFeatures]:
-    """All files, the one that was unused for longest first."""
+    """All files, the one that was unused for longest first; also those that a crash has left half written."""
     files = []
-    for path in store_folder().glob("*.safetensors"):
+    for path in store_folder().glob("*.safetensors*"):
         with suppress(OSError):  # another process may delete it
             stat, about = path.stat(), dict[str, str]()
             with suppress(SafetensorError), safe_open(path, framework="pt") as content:  # none if it is damaged

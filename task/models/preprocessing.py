@@ -28,7 +28,7 @@ def resize(x: Tensor, side: int) -> Tensor:
     """Pixels uint8 [B, 3 or 1, H, W] -> float32 [B, 3, side, side] in 0 .. 1 (bicubic)."""
     x = x.float().div_(255)
     if x.shape[-2:] != (side, side):
-        smaller = x.shape[-1] > side
+        smaller = max(x.shape[-2:]) > side
         x = F.interpolate(x, (side, side), mode="bicubic", align_corners=False, antialias=smaller).clamp_(0, 1)
     return x.expand(-1, 3, -1, -1)
 
@@ -39,11 +39,11 @@ def normalise(x: Tensor, backbone: Backbone) -> Tensor:
 
 
 def random_crop(x: Tensor, rng: torch.Generator | None) -> Tensor:
-    """Shift each image by up to an eighth of its side, filled with zeros; [B, C, H, W] -> [B, C, H, W]."""
+    """Shift each image by up to an eighth of each side, filled with zeros; [B, C, H, W] -> [B, C, H, W]."""
     B, _, H, W = x.shape
-    pad = max(1, H // 8)
-    padded = F.pad(x, (pad, pad, pad, pad))
-    top, left = torch.randint(2 * pad + 1, (2, B, 1), generator=rng).to(x.device)
+    high, wide = max(1, H // 8), max(1, W // 8)
+    padded = F.pad(x, (wide, wide, high, high))
+    top, left = (torch.randint(2 * pad + 1, (B, 1), generator=rng).to(x.device) for pad in (high, wide))
     image, row, column = (torch.arange(size, device=x.device) for size in (B, H, W))
     rows, columns = top + row, left + column
     return padded[image[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from server_app.cli.main import main
 from server_app.errors import RunError
 from server_app.rounds.run import run_experiment
-from server_app.run_files.checkpoints import read_checkpoint
+from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.resume import load_resumed_keys
 from server_app.run_files.writers import append_line, read_lines
 from server_app.transport.base import Reply
@@ -476,3 +476,32 @@ def test_a_checkpoint_that_is_no_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "1.ckpt").symlink_to("/dev/null")
     with pytest.raises(ConfigError, match=r"1\.ckpt cannot be read \(1\.ckpt is a folder, a pipe"):
         read_checkpoint(tmp_path)
+
+
+def test_the_account_of_a_resumed_run_goes_on(tiny) -> None:
+    """One release a round. Task 1 has two; of task 2 the last round is asked for twice, as it was cut: three."""
+    private = {"method": "fedavg", "privacy-clip": 1.0, "privacy-noise": 1.0, "privacy-seeded": True}
+    folder = interrupt(tiny | private | {"rounds-per-task": 2}, cut_in_round=4)
+    account = run({"resume": str(folder)})["privacy"]
+    assert account["releases"] == [1, 2, 2, 3]
+    assert len(account["epsilon"]) == 4
+    assert account["epsilon"][1] == account["epsilon"][2] < account["epsilon"][3]
+
+
+def test_the_bias_of_earlier_tasks_outlives_an_interruption(tiny) -> None:
+    values = tiny | {"method": "fedavg", "federated-bias": True}
+    whole = run(values | {"run-name": "whole"})["federated_bias"]
+    resumed = run({"resume": str(interrupt(values | {"run-name": "cut"}, cut_in_round=2))})["federated_bias"]
+    assert [len(entropies) for entropies in resumed["response_entropies"]] == [3, 3]
+    assert resumed == whole
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_parts(tiny) -> None:
+    """The part before the interruption is made to have taken 1,000 s."""
+    folder = interrupt(tiny | {"method": "ncm"}, cut_in_round=2)
+    state = read_checkpoint(folder / "checkpoint")
+    state["results"]["seconds"]["total"] = 1000.0
+    write_checkpoint(folder / "checkpoint", 1, state)
+    assert 1000 < run({"resume": str(folder)})["seconds"]["total"] < 1300
+    last = json.loads((folder / "rounds.jsonl").read_text().splitlines()[-1])
+    assert 1000 < last["elapsed"] < 1300

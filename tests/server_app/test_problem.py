@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from server_app.cli.main import main
 from server_app.problem import write_problem
 from task.config.parsing import parse
+from task.data.images import Dataset
 from task.models.model import build_model
 from task.models.preprocessing import prepare
 from task.scenario.client_data import client_task_data
@@ -163,3 +164,36 @@ def test_what_cannot_be_written_is_refused_with_nothing_written(tiny, tmp_path, 
     assert "stay on the nodes" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
     assert [path.name for path in Path(tmp_path / "full").iterdir()] == ["notes.txt"]
+
+
+def test_a_problem_with_validation_images_is_read_back_with_none_held_out_again(tiny, tmp_path) -> None:
+    """12 classes of 40 images, 32 to train on: a quarter, 8 of each class, is held out and becomes the test set."""
+
+    def sizes(dataset: Dataset) -> tuple[set[int], set[int]]:
+        return set(np.bincount(dataset.train_labels).tolist()), set(np.bincount(dataset.test_labels).tolist())
+
+    config = parse(tiny | {"validation-share": 0.25})
+    write_problem(config, tmp_path / "problem")
+    keys = json.loads((tmp_path / "problem" / "problem.json").read_text())["config"]
+    again = parse(keys | {"dataset": "npz", "data-dir": str(tmp_path / "problem" / "data.npz")})
+    assert sizes(build_scenario(config).dataset) == sizes(build_scenario(again).dataset) == ({24}, {8})
+
+
+def test_a_problem_names_mean_and_deviation_of_the_backbone(tiny, tmp_path) -> None:
+    """DeiT's are ImageNet's; those of the other tests' backbones are equal, 0.5."""
+    vit = {"backbone": "deit_tiny_patch16_224", "backbone-weights": "random", "image-size": 32}
+    write_problem(parse(tiny | vit), tmp_path / "problem")
+    given = json.loads((tmp_path / "problem" / "problem.json").read_text())["backbone"]
+    assert given["mean"] == pytest.approx([0.485, 0.456, 0.406])
+    assert given["std"] == pytest.approx([0.229, 0.224, 0.225])
+
+
+def test_in_a_problem_the_one_client_that_is_drawn_has_the_pool(tiny, tmp_path) -> None:
+    """12 classes of 32 training images, 6 in each task: 192 and, as joint keeps what came, 384, whoever is drawn."""
+    write_problem(parse(tiny | {"method": "joint", "clients-per-round": 1, "rounds-per-task": 3}), tmp_path / "problem")
+    with np.load(tmp_path / "problem" / "indices.npz") as indices:
+        assert len({name.rpartition("client-")[2] for name in indices.files}) > 1  # seed 0 draws several
+        sizes = {name.split("-round")[0]: set[int]() for name in indices.files}
+        for name in indices.files:
+            sizes[name.split("-round")[0]].add(len(indices[name]))
+    assert sizes == {"task1": {192}, "task2": {384}}

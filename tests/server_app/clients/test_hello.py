@@ -5,8 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from server_app.clients.client_info import read_hello
 from server_app.clients.hello import wait_for_nodes
 from server_app.errors import RunError
+from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from task.message import Kind, Packet
 from tests.helpers.runs import run
@@ -93,3 +95,23 @@ def test_waiting_for_nodes_ends_though_one_comes_and_goes(monkeypatch: pytest.Mo
     empty = iter([[]] * 3 + [[1]] * 9)  # the first may take longer than each further one
     monkeypatch.setattr(transport, "nodes", lambda: next(empty))
     assert wait_for_nodes(transport, 1, 0.05) == [1]
+
+
+@pytest.mark.parametrize(
+    ("classes", "counts", "words"),
+    [
+        (["cat", "dog"], [10**9, 1], ""),
+        (["cat", "dog"], [10**9 + 1, 1], "images of each class"),
+        (["cat", "Cat."], [1, 1], "not distinct"),
+    ],
+)
+def test_a_hello_of_one_class_twice_or_of_absurdly_many_images_is_refused(classes, counts, words) -> None:
+    said = dict.fromkeys(("name", "backbone-sha256", "code-sha256", "device"), "x")
+    said |= {"classes": classes, "versions": ["1"], "free-disk": 1, "unreadable": 0}
+    said |= {"unreadable-classes": [], "image-shape": [8, 8]}
+    reply = Reply(1, Packet({"class_counts": np.array(counts)}, config=said), "", 0, 0)
+    if words:
+        with pytest.raises(ValueError, match=words):
+            read_hello(reply, None)
+    else:
+        assert read_hello(reply, None).own_counts.tolist() == counts

@@ -13,6 +13,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from task.config.parsing import parse
+from task.data.images import Dataset
 from task.data.load import load_dataset
 from task.data.splits import draw_held_out, split_validation
 from task.keys import ConfigError
@@ -92,7 +93,7 @@ def test_folder_of_arrays_is_memory_mapped(tmp_path: Path) -> None:
 
 
 def test_unusable_folders_of_arrays(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="holds nothing"):
+    with pytest.raises(ConfigError, match=r"a folder without \.npy files: of images it is dataset=folder"):
         load_dataset("npz", str(tmp_path), 32, 0.0, 0)
     (tmp_path / "images.npy").write_text("hello")
     with pytest.raises(ConfigError, match=r"folder of \.npy files"):
@@ -310,3 +311,13 @@ def test_a_class_folder_whose_name_cannot_be_shown(tmp_path: Path, name: str) ->
 def test_more_tasks_than_classes() -> None:
     with pytest.raises(ConfigError, match=r"num-tasks=11.*10.*'digits'"):
         build_scenario(parse({"num-tasks": 11}))
+
+
+def test_each_seed_holds_out_other_validation_images() -> None:
+    """A quarter of 2 x 40: 10 of each class, drawn anew for each seed; equal draws have p = 1 / C(40, 10)^2."""
+    images, labels = np.arange(80, dtype=np.uint8).reshape(80, 1, 1, 1), np.repeat([0, 1], 40)
+    dataset = Dataset(("a", "b"), images, labels, images[:1], labels[:1], "none")
+    held = [split_validation(dataset, 0.25, seed) for seed in (0, 1)]
+    assert [np.bincount(part.test_labels).tolist() for part in held] == [[10, 10]] * 2
+    one, other = (set(part.test_images[np.arange(20)].ravel().tolist()) for part in held)
+    assert one != other

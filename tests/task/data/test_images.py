@@ -257,3 +257,30 @@ def test_a_nodes_limit_goes_before_the_runs(tmp_path: Path) -> None:
     refused = str(handle("hello", Packet(), Node(values, node | {"max-image-pixels": 63})).config["error"])
     assert refused.startswith("north: 3 of 3 image files")
     assert len(scan_images(str(tmp_path / "data"), tmp_path / "other", 1.0, max_pixels=63).unreadable) == 3
+
+
+SHOWN = {  # EXIF 2.3: which sides of what is shown row 0 and column 0 of what is stored are
+    1: lambda a: a,
+    2: lambda a: a[:, ::-1],
+    3: lambda a: a[::-1, ::-1],
+    4: lambda a: a[::-1],
+    5: lambda a: a.T,
+    6: lambda a: np.rot90(a, -1),
+    7: lambda a: a.T[::-1, ::-1],
+    8: lambda a: np.rot90(a),
+}
+
+
+@pytest.mark.parametrize("orientation", SHOWN)
+def test_every_exif_orientation_is_turned_upright(orientation: int, tmp_path) -> None:
+    stored, exif = np.arange(0, 240, 40, np.uint8).reshape(2, 3), Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(stored).save(tmp_path / "a.png", exif=exif)
+    shown = np.asarray(read_rgb(str(tmp_path / "a.png")))[..., 0]
+    assert shown.tolist() == SHOWN[orientation](stored).tolist()
+
+
+def test_deep_grey_that_begins_above_black_spans_all_shades(tmp_path) -> None:
+    """A scanner's 1,000 to 3,000 of 65,535: (v - 1,000) / 2,000 of 255, so 0, 127.5 (even: 128) and 255."""
+    Image.fromarray(np.array([[1000, 2000, 3000]], np.uint16)).save(tmp_path / "a.png")
+    assert np.asarray(read_rgb(str(tmp_path / "a.png")))[0, :, 0].tolist() == [0, 128, 255]

@@ -235,3 +235,19 @@ def test_a_hundred_clients_keep_no_more_queries_than_ten(tiny, cache):
     scenario = build_scenario(config)
     images = len(scenario.dataset.train_labels) + len(scenario.dataset.test_labels)
     assert all(4 * dim * images <= size <= 4 * dim * (images + queries.BATCH) for size in sizes)
+
+
+def test_queries_belong_to_the_blocks_whose_tokens_they_hold() -> None:
+    """Of two models with one backbone in a process, each with the token of another block beside the last."""
+    torch.manual_seed(0)
+    vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=12, depth=3, num_heads=3, num_classes=0)
+    backbone, prompt = ViT(vit, (0.5,) * 3, (0.25,) * 3), Prompt(prompt_config(), 0)
+    images = np.random.default_rng(0).integers(0, 255, (4, 8, 8, 3), np.uint8)
+    first, second = (
+        cached_query(Model(backbone, prompt, 0, "fp32", early_blocks=[block]), images, np.arange(4)) for block in (0, 1)
+    )
+    assert first is not None
+    assert second is not None
+    assert first.shape == second.shape == (4, 24)
+    same = [torch.equal(first[:, part], second[:, part]) for part in (slice(12), slice(12, 24))]
+    assert sorted(same) == [False, True]

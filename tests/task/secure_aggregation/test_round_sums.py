@@ -6,6 +6,7 @@ import torch
 
 from task.config.parsing import parse
 from task.message import Packet
+from task.models.model import build_model
 from task.prototypes.scatter import ScatterStatistics, sketch_matrix
 from task.prototypes.statistics import ClientStatistics, FisherStatistics, MeanStatistics, SumFrame
 from task.secure_aggregation.round_sums import RoundSums
@@ -92,3 +93,18 @@ def test_no_images_at_all_and_sums_that_nobody_can_have() -> None:
     sums = RoundSums(config, 1, SumFrame(CLASSES, DIM, {}, config.options), None)
     for images, weight in ((3, -3), (0, 3), (-3, -3)):
         assert sums.to_answer(np.array([images, weight, 0.0, 0.0])).metrics == {"num-examples": -1}
+
+
+def test_a_secure_sum_of_noised_answers_has_no_loss() -> None:
+    """Where clients send no loss, the results have none: a mean of zeros would be called a training loss of 0."""
+    secure = {"method": "fedavg", "secure-aggregation": "pairwise", "num-clients": 3, "device": "cpu"}
+    for private, names in (
+        ({}, {"num-examples", "loss", "accuracy"}),
+        ({"privacy-noise": 1.0, "privacy-clip": 1.0}, {"num-examples"}),
+    ):
+        config = parse(secure | private)
+        model = build_model(config, [2])
+        sums = RoundSums.of(config, 1, True, model, [0, 1])
+        trained = {name: value.numpy() for name, value in model.trained_state().items()}
+        answer = sums.to_answer(sums.of_answer(Packet(trained, metrics={"num-examples": 5})))
+        assert answer.metrics.keys() == names

@@ -1,0 +1,91 @@
+"""Single answers that a server must refuse, or take."""
+
+import numpy as np
+import pytest
+
+from server_app.clients.client_info import ClientInfo
+from server_app.rounds.reply_checks import InvalidReply, check_counts, check_reply, largest_answer
+from server_app.transport.base import Reply
+from strategies.base import RoundContext
+from task.config.parsing import parse
+from task.message import Packet
+from task.scenario.class_stream import Schedule
+
+
+def client_with(*counts: int):
+    """What a client of images of these classes has said."""
+    held = np.array(counts)
+    return ClientInfo("a", 1, tuple(map(str, counts)), held, held * 0, held, 0, (), (), "", "", (), "", 0)
+
+
+def test_a_confusion_with_more_images_than_the_client_has_is_refused() -> None:
+    """Its diagonal is honest, but it names 10^9 mistakes of 3 images: the run's accuracy would be that client's."""
+    cells = np.array([[0, 0, 2], [0, 1, 10**9]])
+    arrays = {"correct": np.array([2, 0]), "total": np.array([3, 0]), "confusion": cells}
+    with pytest.raises(InvalidReply, match="add up"):
+        check_counts(Reply(1, Packet(arrays), "", 0, 0), np.array([3, 0]), [0, 1])
+    arrays["confusion"] = np.array([[0, 0, 2], [0, 1, 1]])
+    assert check_counts(Reply(1, Packet(arrays), "", 0, 0), np.array([3, 0]), [0, 1]).tolist() == [[2, 1], [0, 0]]
+
+
+@pytest.mark.parametrize(("examples", "accepted"), [(3, True), (4, False)])
+def test_a_client_weighs_by_the_images_of_the_task_alone(examples: int, accepted: bool, tiny) -> None:
+    """It holds 3 images of the task's class and 5 of another one's: 4 are too many, though it has 8."""
+    config, context = parse(tiny | {"method": "fedavg"}), RoundContext(Schedule([[0], [1]], 1), 1)
+    reply = Reply(1, Packet({"w": np.ones(2, np.float32)}, metrics={"num-examples": examples}), "", 0, 0)
+    arguments = (reply, client_with(3, 5), {"w": (2,)}, 4, [0], context, config)
+    if accepted:
+        assert check_reply(*arguments).num_examples == 3
+    else:
+        with pytest.raises(InvalidReply, match="from 0 to 3 was expected"):
+            check_reply(*arguments)
+
+
+def test_the_client_with_most_images_may_send_the_largest_answer(tiny) -> None:
+    """Afcl at D = 64: of 2 + 2 images a few rows travel, of 500 + 500 a packed matrix, 64 x 65 / 2 numbers."""
+    config, few, many = parse(tiny | {"method": "afcl"}), client_with(2, 2), client_with(500, 500)
+    small, large, both = (largest_answer(c, {}, 64, [0, 1], config) for c in ([few], [many], [few, many]))
+    assert both == large == 2**24 + 4 * (2 * 64 + 64 * 65 // 2)
+    assert small < large
+
+
+@pytest.mark.parametrize(
+    ("packing", "changes", "words"),
+    [
+        ("full", {"covariances": [[1, 2, 1]]}, "not positive semi-definite"),  # eigenvalues 3 and -1
+        ("full", {"covariances": [[2, 1, 2]]}, ""),  # 3 and 1
+        ("full", {"covariances": [[2, 1, 2]], "factors": [[1, 1]]}, "came; class_ids"),
+    ],
+)
+def test_covariances_that_are_none_and_arrays_that_are_not_due_are_refused(packing, changes, words, tiny) -> None:
+    config = parse(tiny | {"method": "ccvr", "ccvr-covariance": packing})
+    context = RoundContext(Schedule([[0], [1]], 1), 1)
+    statistics = {"class_ids": np.array([0]), "counts": np.array([3]), "means": np.ones((1, 2), np.float32)}
+    statistics |= {name: np.array(value, np.float32) for name, value in changes.items()}
+    packet = Packet({"w": np.ones(2, np.float32)}, statistics, {"num-examples": 3})
+    arguments = (Reply(1, packet, "", 0, 0), client_with(3, 5), {"w": (2,)}, 2, [0], context, config)
+    if words:
+        with pytest.raises(InvalidReply, match=words):
+            check_reply(*arguments)
+    else:
+        assert check_reply(*arguments).statistics.keys() == statistics.keys()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"seconds-train": -1.0}, "seconds are not negative"),
+        ({"accuracy": 1.01}, "a share from 0 to 1 was expected"),
+        ({"accuracy": -0.1}, "a share from 0 to 1 was expected"),
+        ({"accuracy": 1.0, "loss": 9.5, "seconds-train": 0.0}, ""),
+    ],
+)
+def test_seconds_and_accuracy_that_cannot_be_are_refused(metrics, words, tiny) -> None:
+    config, context = parse(tiny | {"method": "fedavg"}), RoundContext(Schedule([[0], [1]], 1), 1)
+    reply = Reply(1, Packet({"w": np.ones(2, np.float32)}, metrics={"num-examples": 3} | metrics), "", 0, 0)
+    arguments = (reply, client_with(3, 5), {"w": (2,)}, 4, [0], context, config)
+    if words:
+        with pytest.raises(InvalidReply, match=words):
+            check_reply(*arguments)
+    else:
+        assert check_reply(*arguments).metrics == {"num-examples": 3} | metrics
