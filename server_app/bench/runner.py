@@ -299,20 +299,24 @@ def _other_origin(run: Run, planned: PlannedRun) -> list[str]:
     saved = run.settings.get("data-sha256")
     config = planned.config
     if saved and config.dataset in FROM_PATH:
-        now = _data_sha256(config.dataset, config.data_dir, config.validation_share, config.seed)
+        seed = config.seed if config.validation_share else 0  # without a split all seeds have the same images
+        now = _data_sha256(config.dataset, config.data_dir, config.validation_share, seed)
         different += ["data-sha256"] * (now not in ("", saved))
     return different
 
 
 @cache
 def _data_sha256(dataset: str, data_dir: str, validation_share: float, seed: int) -> str:
-    """Digest of a data set as it is now; empty where it is not on this machine any more."""
-    from task.data.load import data_digest, load_dataset
+    """Digest of a data set as it is now; empty where it is not on this machine any more, or cannot be read."""
+    from task.data.load import data_digest, is_published, load_dataset
 
     try:
-        return data_digest(load_dataset(dataset, str(run_path("data-dir", data_dir)), 1, validation_share, seed))
-    except ConfigError:
+        data = load_dataset(dataset, str(run_path("data-dir", data_dir)), 1, validation_share, seed)
+        return data_digest(data, not is_published(dataset))
+    except (ConfigError, OSError):
         return ""
+    finally:
+        load_dataset.cache_clear()  # the runs have processes of their own
 
 
 def _saved_keys(run: Run) -> dict[str, Scalar]:

@@ -39,7 +39,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="unfinished runs of the same keys, code and versions go on after their last round",
+        help="unfinished runs of the same keys, code, versions and images go on after their last round",
     )
     parser.add_argument("--select-only", action="store_true", help="choose keys on validation images, and end there")
     parser.set_defaults(command=_run_command)

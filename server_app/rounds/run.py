@@ -49,7 +49,7 @@ from strategies.base import RoundContext, Strategy, Update
 from task.config.checks import require_few
 from task.config.parsing import ignored_keys
 from task.config.schema import Config
-from task.data.load import data_digest
+from task.data.load import data_digest, is_published
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
@@ -129,7 +129,8 @@ class Run:
             self.plan = plan_tasks(self.config, self.registry.clients)
         self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
         log_tasks(self.scenario)
-        self._data_sha256 = "" if config.own_data else data_digest(self.scenario.dataset)
+        published = config.own_data or is_published(config.dataset)  # the digest of large sets must not take minutes
+        self._data_sha256 = "" if config.own_data else data_digest(self.scenario.dataset, not published)
         self.model = build_model(self.config, self.scenario.task_sizes(0))
         if initial:
             self.model.load(initial)

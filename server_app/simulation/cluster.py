@@ -124,7 +124,7 @@ def describe_node(values: dict[str, Scalar]) -> dict[str, str]:
     try:
         config = parse(values)
         code, weights = code_sha256(), build_model(config, []).backbone.sha256
-        data = "" if config.own_data else data_digest(build_scenario(config).dataset)
+        data = "" if config.own_data else data_digest(build_scenario(config).dataset, whole_files=False)
     except (ConfigError, OSError) as error:
         return {"problem": str(error)}
     named = ", ".join(f"{name} {version}" for name, version in versions().items())

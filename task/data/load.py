@@ -64,7 +64,7 @@ def require_readable(dataset: Dataset, name: str) -> None:
     Raises:
         UnreadableImage: names the first five files that cannot be read, and says how many more there are.
     """
-    if SOURCES[name].classes:
+    if is_published(name):
         return
     log.info("reading %d images", len(dataset.train_labels) + len(dataset.test_labels))
     problems = find_unreadable(dataset.train_images) + find_unreadable(dataset.test_images)
@@ -72,10 +72,16 @@ def require_readable(dataset: Dataset, name: str) -> None:
         raise UnreadableImage(" ".join(problems[:_NAMED]) + f" {len(problems)} files in all." * (len(problems) > 1))
 
 
-def data_digest(dataset: Dataset) -> str:
+def is_published(name: str) -> bool:
+    """Whether a data set has a known number of classes and images, which are counted when it is loaded."""
+    return bool(SOURCES[name].classes)
+
+
+def data_digest(dataset: Dataset, whole_files: bool) -> str:
     """SHA-256 of class names, labels and images, to tell whether they are still those that a run began with.
 
-    Image files count with their names, those of their folders and all bytes; an .npy file with its size alone.
+    Image files count with their names, those of their folders and their sizes, or with all bytes for ``whole_files``;
+    an .npy file with its size and a thousand of its images.
     """
     total = hashlib.sha256(repr(dataset.class_names).encode())
     for images, labels in ((dataset.train_images, dataset.train_labels), (dataset.test_images, dataset.test_labels)):
@@ -83,15 +89,24 @@ def data_digest(dataset: Dataset) -> str:
         source, positions = resolve_source(images, np.arange(len(images)))
         if isinstance(source, ImageFiles):
             for path in (Path(source.paths[position]) for position in positions):
-                with path.open("rb") as file:
-                    content = hashlib.file_digest(file, "sha256").hexdigest()
-                total.update(repr((path.parent.name, path.name, content)).encode("utf-8", "replace"))
-        elif isinstance(source, np.memmap):
+                about = (path.parent.name, path.name, _file_digest(path, whole_files))
+                total.update(repr(about).encode("utf-8", "replace"))
+            continue
+        if isinstance(source, np.memmap):
             total.update(repr(Path(str(source.filename)).stat().st_size).encode())
-        else:
-            for start in range(0, len(positions), _HASHED):
-                total.update(source[positions[start : start + _HASHED]].tobytes())
+            positions = positions[:: len(positions) // _HASHED + 1]
+        for start in range(0, len(positions), _HASHED):
+            total.update(source[positions[start : start + _HASHED]].tobytes())
     return total.hexdigest()
+
+
+def _file_digest(path: Path, whole: bool) -> str:
+    if not path.is_file():  # a link to nowhere, or a pipe, which nobody may ever write into
+        return ""
+    if not whole:
+        return str(path.stat().st_size)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def default_augmentation(dataset: Dataset, asked: str) -> str:

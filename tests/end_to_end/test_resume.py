@@ -327,14 +327,24 @@ def test_other_images_in_the_folder_are_refused(change: Callable[[Path], object]
     assert resume_anew(cut)["status"] == "finished"
 
 
-def test_another_array_of_images_is_refused(tiny: Values, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mapped", [False, True])
+def test_another_array_of_images_is_refused(mapped: bool, tiny: Values, tmp_path: Path) -> None:
     path, labels = tmp_path / "x.npz", np.arange(80) % 4
     images = np.random.default_rng(0).integers(0, 255, (80, 8, 8), np.uint8)
-    np.savez(path, images=images, labels=labels)
+
+    def save() -> None:
+        if mapped:
+            path.mkdir(exist_ok=True)
+            np.save(path / "images.npy", images)
+            np.save(path / "labels.npy", labels)
+        else:
+            np.savez(path, images=images, labels=labels)
+
+    save()
     _, interrupted = two_runs(tiny, dataset="npz", **{"data-dir": str(path)})
     cut = interrupt(interrupted, 2)
     images[7, 3, 3] ^= 1
-    np.savez(path, images=images, labels=labels)
+    save()
     with pytest.raises(ConfigError, match="began with other images"):
         resume_anew(cut)
 

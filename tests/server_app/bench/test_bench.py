@@ -1,5 +1,6 @@
 """Suites: what is refused before anything runs, what is skipped and begun anew, how they end, and their table."""
 
+import functools
 import json
 import os
 import re
@@ -341,7 +342,7 @@ def test_finished_runs_with_other_images_are_told_of(write, capsys, tmp_path, no
     path, labels = tmp_path / "photos.npz", np.arange(80) % 4
     np.savez(path, images=np.zeros((80, 8, 8), np.uint8), labels=labels)
     suite = write(common=KEYS | {"dataset": "npz", "data-dir": str(path)})
-    began_with = data_digest(load_dataset("npz", str(path), 1, 0.0, 0))
+    began_with = data_digest(load_dataset("npz", str(path), 1, 0.0, 0), whole_files=True)
     for run in read_suite(suite, {}).runs:
         fill(run, run_results((0.5, 0.5, 0.5)), origin() | {"data-sha256": began_with})
     if now == "other images":
@@ -352,6 +353,39 @@ def test_finished_runs_with_other_images_are_told_of(write, capsys, tmp_path, no
     assert cli.main(["bench", str(suite)]) == 0  # a table needs no images
     told = "2 of the finished runs were made by other code, versions or images, first means/seed0 (data-sha256);"
     assert (told in capsys.readouterr().out) == (now == "other images")
+
+
+@pytest.mark.ci
+def test_a_finished_suite_whose_images_cannot_be_read_any_more_has_its_table(write, capsys, tmp_path):
+    """A link to nowhere, and a pipe, which would never be read to its end."""
+    folder = tmp_path / "photos"
+    for name in ("ant", "bee"):
+        paint(folder / name, 12)
+    suite = write(common=KEYS | {"dataset": "folder", "data-dir": str(folder)}, seeds=[0, 1])
+    began_with = data_digest(load_dataset("folder", str(folder), 1, 0.0, 0), whole_files=True)
+    for run in read_suite(suite, {}).runs:
+        fill(run, run_results((0.5, 0.5, 0.5)), origin() | {"data-sha256": began_with})
+    (folder / "ant" / "012.png").symlink_to("/nowhere.png")
+    os.mkfifo(folder / "bee" / "012.png")
+    load_dataset.cache_clear()
+    assert cli.main(["bench", str(suite)]) == 0
+    assert "(data-sha256)" in capsys.readouterr().out
+    assert (tmp_path / "out" / "table.md").exists()
+
+
+@pytest.mark.ci
+def test_data_are_read_once_for_all_runs_of_a_finished_suite(write, monkeypatch, tmp_path):
+    path = tmp_path / "photos.npz"
+    np.savez(path, images=np.zeros((80, 8, 8), np.uint8), labels=np.arange(80) % 4)
+    suite = write(common=KEYS | {"dataset": "npz", "data-dir": str(path)}, seeds=[0, 1, 2])
+    for run in read_suite(suite, {}).runs:
+        fill(run, run_results((0.5, 0.5, 0.5)), origin() | {"data-sha256": "0"})
+    read, load = [], load_dataset.__wrapped__
+    cached = functools.lru_cache(2)(lambda *args: read.append(args) or load(*args))
+    monkeypatch.setattr("task.data.load.load_dataset", cached)
+    assert cli.main(["bench", str(suite)]) == 0
+    assert len(read) == 1
+    assert cached.cache_info().currsize == 0
 
 
 @pytest.mark.ci
