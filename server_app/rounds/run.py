@@ -129,8 +129,8 @@ class Run:
             self.plan = plan_tasks(self.config, self.registry.clients)
         self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
         log_tasks(self.scenario)
-        published = config.own_data or is_published(config.dataset)  # the digest of large sets must not take minutes
-        self._data_sha256 = "" if config.own_data else data_digest(self.scenario.dataset, not published)
+        whole_files = not config.own_data and not is_published(config.dataset)  # published sets may be large
+        self._data_sha256 = "" if config.own_data else data_digest(self.scenario.dataset, whole_files)
         self.model = build_model(self.config, self.scenario.task_sizes(0))
         if initial:
             self.model.load(initial)
