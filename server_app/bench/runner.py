@@ -296,8 +296,7 @@ def _other_key(run: Run, planned: PlannedRun, ignored: Collection[str]) -> str |
 def _other_origin(run: Run, planned: PlannedRun) -> list[str]:
     """What of code, versions and images is another than that of a saved run."""
     different = [name for name, value in flat(origin()).items() if run.settings.get(name) != value]
-    saved = run.settings.get("data-sha256")
-    config = planned.config
+    config, saved = planned.config, run.settings.get("data-sha256")
     if saved and config.dataset in FROM_PATH:
         seed = config.seed if config.validation_share else 0  # without a split all seeds have the same images
         now = _data_sha256(config.dataset, config.data_dir, config.validation_share, seed)
@@ -312,7 +311,7 @@ def _data_sha256(dataset: str, data_dir: str, validation_share: float, seed: int
 
     try:
         data = load_dataset(dataset, str(run_path("data-dir", data_dir)), 1, validation_share, seed)
-        return data_digest(data, not is_published(dataset))
+        return data_digest(data, whole_files=not is_published(dataset))
     except (ConfigError, OSError):
         return ""
     finally:

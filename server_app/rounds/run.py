@@ -129,8 +129,8 @@ class Run:
             self.plan = plan_tasks(self.config, self.registry.clients)
         self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
         log_tasks(self.scenario)
-        whole_files = not config.own_data and not is_published(config.dataset)  # published sets may be large
-        self._data_sha256 = "" if config.own_data else data_digest(self.scenario.dataset, whole_files)
+        dataset, name = self.scenario.dataset, config.dataset
+        self._data_sha256 = "" if config.own_data else data_digest(dataset, whole_files=not is_published(name))
         self.model = build_model(self.config, self.scenario.task_sizes(0))
         if initial:
             self.model.load(initial)

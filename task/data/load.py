@@ -80,8 +80,8 @@ def is_published(name: str) -> bool:
 def data_digest(dataset: Dataset, whole_files: bool) -> str:
     """SHA-256 of class names, labels and images, to tell whether they are still those that a run began with.
 
-    Image files count with their names, those of their folders and their sizes, or with all bytes for ``whole_files``;
-    an .npy file with its size and a thousand of its images.
+    Image files count with their names, those of their folders and their sizes, or with all bytes for ``whole_files``,
+    which takes minutes for the largest published sets; an .npy file with its size and a thousand of its images.
     """
     total = hashlib.sha256(repr(dataset.class_names).encode())
     for images, labels in ((dataset.train_images, dataset.train_labels), (dataset.test_images, dataset.test_labels)):

@@ -6,8 +6,9 @@ import pytest
 from server_app.clients.client_info import ClientInfo
 from server_app.rounds.reply_checks import InvalidReply, check_counts, check_reply, largest_answer
 from server_app.transport.base import Reply
-from strategies.base import RoundContext
+from strategies.base import RoundContext, Update
 from task.config.parsing import parse
+from task.config.schema import Config
 from task.message import Packet
 from task.scenario.class_stream import Schedule
 
@@ -28,17 +29,22 @@ def test_a_confusion_with_more_images_than_the_client_has_is_refused() -> None:
     assert check_counts(Reply(1, Packet(arrays), "", 0, 0), np.array([3, 0]), [0, 1]).tolist() == [[2, 1], [0, 0]]
 
 
+def checked(packet: Packet, config: Config, dim: int = 4) -> Update:
+    """As the answer of a client that holds 3 images of the task's class and 5 of another one's."""
+    context = RoundContext(Schedule([[0], [1]], 1), 1)
+    return check_reply(Reply(1, packet, "", 0, 0), client_with(3, 5), {"w": (2,)}, dim, [0], context, config)
+
+
 @pytest.mark.parametrize(("examples", "accepted"), [(3, True), (4, False)])
 def test_a_client_weighs_by_the_images_of_the_task_alone(examples: int, accepted: bool, tiny) -> None:
     """It holds 3 images of the task's class and 5 of another one's: 4 are too many, though it has 8."""
-    config, context = parse(tiny | {"method": "fedavg"}), RoundContext(Schedule([[0], [1]], 1), 1)
-    reply = Reply(1, Packet({"w": np.ones(2, np.float32)}, metrics={"num-examples": examples}), "", 0, 0)
-    arguments = (reply, client_with(3, 5), {"w": (2,)}, 4, [0], context, config)
+    config = parse(tiny | {"method": "fedavg"})
+    packet = Packet({"w": np.ones(2, np.float32)}, metrics={"num-examples": examples})
     if accepted:
-        assert check_reply(*arguments).num_examples == 3
+        assert checked(packet, config).num_examples == 3
     else:
         with pytest.raises(InvalidReply, match="from 0 to 3 was expected"):
-            check_reply(*arguments)
+            checked(packet, config)
 
 
 def test_the_client_with_most_images_may_send_the_largest_answer(tiny) -> None:
@@ -59,16 +65,14 @@ def test_the_client_with_most_images_may_send_the_largest_answer(tiny) -> None:
 )
 def test_covariances_that_are_none_and_arrays_that_are_not_due_are_refused(packing, changes, words, tiny) -> None:
     config = parse(tiny | {"method": "ccvr", "ccvr-covariance": packing})
-    context = RoundContext(Schedule([[0], [1]], 1), 1)
     statistics = {"class_ids": np.array([0]), "counts": np.array([3]), "means": np.ones((1, 2), np.float32)}
     statistics |= {name: np.array(value, np.float32) for name, value in changes.items()}
     packet = Packet({"w": np.ones(2, np.float32)}, statistics, {"num-examples": 3})
-    arguments = (Reply(1, packet, "", 0, 0), client_with(3, 5), {"w": (2,)}, 2, [0], context, config)
     if words:
         with pytest.raises(InvalidReply, match=words):
-            check_reply(*arguments)
+            checked(packet, config, dim=2)
     else:
-        assert check_reply(*arguments).statistics.keys() == statistics.keys()
+        assert checked(packet, config, dim=2).statistics.keys() == statistics.keys()
 
 
 @pytest.mark.parametrize(
@@ -81,11 +85,10 @@ def test_covariances_that_are_none_and_arrays_that_are_not_due_are_refused(packi
     ],
 )
 def test_seconds_and_accuracy_that_cannot_be_are_refused(metrics, words, tiny) -> None:
-    config, context = parse(tiny | {"method": "fedavg"}), RoundContext(Schedule([[0], [1]], 1), 1)
-    reply = Reply(1, Packet({"w": np.ones(2, np.float32)}, metrics={"num-examples": 3} | metrics), "", 0, 0)
-    arguments = (reply, client_with(3, 5), {"w": (2,)}, 4, [0], context, config)
+    config = parse(tiny | {"method": "fedavg"})
+    packet = Packet({"w": np.ones(2, np.float32)}, metrics={"num-examples": 3} | metrics)
     if words:
         with pytest.raises(InvalidReply, match=words):
-            check_reply(*arguments)
+            checked(packet, config)
     else:
-        assert check_reply(*arguments).metrics == {"num-examples": 3} | metrics
+        assert checked(packet, config).metrics == {"num-examples": 3} | metrics
