@@ -199,14 +199,6 @@ def test_data_dir_may_be_the_folder_itself_and_the_split_is_always_the_same(tree
     assert (brightness(one)[1] == brightness(two)[1]).all()
 
 
-def test_a_sixth_of_each_class_of_mini_imagenet_is_for_the_test(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write_mini_imagenet(tmp_path, monkeypatch)
-    data = read_source(replace(source, folder=""), tmp_path, 16)
-    assert np.bincount(data.test_labels).tolist() == [1, 1, 1]  # of six
-
-
 def test_nothing_there_says_what_belongs_there_and_where_to_get_it(tree: tuple[str, Source, Path]) -> None:
     name, _, root = tree
     shutil.rmtree(root)
