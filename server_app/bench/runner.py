@@ -33,7 +33,7 @@ from server_app.simulation.processes import (
     start_process,
 )
 from server_app.simulation.superlink import POLL
-from task.config.schema import FROM_PATH, MAY_CHANGE, SAME_RESULT, complete_saved, defaults, keys_affecting
+from task.config.schema import FROM_PATH, MAY_CHANGE, SAME_RESULT, defaults, keys_affecting
 from task.keys import ConfigError
 from task.message import Scalar
 
@@ -319,8 +319,8 @@ def _data_sha256(dataset: str, data_dir: str, validation_share: float, seed: int
 
 
 def _saved_keys(run: Run) -> dict[str, Scalar]:
-    """The run keys of a saved run; one that is older than a key had the key's default value, or what LATER says."""
-    return defaults() | complete_saved(run.settings)
+    """The run keys of a saved run; one that is older than a key had the key's default value."""
+    return defaults() | run.settings
 
 
 def _minutes(seconds: float) -> str:

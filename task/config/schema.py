@@ -29,8 +29,6 @@ FROM_PATH = (
 IMAGE_FILES = tuple(name for name in FROM_PATH if name not in ("npz", "cifar10", "cifar100"))  # the others are arrays
 REGISTERED = EMBEDDED + FROM_PATH
 APPEARING = "appearing"
-# keys of a prompted method that came when it had users, where runs from before did not do what is the default now
-LATER = {"fedrda": {"fedrda-frozen-features": False}}
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
 PREFIXED = tuple(name for name in PROMPTED if name not in ("l2p", "lora"))  # the others are no prefixes
 REDRAWN = ("split-ratio",)  # partitions that are drawn anew in every round
@@ -352,12 +350,6 @@ class Config:
         if not blocks or blocks[0] < 0:
             raise ConfigError(f"prompt-blocks = {self.prompt_blocks!r} is not possible: write 1-5, or 1,3 and so on.")
         return blocks
-
-
-def complete_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Run keys as a run has saved them, with those of LATER that it lacks."""
-    later = LATER.get(str(saved.get("method")), {}) if saved.get("prompt") != "none" else {}
-    return {**later, **saved}
 
 
 def known_keys() -> dict[str, Key]:

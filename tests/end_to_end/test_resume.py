@@ -23,7 +23,6 @@ import pytest
 import safetensors.numpy
 import yaml
 from PIL import Image
-from safetensors import safe_open
 
 from server_app.cli.main import main
 from server_app.errors import RunError
@@ -36,7 +35,6 @@ from server_app.transport.in_process import InProcessTransport
 from strategies.base import Strategy
 from task.config.parsing import parse
 from task.data.load import load_dataset
-from task.inference import load_predictor
 from task.keys import ConfigError
 from task.message import Kind, Packet
 from task.methods import METHODS, load_class
@@ -259,23 +257,6 @@ def test_a_changed_config_yaml_is_named(tiny: Values) -> None:
         (folder / "config.yaml").write_text(text.replace(f"\n{key}: {began}\n", f"\n{key}: {now}\n"))
         with pytest.raises(ConfigError, match=f"was made with {key} = {began}, its config.yaml says {now}; put back"):
             run({"resume": str(folder)})
-
-
-def test_a_run_from_before_frozen_features_goes_on_as_it_began(tiny: Values) -> None:
-    """Its files do not name the key; with random features the shapes would fit either way, and the result be wrong."""
-    method = {"method": "fedrda", "fedrda-random-features": 40, "fedrda-frozen-features": False}
-    whole, cut = two_runs(tiny, **method, **{"clients-per-round": 0})
-    folder = interrupt(cut, 6)
-    text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("\nfedrda-frozen-features: false\n", "\n"))
-    resumed = run({"resume": str(folder)})
-    assert resumed["accuracy_matrix"] == run(whole)["accuracy_matrix"]
-    with safe_open(folder / "model.safetensors", "numpy") as file:
-        metadata, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    config = json.loads(metadata["config"])
-    assert config.pop("fedrda-frozen-features") is False
-    safetensors.numpy.save_file(arrays, folder / "model.safetensors", metadata | {"config": json.dumps(config)})
-    assert not load_predictor(folder).model.frozen_features
 
 
 def test_other_backbone_weights_are_refused(tiny: Values) -> None:

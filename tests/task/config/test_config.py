@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from task.config.parsing import ignored_keys, parse, parse_text
-from task.config.schema import complete_saved, defaults, known_keys
+from task.config.schema import defaults, known_keys
 from task.keys import AUTO, ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -195,11 +195,3 @@ def test_defaults_of_hgp_are_the_papers() -> None:
     assert (own.learning_rate, own.momentum, own.class_weights, own.draw) == (0.01, 0.9, "uniform", "epoch")
     assert (config.prompt_length, config.blocks(), config.gradient_clip) == (8, [0, 1, 2, 3, 4], 1.0)
     assert (config.optimizer, config.learning_rate, config.batch_size) == ("adam", 0.001, 64)
-
-
-def test_a_saved_run_without_a_key_that_came_later_keeps_what_it_did() -> None:
-    """FedRDA's features were the adapted ones alone; without a prompt there is no difference."""
-    before = {"method": "fedrda", "prompt": "lora"}
-    assert complete_saved(before) == before | {"fedrda-frozen-features": False}
-    for said in (before | {"fedrda-frozen-features": True}, before | {"prompt": "none"}, {"method": "hgp"}):
-        assert complete_saved(said) == said
