@@ -280,7 +280,7 @@ class Run:
     def _require_training(self) -> None:
         """Refuse to call a run finished in which no client has trained."""
         failures = [f"{f['name']}: {f['reason']}" for r in self.results.rounds for f in r.failures]
-        if all(r.trained is False for r in self.results.rounds):
+        if not any(r.trained for r in self.results.rounds):
             raise RunError(f"no client has trained in any round. {'; '.join(failures[:3])}")
 
     def _update_global_model(self, aggregator: RoundAggregator, context: RoundContext, report: RoundReport) -> None:

@@ -43,7 +43,7 @@ class RoundReport:
     train_loss: float | None = None
     train_accuracy: float | None = None
     server: dict[str, float] = field(default_factory=dict)
-    trained: bool | None = None  # whether any client's answer was used; None in rounds of earlier versions
+    trained: bool = False  # whether any client's answer was used
     dropped: bool = False  # the new model was not finite or absurdly large, so the one before was kept
     bytes_up: int = 0
     bytes_down: int = 0
@@ -205,7 +205,7 @@ class Results:
     def is_not_learned(self, task: int) -> bool:
         """Whether a ``task``, counted from 1, has classes, and no client has trained in its rounds."""
         rounds = [r for r in self.rounds if r.task == task]
-        return bool(self.tasks[task - 1]) and all(r.trained is False for r in rounds)
+        return bool(self.tasks[task - 1]) and not any(r.trained for r in rounds)
 
     def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:
         """Note the federated bias of the local models of ``task`` (from 0).

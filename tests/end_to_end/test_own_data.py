@@ -20,7 +20,6 @@ from server_app.clients import class_names
 from server_app.clients.client_info import MAX_CLASSES
 from server_app.errors import RunError
 from server_app.report.runs import load_run
-from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
@@ -556,23 +555,6 @@ def test_on_resume_a_client_with_other_images_is_told_of(
     assert now["west"] < before["west"]
     told = [message for message in caplog.messages if "other images than before" in message]
     assert told == [f"west has other images than before: {now['west']} to train on, they were {before['west']}"]
-
-
-@pytest.mark.usefixtures("parted")
-def test_a_run_of_which_an_earlier_version_did_not_note_who_trained_is_resumed(keys: Values) -> None:
-    transport = Changing(parse(keys).flat())
-    transport.broken = lambda node, kind: node == 2 and kind == "train"
-
-    transport.before = {2: cut}
-    with pytest.raises(PowerCutError):
-        run(keys, transport)
-    folder = Path(keys["output-dir"]) / "run"
-    checkpoint = read_checkpoint(folder / "checkpoint")
-    for line in checkpoint["results"]["rounds"]:
-        line.trained = None
-    write_checkpoint(folder / "checkpoint", checkpoint["round"], checkpoint)
-    results = run({"resume": str(folder)}, broken=lambda node, kind: node == 2 and kind == "train")
-    assert results["status"] == "finished"
 
 
 @pytest.mark.usefixtures("parted")
