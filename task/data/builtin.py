@@ -19,7 +19,8 @@ def digits(path: Path, side: int, max_pixels: int) -> Dataset:
     pixels = np.frombuffer(zlib.decompress(base64.b64decode(texts["pixels"])), np.uint8).reshape(-1, 8, 8, 1)
     labels = np.frombuffer(base64.b64decode(texts["labels"]), np.uint8).astype(np.int64)
     images = np.round(pixels * (255 / 16)).astype(np.uint8)
-    return split_dataset(draw_held_out(labels, HELD_OUT, 0, "digits"), images, labels, tuple("0123456789"))
+    test = draw_held_out(labels, HELD_OUT, 0, "digits")
+    return split_dataset(test, images, labels, tuple("0123456789"), augmentation="none")
 
 
 def synthetic(path: Path, side: int, max_pixels: int) -> Dataset:
@@ -30,4 +31,5 @@ def synthetic(path: Path, side: int, max_pixels: int) -> Dataset:
     noise = rng.normal(0, 40, (len(labels), 16, 16, 3))
     images = np.clip(patterns[labels] + noise, 0, 255).astype(np.uint8)
     names = tuple(f"pattern {i}" for i in range(12))
-    return split_dataset(draw_held_out(labels, HELD_OUT, 0, "synthetic"), images, labels, names)
+    test = draw_held_out(labels, HELD_OUT, 0, "synthetic")
+    return split_dataset(test, images, labels, names, augmentation="none")

@@ -5,7 +5,6 @@ The classes and images of a published data set are counted; other numbers than t
 
 import hashlib
 import logging
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -124,18 +123,18 @@ def read_source(source: Source, path: Path, side: int, max_pixels: int = MAX_PIX
         ConfigError: missing, incomplete or malformed; says what was found, what is expected and where it comes from.
     """
     if not source.classes:
-        return replace(source.load(path, side, max_pixels), augmentation=source.augmentation)
+        return source.load(path, side, max_pixels)
     root = path if path.name == source.folder else path / source.folder
     try:
         dataset = source.load(root, side, max_pixels)
         _check_counts(dataset, source)
+        return dataset
     except FileNotFoundError as error:
         raise _refusal(source, path, root, f"{error.filename} is missing") from error
     except IncompleteError as error:
         raise _refusal(source, path, root, str(error)) from error
     except (OSError, LookupError, ValueError) as error:
         raise _refusal(source, path, root, f"its files are not as published ({error!r})") from error
-    return replace(dataset, augmentation=source.augmentation)
 
 
 def _refusal(source: Source, path: Path, root: Path, problem: str) -> ConfigError:
