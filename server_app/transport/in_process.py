@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from client_app.client import handle
 from client_app.node import Node
@@ -20,20 +20,11 @@ class InProcessTransport:
 
     one_process = True
 
-    def __init__(
-        self,
-        values: Mapping[str, Scalar],
-        num_clients: int,
-        node_settings: Sequence[Mapping[str, Scalar]] | None = None,
-    ) -> None:
-        """Build the nodes from the run's flat configuration; nothing runs yet.
-
-        ``node_settings`` is the node config of each, beside its partition-id and num-partitions.
-        """
+    def __init__(self, values: Mapping[str, Scalar], num_clients: int) -> None:
+        """Build the nodes from the run's flat configuration; nothing runs yet."""
         run = secrets.token_hex(8)
         self._nodes = {
-            i: Node(values, {**settings, "num-partitions": num_clients, "partition-id": i}, run)
-            for i, settings in enumerate(node_settings or [{}] * num_clients)
+            i: Node(values, {"num-partitions": num_clients, "partition-id": i}, run) for i in range(num_clients)
         }
 
     def nodes(self) -> list[int]:

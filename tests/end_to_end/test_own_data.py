@@ -21,7 +21,6 @@ from server_app.clients.client_info import MAX_CLASSES
 from server_app.errors import RunError
 from server_app.report.runs import load_run
 from server_app.transport.base import Reply
-from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.data.images import UnreadableImage
 from task.inference import load_predictor
@@ -863,9 +862,7 @@ def test_a_late_node_that_does_not_fit_is_named(spoil: Callable[[Packet], object
 def test_an_npz_may_name_classes_that_it_does_not_hold(keys: Values, nodes: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (12, 16, 16, 3), np.uint8)
     np.savez(nodes / "west.npz", images=images, labels=np.repeat([0, 2], 6), class_names=["ant", "bee", "cow"])
-    config = parse(keys)
-    settings = [{}, {}, {"name": "west", "data-dir": str(nodes / "west.npz")}]
-    results = run(keys, InProcessTransport(config.flat(), 3, settings))
+    results = run(keys, node_settings=[{}, {}, {"name": "west", "data-dir": str(nodes / "west.npz")}])
     assert results["status"] == "finished"
     assert results["clients"][2]["class_counts"][1] == 0
 

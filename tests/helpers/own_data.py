@@ -39,7 +39,7 @@ class Changing(FaultyTransport):
         self,
         values: Values,
         before: Mapping[int, Callable[[], object]] | None = None,
-        node_settings: Sequence[Mapping[str, Scalar]] | None = None,
+        node_settings: Sequence[Mapping[str, Scalar]] = (),
     ) -> None:
         super().__init__(values, 3, node_settings)
         self.before, self.hidden, self.aliases = dict(before or {}), set[int](), dict[int, int]()

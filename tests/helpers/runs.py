@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +80,20 @@ class FaultyTransport(InProcessTransport):
     """Nodes in this process of which some do not answer, or answer something else.
 
     ``tamper`` gets node, kind and answer and returns the answer that arrives instead; ``broken`` gets node and kind and
-    returns whether the node does not answer.
+    returns whether the node does not answer; ``node_settings`` are the node config of each, beside its partition-id.
     """
 
     def __init__(
         self,
         values: Values,
         num_clients: int,
-        node_settings: Sequence[Mapping[str, Scalar]] | None = None,
+        node_settings: Sequence[Mapping[str, Scalar]] = (),
         tamper: Callable[[int, Kind, Packet], Packet] = lambda node, kind, answer: answer,
         broken: Callable[[int, Kind], bool] = lambda node, kind: False,
     ) -> None:
-        super().__init__(values, num_clients, node_settings)
+        super().__init__(values, num_clients)
+        for i, settings in enumerate(node_settings):
+            self._nodes[i] = replace(self._nodes[i], settings={**settings, **self._nodes[i].settings})
         self.tamper, self.broken = tamper, broken
 
     def exchange(

@@ -8,11 +8,11 @@ from tests.helpers.runs import TWO
 
 
 def test_nodes_are_asked_in_turn_and_what_travels_is_counted():
-    transport = InProcessTransport({**defaults(), **TWO}, 3, [{"name": "same"}] * 3)
+    transport = InProcessTransport({**defaults(), **TWO}, 3)
     assert transport.nodes() == [0, 1, 2]
     assert transport.busy() == set()
     first, second = transport.exchange("hello", {1: packet(0), 2: packet(0)}, 4)
     assert [first.node, second.node] == [1, 2]
     assert first.bytes_down == len("w") + 128 + 24 + 2 * (len("mark") + 8)
-    assert first.packet.config["name"] == "same"
+    assert first.packet.config["name"] == "client-0001"
     assert first.bytes_up == payload_bytes(first.packet)
