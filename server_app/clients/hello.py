@@ -29,11 +29,6 @@ class AbsentNode:
     answered: bool
     said: ClientInfo | None = None  # what it said of itself, where its hello can be read
 
-    @classmethod
-    def of(cls, client: ClientInfo, reason: str) -> "AbsentNode":
-        """A node whose hello can be read, but which does not fit."""
-        return cls(client.node, client.name, reason, answered=True, said=client)
-
 
 def wait_for_nodes(transport: Transport, expected: int, patience: float, minimum: int | None = None) -> list[int]:
     """Wait for ``expected`` nodes to connect, if 0 until SETTLED seconds pass without a new one; returns their handles.
@@ -78,15 +73,3 @@ def say_hello(
             log.warning("node %s does not take part: %s", reply.node, reason)
             absent.append(AbsentNode(reply.node, f"node {reply.node}", reason, answered=reply.packet is not None))
     return sorted(clients, key=lambda client: client.name), absent
-
-
-def find_mismatch(client: ClientInfo, backbone_sha256: str, code_sha256: str) -> str:
-    """Why a client would compute something else than the server, and what to do about it; else an empty text."""
-    if client.backbone_sha256 != backbone_sha256:
-        return "other backbone weights than the server: give every node the same backbone-weights"
-    if client.code_sha256 != code_sha256:
-        return (
-            "another copy of the code than the server: a simulation imports it from the folder in which the local "
-            "SuperLink was started: stop that SuperLink, or use 'fcil run', which starts its own"
-        )
-    return ""

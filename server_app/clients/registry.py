@@ -9,7 +9,7 @@ import numpy as np
 
 from server_app.clients.class_names import ClassLimit, describe_spellings, warn_of_untested
 from server_app.clients.client_info import ClientInfo
-from server_app.clients.hello import AbsentNode, find_mismatch, say_hello
+from server_app.clients.hello import AbsentNode, say_hello
 from server_app.errors import RunError
 from server_app.tables import align
 from server_app.transport.base import Transport
@@ -110,14 +110,21 @@ class ClientRegistry:
         if line not in self._warnings:
             self._warnings.add(line)
             log.warning("%s", line)
-        return AbsentNode.of(client, reason)
+        return AbsentNode(client.node, client.name, reason, answered=True, said=client)
 
     def _find_misfit(self, client: ClientInfo) -> str:
         """Why a node cannot be a client of this run at any time, or an empty text."""
         if self.config.own_data and not client.classes and self.config.class_order != APPEARING:
             return "it has no image: its data-dir needs a folder of images per class"
-        mismatch = find_mismatch(client, *self._checksums)
-        return f"it has {mismatch}" if mismatch else ""
+        backbone_sha256, code_sha256 = self._checksums
+        if client.backbone_sha256 != backbone_sha256:
+            return "it has other backbone weights than the server: give every node the same backbone-weights"
+        if client.code_sha256 != code_sha256:
+            return (
+                "it has another copy of the code than the server: a simulation imports it from the folder in which the "
+                "local SuperLink was started: stop that SuperLink, or use 'fcil run', which starts its own"
+            )
+        return ""
 
     def _require_enough(self, absent: Sequence[AbsentNode], expected: int) -> None:
         needs = {"quorum": self.config.quorum}
