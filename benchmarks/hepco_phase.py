@@ -13,7 +13,6 @@ each phase are timed and extrapolated linearly to all steps.
 
 import argparse
 import platform
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +38,7 @@ from task.models.model import Head
 from task.prompts.decomposed import DecomposedPrompt
 from task.scenario.class_stream import Schedule
 from task.utils.cores import cores
+from task.utils.memory import peak_memory
 from task.utils.seeding import torch_rng
 
 CLASSES, BLOCKS, LENGTH = 10, 5, 10  # ten classes a task; a length of 20 is ten keys and ten values
@@ -222,7 +222,7 @@ def _print_head() -> None:
 
 
 def _print_row(form: str, seconds: dict[str, float]) -> None:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # kilobytes on Linux
+    peak = peak_memory() / 2**30
     print(f"{form:<8}" + "".join(f"{seconds[phase]:>14.2f}" for phase in PHASES) + f"{peak:>10.2f}", flush=True)
 
 

@@ -10,11 +10,12 @@ what 10 clients need, but for their statistics.
 import argparse
 import json
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from task.utils.memory import peak_memory
 
 CLIENTS = ((10, 10), (100, 10), (100, 100))  # clients, and how many of them take part in each round
 METHODS = ("hgp", "fppl", "pip")  # without hepco, which keeps the prompts of all clients of a round
@@ -40,7 +41,7 @@ def _one(words: list[str]) -> int:
     from server_app.cli.main import main
 
     code = main(["run", "--in-process", *words])
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10)  # kilobytes on Linux
+    print(peak_memory() / 2**20)
     return code
 
 

@@ -10,7 +10,6 @@ distribution. Ours also pays for preparing the Gaussians of the round's task, of
 
 import argparse
 import platform
-import resource
 import statistics
 import sys
 import time
@@ -32,6 +31,7 @@ from task.message import Arrays
 from task.models.model import Head
 from task.prototypes.gaussians import Gaussians, pack_symmetric, prepare_gaussians
 from task.scenario.class_stream import Schedule
+from task.utils.memory import peak_memory
 
 DIM, CLIENTS, RANK = 768, 10, 8
 TASK = 10  # classes of a task
@@ -159,7 +159,7 @@ def compare(packing: str, classes: int, repeats: int, direct_repeats: int, valid
 
 
 def _print_row(packing: str, classes: int, form: str, s: Seconds) -> None:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # kilobytes on Linux
+    peak = peak_memory() / 2**30
     print(f"{packing:<9} {classes:>7} {form:<7} {s.sampling:>10.3f} {s.whole:>10.3f} {s.loss:>8.4f} {peak:>9.2f}")
 
 
