@@ -93,7 +93,7 @@ FEDRDA: Keys = {  # which has no preset, as it has no paper
 TINY_PAPER: Keys = SMALL | TINY | {"clients-per-round": 2, "batch-size": 16}
 BATCHES, STEPS = [16, 64, 256], 12
 IMAGES = 256  # whose features in bf16 are compared with those in fp32
-BACKBONES = {  # name and side; those of "random" weights are only timed
+BACKBONES = {  # name and side in pixels
     "deit-ti-160": ("deit_tiny_patch16_224", 160),
     "deit-ti-224": ("deit_tiny_patch16_224", 224),
     "vit-b-224": ("vit_base_patch16_224", 224),

@@ -22,7 +22,7 @@ from server_app.errors import LaunchError
 from server_app.run_files.on_end import SUPERVISED
 from server_app.simulation.cluster import ADDRESS, Cluster
 from server_app.simulation.processes import end_processes, last_lines, start_process
-from server_app.simulation.warden import start_warden
+from server_app.simulation.watchdog import start_watchdog
 from task.config.schema import Config
 from task.message import Scalar
 from task.utils.cores import cores
@@ -61,7 +61,7 @@ def _seems_on_gpu(device: str) -> bool:
 class FlowerRun:
     """A private SuperLink and one run on it; a context manager that ends every process it started.
 
-    When this process is killed, its warden ends them.
+    When this process is killed, its watchdog ends them.
 
     Ray's workers import the clients' code from ``project``, the folder of the Flower app. ``check`` is called while
     waiting; an exception that it raises ends the wait. Without a ``cluster``, Flower starts a Ray for the run.
@@ -84,7 +84,7 @@ class FlowerRun:
         short = "/tmp" if len(tempfile.gettempdir()) > 20 and os.path.isdir("/tmp") else None
         self._home = Path(tempfile.mkdtemp(prefix="fcil-", dir=short))
         self.log = self._home / "flower.log"  # of the run and of Flower; removed when the context ends
-        self._warden = start_warden(f"FLWR_HOME={self._home}", self._home)
+        self._watchdog = start_watchdog(f"FLWR_HOME={self._home}", self._home)
         try:
             self._start_superlink()
         except BaseException:
@@ -96,7 +96,7 @@ class FlowerRun:
         """End all processes and remove all files."""
         end_processes(self._processes, f"FLWR_HOME={self._home}")
         shutil.rmtree(self._home, ignore_errors=True)
-        self._warden.communicate()
+        self._watchdog.communicate()
 
     def submit(self, values: Mapping[str, Scalar], clients: int, workers: int) -> None:
         """Submit a run with the keys ``values`` to the SuperLink, for a number of simulated clients and of workers.

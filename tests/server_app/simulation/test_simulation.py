@@ -394,9 +394,9 @@ def test_whole_families_are_ended(orphans):
 KILLED = """
 import os, signal, subprocess, sys
 from pathlib import Path
-from server_app.simulation.warden import start_warden
+from server_app.simulation.watchdog import start_watchdog
 mark, folder = sys.argv[1:]
-start_warden(f"MARK={mark}", Path(folder))
+start_watchdog(f"MARK={mark}", Path(folder))
 command = [sys.executable, "-c", sys.stdin.read()]
 subprocess.Popen(command, env={**os.environ, "MARK": mark}, start_new_session=True).wait()
 """

@@ -1,7 +1,7 @@
-"""The warden: a process that cleans up after its parent, also if the parent was killed.
+"""The watchdog: a process that cleans up after its parent, also if the parent was killed.
 
 It waits until a pipe is closed that only the parent holds. Every system closes it when the parent ends, in whatever
-way. The warden then ends the processes that the parent started, and removes the parent's temporary folder.
+way. The watchdog then ends the processes that the parent started, and removes the parent's temporary folder.
 """
 
 import shutil
@@ -12,8 +12,8 @@ from pathlib import Path
 from server_app.simulation.processes import end_processes
 
 
-def start_warden(mark: str, folder: Path) -> "subprocess.Popen[bytes]":
-    """Start the warden of all processes with ``mark``, NAME=VALUE of an environment variable.
+def start_watchdog(mark: str, folder: Path) -> "subprocess.Popen[bytes]":
+    """Start the watchdog of all processes with ``mark``, NAME=VALUE of an environment variable.
 
     It ends them and removes ``folder`` when its standard input ends.
     """
