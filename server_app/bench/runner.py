@@ -113,7 +113,7 @@ class Bench:
                 while self._waiting and len(self._running) < self._jobs:
                     self._start(self._waiting.pop(0))
                 if ended:
-                    self._report()  # takes seconds, so the next runs are started before
+                    self._renew_report()  # takes seconds, so the next runs are started before
                 check()
                 time.sleep(POLL)
         finally:
@@ -121,6 +121,13 @@ class Bench:
             end_processes(list(self._running), self._mark)
             for run in self._running.values():
                 mark_failed(run.directory, "stopped with its suite")
+
+    def _renew_report(self) -> None:
+        """A full disk while it is written must not end the runs."""
+        try:
+            self._report()
+        except OSError as error:
+            self._say(f"WARNING   the table could not be written: {error}; the same command writes it later")
 
     def _plan(self) -> None:
         foreign = []

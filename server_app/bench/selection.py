@@ -12,6 +12,8 @@ from server_app.tables import markdown_table
 from task.message import Scalar
 from task.utils.atomic import write_atomically, write_json
 
+INCREMENTAL = "average_incremental_accuracy"
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -39,9 +41,11 @@ class Choice:
 
 
 def choose(selection: Selection, finished: dict[str, Run], failed: Collection[str]) -> dict[str, Choice]:
-    """The best point of each variant by final average accuracy, averaged over seeds; of equal ones the first.
+    """The best point of each variant by final average accuracy, averaged over seeds.
 
-    A point counts if every one of its seeds has finished.
+    Of equal ones, of which there are many with few validation images, it is the best by average incremental accuracy,
+    and of those the one in the middle: at the edges a method fails more easily. A point counts if every one of its
+    seeds has finished.
 
     Args:
         selection: what was to be run.
@@ -49,22 +53,26 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         failed: names of the runs that will not finish.
     """
     choices = {}
-    known = {name: run.metrics[FINAL] for name, run in finished.items() if FINAL in run.metrics}
+    known = {name: run.metrics for name, run in finished.items() if FINAL in run.metrics}
     for variant, points in selection.points.items():
         planned = {
             label: [r for r in selection.suite.runs if (r.variant, r.partition) == (variant, label)] for label in points
         }
-        accuracies = {label: [known[r.name] for r in runs if r.name in known] for label, runs in planned.items()}
+        accuracies, incremental = (
+            {label: [known[r.name][metric] for r in runs if r.name in known] for label, runs in planned.items()}
+            for metric in (FINAL, INCREMENTAL)
+        )
         left = [r for runs in planned.values() for r in runs if r.name not in finished and r.name not in failed]
         whole = [label for label, runs in planned.items() if len(accuracies[label]) == len(runs)]
         best = [] if left else _best(whole, accuracies)
-        chosen = best[0] if best else ""
+        equal = _best(best, incremental)
+        chosen = equal[(len(equal) - 1) // 2] if equal else ""
         values, edges = points.get(chosen, {}), []
         for name, value in values.items():
             numbers = [point[name] for point in points.values() if is_number(point[name])]
             if is_number(value) and value in (min(numbers), max(numbers)):
                 edges.append(name)
-        choices[variant] = Choice(accuracies, chosen, values, edges, best[1:])
+        choices[variant] = Choice(accuracies, chosen, values, edges, [label for label in best if label != chosen])
     return choices
 
 

@@ -47,6 +47,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def _run_command(args: argparse.Namespace) -> int:
     from server_app.bench.suite import read_suite
+    from task.models.weights import require_known
 
     options = _run_options(args)
     suite = read_suite(args.suite, read_words(args.words))
@@ -57,6 +58,8 @@ def _run_command(args: argparse.Namespace) -> int:
     left = [run for run in runs if read_results(run.directory).get("status") != FINISHED]  # a table needs no images
     for run in left:
         require_files(run.values)
+    for backbone in {run.config.backbone for run in left}:
+        require_known(backbone)
     for hook in {str(run.values.get("on-end", "")) for run in runs}:
         require_hook(hook, elsewhere=True)
     if args.flower:
@@ -73,17 +76,26 @@ def _require_images(configs: Sequence["Config"]) -> None:
     """Count the images of each data set, and read those of people's own folders: a damaged one would end every run.
 
     Raises:
-        ConfigError: a data set cannot be read, or has too few images of a class.
+        ConfigError: a data set cannot be read, or has too few classes or too few images of one.
     """
     from task.data.load import load_dataset, require_readable
 
     shares: dict[tuple[str, str, int], set[float]] = {}
+    most_tasks: dict[tuple[str, str, int], int] = {}
     for c in configs:
         if not c.own_data:
-            shares.setdefault((c.dataset, c.data_dir, c.max_image_pixels), {0.0}).add(c.validation_share)
-    for (name, text, limit), held_out in shares.items():
+            source = (c.dataset, c.data_dir, c.max_image_pixels)
+            shares.setdefault(source, {0.0}).add(c.validation_share)
+            most_tasks[source] = max(c.num_tasks, most_tasks.get(source, 0))
+    for source, held_out in shares.items():
+        name, text, limit = source
         path = str(run_path("data-dir", text)) if text else ""
         counted = [load_dataset(name, path, 1, share, 0, limit) for share in sorted(held_out)]
+        if most_tasks[source] > (classes := len(counted[0].class_names)):
+            raise ConfigError(
+                f"num-tasks = {most_tasks[source]}: {text or name} has {classes} classes, and every task needs one at "
+                f"least: add num-tasks={classes} or less."
+            )
         if name == "folder":
             say(f"reading the images in {path}")
         require_readable(counted[0], name)

@@ -8,9 +8,11 @@ import numpy as np
 from server_app.report.compare import FINAL, WALL, Group, mean_sd
 from server_app.report.runs import Run
 
+DIGEST = "data-sha256"  # in a run's config.yaml
 POINT = 0.01  # smaller differences in accuracy count as none
 SMALL = "; differences below one point count as none"
 CLOSE = 2.0  # differences below so many standard deviations may be chance
+SIMILAR = 1.25  # costs that differ by less than this factor count as equal
 
 
 def recommend(groups: Sequence[Group]) -> list[str]:
@@ -64,25 +66,31 @@ def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[flo
     """
     by_task = np.array([n for n in best.measured[0].results["samples_per_task"] if n])
     images = int(by_task.sum())
-    if pairs and all(run.correct and _lengths(run) == _lengths(their) for run, their in pairs):
+    if pairs and all(run.correct and _same_images(run, their) for run, their in pairs):
         variance = np.mean([_variance(run, their) for run, their in pairs])
         return math.sqrt(variance), f"by the draw of the {images:,} test images, the same ones for both"
     # accuracies of tasks count alike, so that the images of a small task count more than others
     effective = len(by_task) ** 2 / (1 / by_task).sum() if images else math.nan
     # Laplace's rule: all of a few images right does not mean no noise
     likely = (_accuracy(best) * images + 1) / (images + 2)
-    shared = ", roughly: it is not recorded which of them are classified correctly" if pairs else ""
+    shared = ", roughly: it is not recorded which of the same images each classifies correctly" if pairs else ""
     return math.sqrt(likely * (1 - likely) / effective), f"by the draw of the {images:,} test images{shared}"
 
 
-def _lengths(run: Run) -> list[int]:
-    return [len(correct) for correct in run.correct]
+def _same_images(run: Run, their: Run) -> bool:
+    """Whether two runs have as many test images of each task, and no other ones as far as was recorded."""
+    known = {digest for r in (run, their) if (digest := r.settings.get(DIGEST))}
+    return len(known) < 2 and list(map(len, run.correct)) == list(map(len, their.correct))
 
 
 def _variance(run: Run, their: Run) -> float:
-    """Variance, by the draw of the test images of each task, of the difference of two mean accuracies over tasks."""
+    """Variance, by the draw of the test images of each task, of the difference of two mean accuracies over tasks.
+
+    As in McNemar's test it is that of methods which are equally good: about a difference of 0. The variance about the
+    mean would be 0 where all of a few images differ in the same direction.
+    """
     differences = [a - b for a, b in zip(run.correct, their.correct, strict=True) if len(a)]
-    return float(sum(d.var() / max(len(d) - 1, 1) for d in differences)) / len(differences) ** 2
+    return float(sum((d**2).sum() / len(d) ** 2 for d in differences)) / len(differences) ** 2
 
 
 def _accuracy(group: Group) -> float:
@@ -113,9 +121,8 @@ def _short(value: float) -> str:
 
 def _decide(best: Group, equal: Sequence[Group]) -> str:
     """The recommendation among groups that are equally accurate."""
-    # a cost that was not recorded counts as infinite
-    by_traffic = min(equal, key=lambda group: np.nan_to_num(group.megabytes[0], nan=math.inf))
-    by_time = min(equal, key=lambda group: np.nan_to_num(group.core_minutes[0], nan=math.inf))
+    by_traffic = _cheapest(_cheapest(equal, "megabytes"), "core_minutes")[0]
+    by_time = _cheapest(_cheapest(equal, "core_minutes"), "megabytes")[0]
     if by_traffic is not by_time:
         return (
             f"Recommended: {by_traffic.label} where traffic is dear ({_traffic(by_traffic)}), {by_time.label} where "
@@ -131,9 +138,24 @@ def _decide(best: Group, equal: Sequence[Group]) -> str:
     return f"Recommended: {by_traffic.label}: {reason}."
 
 
+def _cheapest(groups: Sequence[Group], cost: str) -> list[Group]:
+    """The groups whose cost is about the least; one that was not recorded counts as infinite."""
+    costs = [np.nan_to_num(getattr(group, cost)[0], nan=math.inf) for group in groups]
+    return [group for group, value in zip(groups, costs, strict=True) if value <= SIMILAR * min(costs)]
+
+
 def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:
-    """Reasons to doubt the recommendation: single seeds, unfinished runs, times by the clock."""
+    """Reasons to doubt the recommendation: guesses, other images, single seeds, unfinished runs, times by the clock."""
     lines = []
+    best, runs = ranked[0], [run for group in ranked for run in group.measured]
+    classes = len(best.measured[0].results["class_names"])
+    if classes and _accuracy(best) - 1 / classes < CLOSE * _noise_of_images(best, [])[0]:
+        lines.append(f"No method can be told from guessing, which has {100 / classes:.1f} %.")
+    images = {(run.results.get("seed"), run.settings[DIGEST]) for run in runs if run.settings.get(DIGEST)}
+    if len(images) > len({seed for seed, _ in images}):
+        lines.append(
+            f"Not all runs are of the same images ({DIGEST} in config.yaml): remove the old ones and run again."
+        )
     if single := [group.label for group in ranked if len(group.measured) == 1]:
         which = "each method" if len(single) == len(ranked) else ", ".join(single)
         lines.append(f"One seed only: {which}; another seed may draw another class order and other clients.")

@@ -12,13 +12,16 @@ HELD_OUT = 0.2  # test share of a data set that comes without a test split
 
 
 def draw_held_out(labels: np.ndarray, share: float, seed: int, purpose: str) -> np.ndarray:
-    """Mark a random ``share`` of every class; bool [N], the same for equal ``seed`` and ``purpose``."""
+    """Mark a random ``share`` of every class; bool [N], the same for equal ``seed`` and ``purpose``.
+
+    Of a class with two images or more at least one is marked, and at least one is not.
+    """
     shuffled = numpy_rng(seed, purpose).permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     counts = np.bincount(labels)
     rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)
     mask = np.zeros(len(labels), dtype=bool)
-    mask[by_class] = rank < np.repeat(np.round(share * counts), counts)
+    mask[by_class] = rank < np.repeat(np.clip(np.round(share * counts), np.minimum(counts - 1, 1), counts - 1), counts)
     return mask
 
 

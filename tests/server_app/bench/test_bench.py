@@ -130,6 +130,22 @@ def test_images_that_are_not_there_are_named_before_anything_runs(write, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["num-tasks=13"], "num-tasks = 13: synthetic has 12 classes, and every task needs one at least: add num-tasks=12"),
+        (["backbone=vit_nope"], "backbone = 'vit_nope' does not exist: use vit_glyphs, "),
+    ],
+)
+def test_what_would_end_every_run_is_told_before_anything_runs(write, tmp_path, capsys, words, message):
+    common = {name: value for name, value in KEYS.items() if name not in ("num-tasks", "backbone")}
+    assert cli.main(["bench", str(write(common=common)), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"fcil: {message}")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("relative", [False, True])
 def test_a_damaged_image_is_named_once_before_anything_runs(relative, write, tmp_path, capsys, monkeypatch):
     """A relative folder counts from the project's, in which the runs are."""
@@ -399,6 +415,20 @@ def test_a_failed_run_stops_no_other(write, quick, capsys, tmp_path):
     assert events(tmp_path / "out") == ["begins bad", "begins head", "ends head"]
     assert cli.main(["bench", str(path)]) == 1  # once more, and only the one that failed
     assert events(tmp_path / "out")[3:] == ["begins bad"]
+
+
+@pytest.mark.ci
+def test_a_table_that_cannot_be_written_ends_no_run(write, quick, monkeypatch, tmp_path):
+    def full(*args):
+        if started:
+            raise OSError(28, "No space left on device")
+
+    started, said = list[Path](), list[str]()
+    monkeypatch.setattr("server_app.bench.runner.write_comparison", full)
+    monkeypatch.setattr(Bench, "_start", lambda self, run, start=Bench._start: (started.append(run), start(self, run)))
+    assert Bench(read_suite(write(), {}), 1, ["--in-process"], said.append).run() == []
+    assert sum(line.startswith("WARNING   the table could not be written: ") for line in said) == 2
+    assert events(tmp_path / "out") == ["begins means", "ends means", "begins head", "ends head"]
 
 
 def test_a_run_that_is_killed_is_a_failed_one(write, quick, monkeypatch, tmp_path):

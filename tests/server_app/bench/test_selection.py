@@ -143,6 +143,23 @@ def test_a_tie_is_told(write, tmp_path):
     assert "| learning-rate=0.005 | as good: learning-rate=0.02 |" in (tmp_path / "out" / "selection.md").read_text()
 
 
+def test_of_equal_ones_the_one_that_was_better_on_the_way_is_chosen(write):
+    """Accuracies after the first task are 0.6, 0.6 and 0.7, at the end 0.5 with each."""
+    suite = read_suite(write(select=SELECT), {})
+    for run in suite.selection.suite.runs:
+        first = 0.7 if run.values["learning-rate"] == 0.02 else 0.6
+        results = run_results((0.5, 0.5, 0.5)) | {"num_tasks": 2, "accuracy_matrix": [[first, None], [0.5, 0.5]]}
+        fill(run, results | {"metrics": {}})
+    choice = choices_of(suite)["head"]
+    assert (choice.chosen, choice.ties) == ("learning-rate=0.02", ["learning-rate=0.001", "learning-rate=0.005"])
+
+
+def test_of_altogether_equal_ones_the_middle_one_is_chosen(write):
+    suite = read_suite(write(select=SELECT), {})
+    fill_selection(suite, {("head", rate, 0): 0.5 for rate in RATES})
+    assert choices_of(suite)["head"].chosen == "learning-rate=0.005"
+
+
 def test_a_word_may_stand_beside_numbers(write):
     """Edges are those of the numbers."""
     keys = {"afcl-ridge": ["auto", 0.1, 10.0], "dirichlet-beta": [0.1, 1.0]}

@@ -55,6 +55,12 @@ def test_held_out_share_of_every_class() -> None:
     assert (mask != draw_held_out(labels, 0.2, 1, "test")).any()
 
 
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.9])
+def test_of_a_class_of_two_images_one_is_held_out_and_of_one_none(share: float) -> None:
+    mask = draw_held_out(np.array([0, 0, 2]), share, 0, "test")
+    assert [int(mask[:2].sum()), int(mask[2])] == [1, 0]
+
+
 def test_validation_replaces_the_test_set_with_training_images() -> None:
     full = load_dataset("digits", "", 32, 0.0, 0)
     less = split_validation(full, 0.25, seed=0)
