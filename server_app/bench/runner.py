@@ -314,7 +314,8 @@ def _other_origin(run: Run, planned: PlannedRun) -> list[str]:
 @cache
 def _data_sha256(dataset: str, data_dir: str, validation_share: float, seed: int) -> str:
     """Digest of a data set as it is now; empty where it is not on this machine any more, or cannot be read."""
-    from task.data.load import data_digest, is_published, load_dataset
+    from task.data.digests import data_digest
+    from task.data.load import is_published, load_dataset
 
     try:
         data = load_dataset(dataset, str(run_path("data-dir", data_dir)), 1, validation_share, seed)

@@ -78,6 +78,7 @@ def _require_images(configs: Sequence["Config"]) -> None:
     Raises:
         ConfigError: a data set cannot be read, or has too few classes or too few images of one.
     """
+    from task.data.digests import describe_repeated
     from task.data.load import load_dataset, require_readable
 
     shares: dict[tuple[str, str, int], set[float]] = {}
@@ -99,6 +100,8 @@ def _require_images(configs: Sequence["Config"]) -> None:
         if name == "folder":
             say(f"reading the images in {path}")
         require_readable(counted[0], name)
+        if repeated := describe_repeated(counted[0], name):
+            say(f"WARNING   {repeated}")
         load_dataset.cache_clear()  # the runs have processes of their own
 
 

@@ -16,6 +16,7 @@ from server_app.doctor.finding import GB, Finding
 from server_app.simulation.superlink import fitting_workers
 from strategies.base import RoundContext
 from task.config.schema import Config
+from task.data.digests import describe_repeated
 from task.data.load import default_augmentation, load_dataset, require_readable
 from task.data.node_images import Inventory, open_inventory, scan_images
 from task.keys import ConfigError
@@ -98,7 +99,9 @@ def _read_data(config: Config) -> Finding:
     for images, labels in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
         images[np.unique(labels, return_index=True)[1]]
     text = f"data {config.dataset}: {len(data.train_labels)} training and {len(data.test_labels)} test images, "
-    return Finding("ok", text + _describe_counts(data.class_names, np.bincount(data.train_labels)))
+    text += _describe_counts(data.class_names, np.bincount(data.train_labels))
+    repeated = "" if config.own_data else describe_repeated(data, config.dataset)
+    return Finding("warning", text, repeated) if repeated else Finding("ok", text)
 
 
 @lru_cache(maxsize=1)

@@ -220,7 +220,7 @@ def _draw_curve(axes: Axes, group: Group, style: dict[str, Any], band: float) ->
     done = np.flatnonzero(np.isfinite(curves).any(axis=0))
     mean, sd = np.array([mean_sd(curves[:, t]) for t in done]).reshape(-1, 2).T
     axes.plot(done + 1, mean, **style if group.finished else style | {"linestyle": ":"})
-    axes.fill_between(done + 1, mean - sd, mean + sd, color=style["color"], alpha=band, lw=0)
+    axes.fill_between(done + 1, *np.clip([mean - sd, mean + sd], 0, 100), color=style["color"], alpha=band, lw=0)
 
 
 def matrices_figure(groups: Sequence[Group]) -> Figure:

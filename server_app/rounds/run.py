@@ -49,7 +49,8 @@ from strategies.base import RoundContext, Strategy, Update
 from task.config.checks import require_few
 from task.config.parsing import ignored_keys
 from task.config.schema import Config
-from task.data.load import data_digest, is_published
+from task.data.digests import data_digest
+from task.data.load import is_published
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class

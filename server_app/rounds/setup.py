@@ -11,6 +11,7 @@ from server_app.transport.base import Transport
 from task.config.parsing import set_num_clients
 from task.config.schema import APPEARING, BUNDLED, Config
 from task.data.class_names import class_ids
+from task.data.digests import describe_repeated
 from task.data.images import Dataset
 from task.data.load import default_augmentation, require_readable
 from task.keys import ConfigError
@@ -42,6 +43,8 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
     dataset = None if config.own_data else build_scenario(config).dataset
     if dataset:
         require_readable(dataset, config.dataset)
+        if repeated := describe_repeated(dataset, config.dataset):
+            log.warning(repeated)
     # a resumed run goes on without nodes that are gone: at night nobody may be there to start them
     minimum = config.quorum if config.resume else None
     nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, minimum)

@@ -114,7 +114,7 @@ def describe_node(values: dict[str, Scalar]) -> dict[str, str]:
     """Describe this node: its versions, and digests of code, weights and images; or ``problem``, a sentence."""
     try:
         from task.config.parsing import parse
-        from task.data.load import data_digest
+        from task.data.digests import data_digest
         from task.keys import ConfigError
         from task.models.model import build_model
         from task.scenario.scenario import build_scenario

@@ -3,14 +3,13 @@
 The classes and images of a published data set are counted; other numbers than the published ones are refused.
 """
 
-import hashlib
 import logging
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from task.data.images import MAX_PIXELS, Dataset, ImageFiles, UnreadableImage, find_unreadable, resolve_source
+from task.data.images import MAX_PIXELS, Dataset, UnreadableImage, find_unreadable
 from task.data.published import IncompleteError
 from task.data.registry import SOURCES, Source
 from task.data.splits import split_validation
@@ -19,7 +18,6 @@ from task.keys import ConfigError
 log = logging.getLogger(__name__)
 
 _NAMED = 5  # files in one error
-_HASHED = 1024  # images at a time
 
 
 @lru_cache(maxsize=2)
@@ -74,38 +72,6 @@ def require_readable(dataset: Dataset, name: str) -> None:
 def is_published(name: str) -> bool:
     """Whether a data set has a known number of classes and images, which are counted when it is loaded."""
     return bool(SOURCES[name].classes)
-
-
-def data_digest(dataset: Dataset, whole_files: bool) -> str:
-    """SHA-256 of class names, labels and images, to tell whether they are still those that a run began with.
-
-    Image files count with their names, those of their folders and their sizes, or with all bytes for ``whole_files``,
-    which takes minutes for the largest published sets; an .npy file with its size and a thousand of its images.
-    """
-    total = hashlib.sha256(repr(dataset.class_names).encode())
-    for images, labels in ((dataset.train_images, dataset.train_labels), (dataset.test_images, dataset.test_labels)):
-        total.update(labels.tobytes())
-        source, positions = resolve_source(images, np.arange(len(images)))
-        if isinstance(source, ImageFiles):
-            for path in (Path(source.paths[position]) for position in positions):
-                about = (path.parent.name, path.name, _file_digest(path, whole_files))
-                total.update(repr(about).encode("utf-8", "replace"))
-            continue
-        if isinstance(source, np.memmap):
-            total.update(repr(Path(str(source.filename)).stat().st_size).encode())
-            positions = positions[:: len(positions) // _HASHED + 1]
-        for start in range(0, len(positions), _HASHED):
-            total.update(source[positions[start : start + _HASHED]].tobytes())
-    return total.hexdigest()
-
-
-def _file_digest(path: Path, whole: bool) -> str:
-    if not path.is_file():  # a link to nowhere, or a pipe, which nobody may ever write into
-        return ""
-    if not whole:
-        return str(path.stat().st_size)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def default_augmentation(dataset: Dataset, asked: str) -> str:

@@ -28,7 +28,8 @@ from server_app.run_files.checkpoints import write_checkpoint
 from server_app.run_files.paths import read_results
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import Interrupted
-from task.data.load import data_digest, load_dataset
+from task.data.digests import data_digest
+from task.data.load import load_dataset
 from task.keys import ConfigError
 from task.methods import METHODS
 from tests.helpers.marks import rest_in_ci
@@ -133,7 +134,10 @@ def test_images_that_are_not_there_are_named_before_anything_runs(write, tmp_pat
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["num-tasks=13"], "num-tasks = 13: synthetic has 12 classes, and every task needs one at least: add num-tasks=12"),
+        (
+            ["num-tasks=13"],
+            "num-tasks = 13: synthetic has 12 classes, and every task needs one at least: add num-tasks=12",
+        ),
         (["backbone=vit_nope"], "backbone = 'vit_nope' does not exist: use vit_glyphs, "),
     ],
 )

@@ -133,8 +133,9 @@ def test_differences_of_single_images_count() -> None:
     others = [
         group("other", [0.90], 1, 1, correct=[c], seeds=[s]) for c, s in ((None, 7), (["1" * 90], 7), (["1" * 100], 8))
     ]
-    roughly = "by the draw of the 100 test images, roughly: it is not recorded which of the same images each classifies correctly"
-    assert [noise(best, other)[1] for other in others] == [roughly, roughly, "by the draw of the 100 test images"]
+    drawn = "by the draw of the 100 test images"
+    roughly = f"{drawn}, roughly: it is not recorded which of the same images each classifies correctly"
+    assert [noise(best, other)[1] for other in others] == [roughly, roughly, drawn]
 
 
 def test_images_of_a_small_task_count_more_where_it_is_not_recorded_which_are_right() -> None:

@@ -1,0 +1,37 @@
+"""Test images that are training images too."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from task.data.digests import describe_repeated
+from task.data.load import load_dataset
+from tests.helpers.own_data import paint
+
+
+def test_files_with_the_same_bytes_are_counted(tmp_path: Path) -> None:
+    """Two of six test images are copies, one of another class; a file of equal size but other content is none."""
+    folders = [tmp_path / part / name for part in ("train", "test") for name in ("cat", "dog")]
+    for shade in range(12):
+        paint(folders[shade // 3], 1, first=shade % 3, shade=100 + shade)
+    shutil.copy(tmp_path / "train/cat/000.png", tmp_path / "test/cat/001.png")
+    shutil.copy(tmp_path / "train/dog/001.png", tmp_path / "test/cat/000.png")
+    of_dogs = [{file.stat().st_size for file in folders[part].iterdir()} for part in (1, 3)]
+    assert of_dogs[0] & of_dogs[1]
+    told = describe_repeated(load_dataset("folder", str(tmp_path), 32, 0.0, 0), "folder")
+    assert told.startswith("2 of 6 test images are training images too, byte by byte,")
+
+
+@pytest.mark.parametrize("repeated", [0, 3])
+def test_arrays_are_counted_image_by_image(repeated: int, tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), np.uint8)
+    images[17 : 17 + repeated] = images[:repeated]
+    arrays = {"images": images, "labels": np.arange(20) % 2, "split": np.arange(20) >= 10}
+    np.savez(tmp_path / "a.npz", **arrays)
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    told = describe_repeated(load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0), "npz")
+    assert told.split(" test images")[0] == ("3 of 10" if repeated else "")
+    assert describe_repeated(load_dataset("npz", str(tmp_path), 32, 0.0, 0), "npz") == ""
