@@ -323,7 +323,6 @@ def test_bad_settings_leave_no_folder_behind(tiny: dict, tmp_path: Path) -> None
         {"threads": 10**11},
         {"run-name": "../escaped"},
         {"output-dir": "/proc/nope"},
-        {"validation-share": 0.001},
         {"partition": "quantity", "classes-per-client": 1, "num-tasks": 1},
         {"dataset": "folder", "data-dir": str(tmp_path / "nowhere")},
     ]
