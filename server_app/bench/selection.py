@@ -44,8 +44,8 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
     """The best point of each variant by final average accuracy, averaged over seeds.
 
     Of equal ones, of which there are many with few validation images, it is the best by average incremental accuracy,
-    and of those the one in the middle: at the edges a method fails more easily. A point counts if every one of its
-    seeds has finished.
+    and of those the middle one, or the first of the two in the middle: at the edges of a grid a method fails more
+    easily. A point counts if every one of its seeds has finished.
 
     Args:
         selection: what was to be run.
@@ -58,10 +58,10 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         planned = {
             label: [r for r in selection.suite.runs if (r.variant, r.partition) == (variant, label)] for label in points
         }
-        accuracies, incremental = (
-            {label: [known[r.name][metric] for r in runs if r.name in known] for label, runs in planned.items()}
-            for metric in (FINAL, INCREMENTAL)
-        )
+        measured = {label: [known[r.name] for r in runs if r.name in known] for label, runs in planned.items()}
+        accuracies = {label: [metrics[FINAL] for metrics in of_label] for label, of_label in measured.items()}
+        # unknown if nodes with validation images were away after an earlier task
+        incremental = {label: [m.get(INCREMENTAL, 0.0) for m in of_label] for label, of_label in measured.items()}
         left = [r for runs in planned.values() for r in runs if r.name not in finished and r.name not in failed]
         whole = [label for label, runs in planned.items() if len(accuracies[label]) == len(runs)]
         best = [] if left else _best(whole, accuracies)

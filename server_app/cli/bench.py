@@ -47,7 +47,6 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 def _run_command(args: argparse.Namespace) -> int:
     from server_app.bench.suite import read_suite
-    from task.models.weights import require_known
 
     options = _run_options(args)
     suite = read_suite(args.suite, read_words(args.words))
@@ -58,8 +57,6 @@ def _run_command(args: argparse.Namespace) -> int:
     left = [run for run in runs if read_results(run.directory).get("status") != FINISHED]  # a table needs no images
     for run in left:
         require_files(run.values)
-    for backbone in {run.config.backbone for run in left}:
-        require_known(backbone)
     for hook in {str(run.values.get("on-end", "")) for run in runs}:
         require_hook(hook, elsewhere=True)
     if args.flower:
@@ -95,7 +92,7 @@ def _require_images(configs: Sequence["Config"]) -> None:
         if most_tasks[source] > (classes := len(counted[0].class_names)):
             raise ConfigError(
                 f"num-tasks = {most_tasks[source]}: {text or name} has {classes} classes, and every task needs one at "
-                f"least: add num-tasks={classes} or less."
+                f"least: set num-tasks to {classes} or less."
             )
         if name == "folder":
             say(f"reading the images in {path}")

@@ -36,8 +36,8 @@ NOTE = (
     "Mean ± sample standard deviation over seeds. Only finished runs are included: one that stopped early has had "
     "fewer tasks to forget. Traffic is that of all clients in both directions over all rounds, 1 MB = 1,000,000 bytes; "
     "the hellos before them are not counted. For each client and round it is over all clients that were drawn, also "
-    "those without an image of the task. Seconds are those of the whole run. Core-minutes are the time of all processor cores together, without "
-    f"drawing pictures;{WALL}: not recorded, minutes of the clock instead."
+    "those without an image of the task. Seconds are those of the whole run. Core-minutes are the time of all "
+    f"processor cores together, without drawing pictures;{WALL}: not recorded, minutes of the clock instead."
 )
 
 

@@ -12,6 +12,7 @@ DIGEST = "data-sha256"  # in a run's config.yaml
 POINT = 0.01  # smaller differences in accuracy count as none
 SMALL = "; differences below one point count as none"
 CLOSE = 2.0  # differences below so many standard deviations may be chance
+ROUNDING = 1e-9  # one image of a few is as large a difference as its noise
 SIMILAR = 1.25  # costs that differ by less than this factor count as equal
 
 
@@ -31,7 +32,7 @@ def recommend(groups: Sequence[Group]) -> list[str]:
     for group in ranked[1:]:
         below, (sd, source) = _accuracy(best) - _accuracy(group), noise(best, group)
         words = f"{_describe(group)}; {100 * below:.1f} points below, noise {100 * sd:.1f}: {source}"
-        if not less and below <= max(POINT, sd):
+        if not less and below <= max(POINT, sd) + ROUNDING:
             equal.append(group)
             lines.append(f"Close to it: {words}{SMALL * (sd < below)}.")
         else:
@@ -121,9 +122,10 @@ def _short(value: float) -> str:
 
 def _decide(best: Group, equal: Sequence[Group]) -> str:
     """The recommendation among groups that are equally accurate."""
-    by_traffic = _cheapest(_cheapest(equal, "megabytes"), "core_minutes")[0]
-    by_time = _cheapest(_cheapest(equal, "core_minutes"), "megabytes")[0]
-    if by_traffic is not by_time:
+    little_traffic, little_time = _cheapest(equal, "megabytes"), _cheapest(equal, "core_minutes")
+    both = [group for group in little_traffic if group in little_time]
+    if not both:
+        by_traffic, by_time = _cheapest(little_traffic, "core_minutes")[0], _cheapest(little_time, "megabytes")[0]
         return (
             f"Recommended: {by_traffic.label} where traffic is dear ({_traffic(by_traffic)}), {by_time.label} where "
             f"computation is ({_time(by_time)}); their accuracies count as equal."
@@ -131,11 +133,11 @@ def _decide(best: Group, equal: Sequence[Group]) -> str:
     reason = (
         "the next one is below it by more than the noise"
         if len(equal) == 1
-        else "the cheapest in traffic and in computation of these"
+        else "about the cheapest of these in traffic and in computation"
     )
-    if by_traffic is best and len(equal) > 1:
+    if both[0] is best and len(equal) > 1:
         reason = f"the most accurate, and {reason}"
-    return f"Recommended: {by_traffic.label}: {reason}."
+    return f"Recommended: {both[0].label}: {reason}."
 
 
 def _cheapest(groups: Sequence[Group], cost: str) -> list[Group]:
@@ -150,8 +152,13 @@ def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:
     best, runs = ranked[0], [run for group in ranked for run in group.measured]
     classes = len(best.measured[0].results["class_names"])
     if classes and _accuracy(best) - 1 / classes < CLOSE * _noise_of_images(best, [])[0]:
-        lines.append(f"No method can be told from guessing, which has {100 / classes:.1f} %.")
-    images = {(run.results.get("seed"), run.settings[DIGEST]) for run in runs if run.settings.get(DIGEST)}
+        lines.append(f"No method can be told from guessing evenly, which has {100 / classes:.1f} %.")
+    # the seed draws the validation images; without them all seeds have the same images
+    images = {
+        (run.results.get("seed") if run.settings.get("validation-share") else 0, run.settings[DIGEST])
+        for run in runs
+        if run.settings.get(DIGEST)
+    }
     if len(images) > len({seed for seed, _ in images}):
         lines.append(
             f"Not all runs are of the same images ({DIGEST} in config.yaml): remove the old ones and run again."

@@ -36,7 +36,7 @@ def data_digest(dataset: Dataset, whole_files: bool) -> str:
 
 
 def describe_repeated(dataset: Dataset, name: str) -> str:
-    """A sentence on test images that are training images too, byte by byte; empty if there is none.
+    """A sentence on test, or validation, images that are training images too, byte by byte; empty if there is none.
 
     Neither published sets are looked at nor .npy files, which may be large.
     """
@@ -53,8 +53,8 @@ def describe_repeated(dataset: Dataset, name: str) -> str:
     if not repeated:
         return ""
     return (
-        f"{repeated} of {len(dataset.test_labels)} test images are training images too, byte by byte, so that the "
-        "accuracy will be too high: keep one copy of each image"
+        f"{repeated} of the {len(dataset.test_labels)} images to evaluate are training images too, byte by byte, so "
+        "that the accuracy will be too high: keep one copy of each image"
     )
 
 

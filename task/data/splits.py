@@ -14,7 +14,7 @@ HELD_OUT = 0.2  # test share of a data set that comes without a test split
 def draw_held_out(labels: np.ndarray, share: float, seed: int, purpose: str) -> np.ndarray:
     """Mark a random ``share`` of every class; bool [N], the same for equal ``seed`` and ``purpose``.
 
-    Of a class with two images or more at least one is marked, and at least one is not.
+    Of a class with two images or more at least one is marked, and at least one is not; the only one of a class is not.
     """
     shuffled = numpy_rng(seed, purpose).permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]

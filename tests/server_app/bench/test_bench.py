@@ -131,23 +131,23 @@ def test_images_that_are_not_there_are_named_before_anything_runs(write, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["num-tasks=13"],
-            "num-tasks = 13: synthetic has 12 classes, and every task needs one at least: add num-tasks=12",
-        ),
-        (["backbone=vit_nope"], "backbone = 'vit_nope' does not exist: use vit_glyphs, "),
-    ],
-)
-def test_what_would_end_every_run_is_told_before_anything_runs(write, tmp_path, capsys, words, message):
-    common = {name: value for name, value in KEYS.items() if name not in ("num-tasks", "backbone")}
-    assert cli.main(["bench", str(write(common=common)), *words]) == 2
+def test_more_tasks_than_classes_are_told_of_before_anything_runs(write, tmp_path, capsys):
+    """Of the suite's runs some have few enough."""
+    assert cli.main(["bench", str(write(variants=[HEAD | {"num-tasks": 13}, NCM]))]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.startswith(f"fcil: {message}")
+    problem = "num-tasks = 13: synthetic has 12 classes, and every task needs one at least"
+    assert err == f"fcil: {problem}: set num-tasks to 12 or less.\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.ci
+def test_images_in_both_parts_are_told_of(write, tmp_path, quick, capsys):
+    for name in ("cat", "dog"):
+        paint(tmp_path / "pets" / name, 10)
+    images = {"dataset": "folder", "data-dir": str(tmp_path / "pets"), "num-tasks": 2}
+    cli.main(["bench", str(write(variants=[NCM | images], common={**KEYS, "augmentation": "none"}))])
+    assert "WARNING   4 of the 4 images to evaluate are training images too, byte by byte" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("relative", [False, True])

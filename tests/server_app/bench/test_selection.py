@@ -154,6 +154,15 @@ def test_of_equal_ones_the_one_that_was_better_on_the_way_is_chosen(write):
     assert (choice.chosen, choice.ties) == ("learning-rate=0.02", ["learning-rate=0.001", "learning-rate=0.005"])
 
 
+def test_a_run_of_which_an_earlier_accuracy_is_unknown_can_be_chosen(write):
+    """Nodes with the validation images were away after the first task."""
+    suite = read_suite(write(select=SELECT), {})
+    for run in suite.selection.suite.runs:
+        results = run_results((0.5, 0.5, 0.5)) | {"num_tasks": 2, "accuracy_matrix": [[None, None], [0.5, 0.5]]}
+        fill(run, results | {"metrics": {"final_average_accuracy": 0.5}, "samples_per_task": [10, 10]})
+    assert choices_of(suite)["head"].chosen == "learning-rate=0.005"
+
+
 def test_of_altogether_equal_ones_the_middle_one_is_chosen(write):
     suite = read_suite(write(select=SELECT), {})
     fill_selection(suite, {("head", rate, 0): 0.5 for rate in RATES})

@@ -1,5 +1,6 @@
 """The recommendation of a comparison, against cases worked out by hand."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def test_the_cheapest_within_the_noise_is_recommended() -> None:
         "standard deviation over 3 seeds.",
         "Below it: far, 87.5 ± 0.0 % for 0.1 MB and 0.1 core-minutes; 2.5 points below, noise 2.0: standard "
         "deviation over 3 seeds; below twice the noise, so that it may be chance.",
-        "Recommended: near: the cheapest in traffic and in computation of these.",
+        "Recommended: near: about the cheapest of these in traffic and in computation.",
     ]
 
 
@@ -88,13 +89,26 @@ def test_costs_that_disagree_leave_the_choice_to_the_reader() -> None:
 def test_costs_of_about_the_same_size_are_equal() -> None:
     """The same messages, and processor times that differ by what else the machine did: the more accurate one."""
     equal = [group("a", [0.9, 0.9], 5.21, 1.2), group("b", [0.899, 0.899], 5.2, 1.0)]
-    assert recommend(equal)[-1].startswith("Recommended: a: the most accurate, and the cheapest")
-    assert recommend([equal[0], group("b", [0.899, 0.899], 5.2, 0.9)])[-1].startswith("Recommended: b: the cheapest")
+    assert recommend(equal)[-1].startswith("Recommended: a: the most accurate, and about the cheapest")
+    assert recommend([equal[0], group("b", [0.899, 0.899], 5.2, 0.95)])[-1].startswith("Recommended: b: about the")
+
+
+def test_one_that_is_about_the_cheapest_in_both_is_recommended_alone() -> None:
+    """A is not in computation (1.5 times the least), b not in traffic (1.3 times), c in both."""
+    costs = {"a": (1.15, 1.62), "b": (1.54, 1.32), "c": (1.28, 1.08)}
+    lines = recommend([group(label, [0.9, 0.9], *cost) for label, cost in costs.items()])
+    assert lines[-1] == "Recommended: c: about the cheapest of these in traffic and in computation."
+
+
+def test_a_cost_that_was_not_recorded_is_no_low_one() -> None:
+    unknown = group("unknown", [0.9, 0.9], math.nan, 1)
+    assert "Recommended: b:" in recommend([unknown, group("b", [0.899, 0.899], 1, 1)])[-1]
 
 
 def test_the_best_may_be_the_cheapest_too() -> None:
     lines = recommend([group("a", [0.9, 0.9], 1, 1), group("b", [0.899, 0.899], 2, 2)])
-    assert lines[-1] == "Recommended: a: the most accurate, and the cheapest in traffic and in computation of these."
+    reason = "the most accurate, and about the cheapest of these in traffic and in computation"
+    assert lines[-1] == f"Recommended: a: {reason}."
 
 
 @pytest.mark.parametrize(
@@ -156,6 +170,27 @@ def test_images_of_a_small_task_count_more() -> None:
     assert noise(best, other)[0] == pytest.approx(0.125 / 3)
 
 
+def test_images_that_differ_in_both_directions_all_count() -> None:
+    """Of 100 images 30 are correct with the one alone and 20 with the other: sqrt(50) / 100, not 10 / 100."""
+    best = group("a", [0.8], 1, 1, images=100, seeds=[0], correct=[["1" * 80 + "0" * 20]])
+    other = group("b", [0.7], 1, 1, seeds=[0], correct=[["0" * 30 + "1" * 70]])
+    assert noise(best, other)[0] == pytest.approx(50**0.5 / 100)
+
+
+@pytest.mark.parametrize("images", range(4, 30))
+@pytest.mark.parametrize("differ", [(1, 0), (3, 1)])
+def test_a_difference_of_just_the_noise_is_close(images: int, differ: tuple[int, int]) -> None:
+    """sqrt(3 + 1) images are two of noise, and 3 - 1 are two of difference; rounding must not decide."""
+    more, less = differ
+    rest = images - more - less
+    marks = ["1" * more + "0" * less + "1" * rest], ["0" * more + "1" * less + "1" * rest]
+    best, other = (
+        group(label, [correct[0].count("1") / images], 1, 1, samples=[images], seeds=[0], correct=[correct])
+        for label, correct in zip("ab", marks, strict=True)
+    )
+    assert recommend([best, other])[1].startswith("Close to it: b")
+
+
 def test_a_few_images_that_all_differ_in_one_direction_have_noise() -> None:
     """Both images of the last task: 1 / 5 of the accuracy, and sqrt(2) / 2 / 5 = 14 points of noise, not none."""
     correct = ["1111", "11", "11", "11"]
@@ -170,7 +205,7 @@ def test_what_no_better_than_guessing_is_said() -> None:
     names = [str(c) for c in range(10)]
     worse = group("worse", [0.05] * 2, 1, 1)
     lucky, able = (group("x", [a] * 2, 1, 1, images=100, class_names=names) for a in (0.12, 0.18))
-    line = "No method can be told from guessing, which has 10.0 %."
+    line = "No method can be told from guessing evenly, which has 10.0 %."
     assert line in recommend([lucky, worse])
     assert line not in recommend([able, worse])
 
@@ -180,6 +215,8 @@ def test_runs_on_other_images_are_not_compared_image_by_image() -> None:
     assert noise(old, new)[1].endswith("roughly: it is not recorded which of the same images each classifies correctly")
     line = "Not all runs are of the same images (data-sha256 in config.yaml): remove the old ones and run again."
     assert line in recommend([old, new])
+    later = group("later", [0.8], 1, 1, seeds=[1], digests=["new"])
+    assert line in recommend([old, later])  # without validation images all seeds have the same
     assert line not in recommend([old, group("early", [0.8], 1, 1, seeds=[0])])  # of which it was not recorded
 
 
@@ -192,7 +229,7 @@ def test_none_below_a_less_accurate_one_is_as_accurate() -> None:
 def test_one_seed_has_the_noise_of_its_images_and_says_so() -> None:
     lines = recommend([group("a", [0.90], 10, 10, images=100), group("b", [0.88], 1, 1, images=100)])
     assert lines[1].endswith("; 2.0 points below, noise 3.1: by the draw of the 100 test images.")
-    assert lines[-2] == "Recommended: b: the cheapest in traffic and in computation of these."
+    assert lines[-2] == "Recommended: b: about the cheapest of these in traffic and in computation."
     assert lines[-1].startswith("One seed only: each method;")
 
 
@@ -238,7 +275,7 @@ def test_the_noise_of_images_is_a_mean_over_seeds() -> None:
 
 def test_the_cheapest_of_three_that_count_as_equal_is_recommended() -> None:
     lines = recommend([group("a", [0.9] * 2, 30, 30), group("b", [0.899] * 2, 1, 1), group("c", [0.898] * 2, 9, 9)])
-    assert lines[-1] == "Recommended: b: the cheapest in traffic and in computation of these."
+    assert lines[-1] == "Recommended: b: about the cheapest of these in traffic and in computation."
 
 
 def test_where_one_seed_has_no_processor_time_the_clock_counts_for_all() -> None:

@@ -632,6 +632,15 @@ def test_curve_and_point_of_the_comparison(seeds):
     assert axes.get_xscale() == "log"
 
 
+def test_a_band_stays_between_0_and_100_percent(make_run):
+    """96 and 60 % after the first task: 78 with a deviation of 25; 100 and 0 % after the last: 50 with 71."""
+    runs = [make_run("a", seed=0, per_task_seen_accuracy=[0.96, 0.5, 1.0])]
+    runs += [make_run("b", seed=1, per_task_seen_accuracy=[0.60, 0.5, 0.0])]
+    (axes,) = figures.comparison_figure(group_runs([load_run(run) for run in runs])).axes
+    band = axes.collections[0].get_paths()[0].vertices
+    assert (band[:, 1].min(), band[:, 1].max()) == (0, 100)
+
+
 @given(st.lists(st.floats(0.01, 1), min_size=2, max_size=30))
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_many_seeds_agree_with_numpy(tmp_path, factors):

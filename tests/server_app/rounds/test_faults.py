@@ -18,6 +18,7 @@ from task.keys import ConfigError
 from task.message import Kind, Packet
 from task.models.model import Model
 from tests.conftest import TINY
+from tests.helpers.own_data import paint
 from tests.helpers.runs import folder_of, model_of, results_of, run
 
 Change = Callable[[Packet], object]
@@ -301,6 +302,15 @@ def test_a_dropped_round_takes_back_what_was_kept_of_its_answers(tiny: dict, mon
     assert second == [False, True, False]
     assert met[2] == [(number, client) for number in (1, 3) for client in clients]
     assert not any(update.arrays for updates in before for update in updates)
+
+
+def test_a_run_warns_of_test_images_that_it_trains_on(
+    tiny: dict, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("cat", "dog"):
+        paint(tmp_path / "pets" / name, 10)
+    run(tiny | {"dataset": "folder", "data-dir": str(tmp_path / "pets"), "partition": "iid", "method": "ncm"})
+    assert "4 of the 4 images to evaluate are training images too, byte by byte" in caplog.text
 
 
 def test_two_nodes_of_one_name(tiny: dict) -> None:

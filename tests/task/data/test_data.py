@@ -45,6 +45,7 @@ def test_embedded_digits_are_scikit_learns() -> None:
     assert loaded == sorted((image.tobytes(), int(label)) for image, label in zip(expected, theirs.target, strict=True))
     counts = np.bincount(theirs.target)
     assert (np.bincount(ours.test_labels) == np.round(0.2 * counts)).all()
+    assert ours.augmentation == "none"
 
 
 def test_held_out_share_of_every_class() -> None:
