@@ -30,7 +30,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "something in the suite cannot be."
     )
     parser.add_argument("suite", type=Path, metavar="SUITE.yaml", help="such as suites/digits.yaml")
-    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="run keys for all runs, such as data-dir=...")
+    parser.add_argument(
+        "words", nargs="*", default=[], metavar="KEY=VALUE", help="run keys for all runs, such as data-dir=..."
+    )
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--flower", action="store_true", help="every run through Flower's simulation")
     parser.add_argument(

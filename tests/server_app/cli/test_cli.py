@@ -61,6 +61,13 @@ def test_command_lines_without_a_meaning(words):
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(("command", "missing"), [("bench", "SUITE.yaml"), ("problem", "OUT")])
+def test_run_keys_are_not_called_required(command, missing, capsys):
+    with pytest.raises(SystemExit):
+        cli.main([command])
+    assert capsys.readouterr().err.endswith(f"the following arguments are required: {missing}\n")
+
+
 def test_settings_may_stand_on_both_sides_of_an_option(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
