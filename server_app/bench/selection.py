@@ -60,12 +60,13 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         }
         measured = {label: [known[r.name] for r in runs if r.name in known] for label, runs in planned.items()}
         accuracies = {label: [metrics[FINAL] for metrics in of_label] for label, of_label in measured.items()}
-        # unknown if nodes with validation images were away after an earlier task
-        incremental = {label: [m.get(INCREMENTAL, 0.0) for m in of_label] for label, of_label in measured.items()}
+        # one that is unknown, as nodes with validation images were away after an earlier task, must not lose by that
+        every = all(INCREMENTAL in metrics for of_label in measured.values() for metrics in of_label)
+        on_the_way = {label: [m[INCREMENTAL] for m in ms] if every else [] for label, ms in measured.items()}
         left = [r for runs in planned.values() for r in runs if r.name not in finished and r.name not in failed]
         whole = [label for label, runs in planned.items() if len(accuracies[label]) == len(runs)]
         best = [] if left else _best(whole, accuracies)
-        equal = _best(best, incremental)
+        equal = _best(best, on_the_way)
         chosen = equal[(len(equal) - 1) // 2] if equal else ""
         values, edges = points.get(chosen, {}), []
         for name, value in values.items():

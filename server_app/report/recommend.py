@@ -34,9 +34,9 @@ def recommend(groups: Sequence[Group]) -> list[str]:
         words = f"{_describe(group)}; {100 * below:.1f} points below, noise {100 * sd:.1f}: {source}"
         if not less and below <= max(POINT, sd) + ROUNDING:
             equal.append(group)
-            lines.append(f"Close to it: {words}{SMALL * (sd < below)}.")
+            lines.append(f"Close to it: {words}{SMALL * (sd + ROUNDING < below)}.")
         else:
-            close = "; below twice the noise, so that it may be chance" if below < CLOSE * sd else ""
+            close = "; below twice the noise, so that it may be chance" if below < CLOSE * sd - ROUNDING else ""
             less.append(f"Below it: {words}{close}.")
     return [*lines, *less[:1], _decide(best, equal), *_doubts(able, ranked)]
 

@@ -188,7 +188,20 @@ def test_a_difference_of_just_the_noise_is_close(images: int, differ: tuple[int,
         group(label, [correct[0].count("1") / images], 1, 1, samples=[images], seeds=[0], correct=[correct])
         for label, correct in zip("ab", marks, strict=True)
     )
-    assert recommend([best, other])[1].startswith("Close to it: b")
+    line = recommend([best, other])[1]
+    assert line.startswith("Close to it: b")
+    assert "one point" not in line
+
+
+@pytest.mark.parametrize("images", range(5, 30))
+def test_twice_the_noise_is_no_chance(images: int) -> None:
+    """Four images that all differ in one direction: a difference of 4 and a noise of 2."""
+    marks = ["1" * images], ["0" * 4 + "1" * (images - 4)]
+    best, other = (
+        group(label, [correct[0].count("1") / images], 1, 1, samples=[images], seeds=[0], correct=[correct])
+        for label, correct in zip("ab", marks, strict=True)
+    )
+    assert "may be chance" not in recommend([best, other])[1]
 
 
 def test_a_few_images_that_all_differ_in_one_direction_have_noise() -> None:
@@ -218,6 +231,9 @@ def test_runs_on_other_images_are_not_compared_image_by_image() -> None:
     later = group("later", [0.8], 1, 1, seeds=[1], digests=["new"])
     assert line in recommend([old, later])  # without validation images all seeds have the same
     assert line not in recommend([old, group("early", [0.8], 1, 1, seeds=[0])])  # of which it was not recorded
+    for run in (old.runs[0], later.runs[0]):
+        run.settings["validation-share"] = 0.2
+    assert line not in recommend([old, later])  # as each seed holds out its own
 
 
 def test_none_below_a_less_accurate_one_is_as_accurate() -> None:
