@@ -5,14 +5,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from server_app.bench.suite import Selection, Suite
-from server_app.report.compare import FINAL, escape
+from server_app.report.compare import FINAL, INCREMENTAL, escape
 from server_app.report.runs import Run, is_number
 from server_app.run_keys import complete_run_keys
 from server_app.tables import markdown_table
 from task.message import Scalar
 from task.utils.atomic import write_atomically, write_json
-
-INCREMENTAL = "average_incremental_accuracy"
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,10 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         }
         measured = {label: [known[r.name] for r in runs if r.name in known] for label, runs in planned.items()}
         accuracies = {label: [metrics[FINAL] for metrics in of_label] for label, of_label in measured.items()}
-        # one that is unknown, as nodes with validation images were away after an earlier task, must not lose by that
-        every = all(INCREMENTAL in metrics for of_label in measured.values() for metrics in of_label)
-        on_the_way = {label: [m[INCREMENTAL] for m in ms] if every else [] for label, ms in measured.items()}
         left = [r for runs in planned.values() for r in runs if r.name not in finished and r.name not in failed]
         whole = [label for label, runs in planned.items() if len(accuracies[label]) == len(runs)]
         best = [] if left else _best(whole, accuracies)
-        equal = _best(best, on_the_way)
-        chosen = equal[(len(equal) - 1) // 2] if equal else ""
+        chosen = _break_tie(best, measured)
         values, edges = points.get(chosen, {}), []
         for name, value in values.items():
             numbers = [point[name] for point in points.values() if is_number(point[name])]
@@ -81,6 +75,14 @@ def _best(labels: Sequence[str], accuracies: Mapping[str, Sequence[float]]) -> l
     """The labels whose accuracies have the largest sum, but for rounding."""
     sums = {label: sum(accuracies[label]) for label in labels}
     return [label for label in labels if math.isclose(sums[label], max(sums.values()), abs_tol=1e-9)]
+
+
+def _break_tie(labels: Sequence[str], measured: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """One of several labels that are equally good, see :func:`choose`; empty if there is none."""
+    # one that is unknown, as nodes with validation images were away after an earlier task, must not lose by that
+    if all(INCREMENTAL in metrics for of_label in measured.values() for metrics in of_label):
+        labels = _best(labels, {label: [m[INCREMENTAL] for m in of_label] for label, of_label in measured.items()})
+    return labels[(len(labels) - 1) // 2] if labels else ""
 
 
 def apply_choices(suite: Suite, selection: Selection, choices: dict[str, Choice]) -> Suite:

@@ -80,21 +80,18 @@ def _require_images(configs: Sequence["Config"]) -> None:
     from task.data.digests import describe_repeated
     from task.data.load import load_dataset, require_readable
 
-    shares: dict[tuple[str, str, int], set[float]] = {}
-    most_tasks: dict[tuple[str, str, int], int] = {}
+    sources: dict[tuple[str, str, int], list[Config]] = {}
     for c in configs:
         if not c.own_data:
-            source = (c.dataset, c.data_dir, c.max_image_pixels)
-            shares.setdefault(source, {0.0}).add(c.validation_share)
-            most_tasks[source] = max(c.num_tasks, most_tasks.get(source, 0))
-    for source, held_out in shares.items():
-        name, text, limit = source
-        path = str(run_path("data-dir", text)) if text else ""
-        counted = [load_dataset(name, path, 1, share, 0, limit) for share in sorted(held_out)]
-        if most_tasks[source] > (classes := len(counted[0].class_names)):
+            sources.setdefault((c.dataset, c.data_dir, c.max_image_pixels), []).append(c)
+    for (name, text, limit), readers in sources.items():
+        path, shares = str(run_path("data-dir", text)) if text else "", {0.0, *(c.validation_share for c in readers)}
+        counted = [load_dataset(name, path, 1, share, 0, limit) for share in sorted(shares)]
+        classes, tasks = len(counted[0].class_names), max(c.num_tasks for c in readers)
+        if tasks > classes:
             raise ConfigError(
-                f"num-tasks = {most_tasks[source]}: {text or name} has {classes} classes, and every task needs one at "
-                f"least: set num-tasks to {classes} or less."
+                f"num-tasks = {tasks}: {text or name} has {classes} classes, and every task needs one at least: "
+                f"set num-tasks to {classes} or less."
             )
         if name == "folder":
             say(f"reading the images in {path}")

@@ -13,10 +13,10 @@ from server_app.tables import markdown_table
 from task.config.schema import SAME_RESULT, defaults, keys_affecting, known_keys, missing_setting
 from task.methods import METHODS
 
-FINAL = "final_average_accuracy"
+FINAL, INCREMENTAL = "final_average_accuracy", "average_incremental_accuracy"
 COMPARED = {
     FINAL: "Final average accuracy, %",
-    "average_incremental_accuracy": "Average incremental accuracy, %",
+    INCREMENTAL: "Average incremental accuracy, %",
     "last_accuracy": "Last accuracy, %",
     "forgetting": "Forgetting, points",
 }
