@@ -1,14 +1,16 @@
 """The pictures. Importing this module loads matplotlib; pyplot is not used, as its state is global."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
 import numpy as np
-from matplotlib import colormaps
+from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
@@ -23,6 +25,12 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vPX"
 INK, MUTED, FAINT = "#1c2430", "#5b6675", "#e3e7ec"
 Styles = Mapping[str, dict[str, Any]]  # label of a group -> how its line is drawn
+
+# DejaVu Sans comes with matplotlib; the first of the others that is installed draws letters that it lacks
+FONTS = ["DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "IPAexGothic", "WenQuanYi Micro Hei", "Yu Gothic"]
+FONTS += ["Microsoft YaHei", "Malgun Gothic", "Hiragino Sans", "PingFang SC", "Arial Unicode MS"]
+rcParams["font.family"] = [name for name in FONTS if name in fontManager.get_font_names()]
+warnings.filterwarnings("ignore", "Glyph", UserWarning)  # one for each letter that no font has: docs/guides/data.md
 
 
 def png(figure: Figure) -> bytes:

@@ -549,6 +549,13 @@ def test_pictures_take_any_name(make_run, name):
     assert len(labels[0]) <= 62
 
 
+def test_fonts_are_installed_ones():
+    """Matplotlib would log a line for each text and each font that it does not find."""
+    families = figures.rcParams["font.family"]
+    assert families[0] == "DejaVu Sans"
+    assert set(families) <= set(figures.fontManager.get_font_names())
+
+
 def test_fifty_tasks_are_drawn(make_run):
     matrix = [[0.5 if j <= i else None for j in range(50)] for i in range(50)]
     changes = {"accuracy_matrix": matrix, "per_task_seen_accuracy": [0.5] * 50, "num_tasks": 50, "tasks": []}
