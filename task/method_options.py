@@ -13,7 +13,7 @@ from task.message import Scalar
 class Options:
     """A method's own run keys, none here. A subclass adds fields: field ``scale`` of hgp is the run key hgp-scale.
 
-    The attributes here are read by parts that all methods share; a field of the same name replaces one.
+    Code that all methods share reads the attributes below; a subclass replaces one by a field of the same name.
     """
 
     covariance = "diagonal"  # form in which a class covariance travels: diagonal, full or low-rank
@@ -44,7 +44,11 @@ class Options:
 class FedAvgOptions(Options):
     """Keys of FedAvg (McMahan et al. 2017), which weighs by images; Fed-L2P and Fed-DualP of PIP's paper do not."""
 
-    mean: str = key("images", "what a client weighs by: its images, or nothing", choices=("images", "plain"))
+    mean: str = key(
+        "images",
+        "weight of a client in the mean: its number of images, or the same for all",
+        choices=("images", "plain"),
+    )
 
     def client_weight(self, num_examples: int) -> float:
         """n_m, or 1 for every client."""
@@ -108,7 +112,7 @@ class HePCoOptions(Options):
     )
     sample_weights: str = key(
         "class",
-        "what n_cy of a client is divided by: images of the class, or of the round as in the public code",
+        "weight of a client: its images of a class over all of that class, or of the round as in the public code",
         choices=("class", "round"),
     )
     generator_learning_rate: float = key(1e-4, "Adam step size of the generators", above=0)
@@ -154,7 +158,11 @@ class FedProKOptions(Options):
     """Keys of FedProK (Gao et al. 2024); the default of beta is ours."""
 
     beta: float = key(0.5, "share of the new mean in the prototype of a known class, eq. 9", minimum=0, maximum=1)
-    fusion: str = key("tasks", "eq. 9 mixes a class's tasks, or its rounds too", choices=("tasks", "rounds"))
+    fusion: str = key(
+        "tasks",
+        "what eq. 9 mixes: the prototypes of a class in several tasks, or also in several rounds",
+        choices=("tasks", "rounds"),
+    )
     features: str = key(
         "first-task", "tasks in which F, prompt or trained backbone, learns", choices=("first-task", "every-task")
     )
@@ -172,7 +180,7 @@ class FedProxOptions(Options):
 
 @dataclass(frozen=True)
 class CCVROptions(Options):
-    """Keys of CCVR (Luo et al. 2021); where it gives no value for this setting, HGP's."""
+    """Keys of CCVR (Luo et al. 2021); where the paper gives no value for this setting, the default is HGP's."""
 
     covariance: str = key("full", "covariance that clients send", choices=("full", "diagonal"))
     samples_per_class: int = key(256, "virtual features drawn per class, on average", minimum=1, maximum=100_000)
@@ -204,7 +212,7 @@ class AFCLOptions(Options):
 
     head: str = key(
         "ridge",
-        "ridge regression, linear discriminant, or one with class covariances of their own",
+        "ridge regression, linear discriminant, or a discriminant with a share of each class's own covariance",
         choices=("ridge", "discriminant", "regularised"),
     )
     ridge: float = key(
@@ -230,7 +238,7 @@ class AFCLOptions(Options):
     )
     priors: str = key(
         "equal",
-        "what a class is worth before an image is seen: equal, or counts: as often as it has images",
+        "prior probabilities of the classes: equal, or counts: in proportion to their images",
         choices=("equal", "counts"),
         only=("head", "discriminant", "regularised"),
     )
@@ -250,12 +258,13 @@ class AFCLOptions(Options):
         maximum=20_000,
         only=("head", "discriminant"),
     )
-    dtype: str = key("fp32", "numbers that travel", choices=("fp64", "fp32", "fp16"))
+    dtype: str = key("fp32", "type of the numbers that travel", choices=("fp64", "fp32", "fp16"))
     adaptation_rounds: int = key(
         5, "rounds of the first task in which a prompt is trained; it is frozen from then on", minimum=1
     )
     frozen_features: bool = key(
-        False, "with a prompt: whether the class token without prompt is a feature too; a second pass of each image"
+        False,
+        "with a prompt: whether the class token without it is a feature too, which costs a second pass of each image",
     )
 
     @property
@@ -270,7 +279,7 @@ class FedRDAOptions(AFCLOptions):
 
     head: str = key("regularised", "see afcl-head", choices=("ridge", "discriminant", "regularised"))
     depth: float = key(0.75, "share of the blocks after which the class token is a feature too", minimum=0, maximum=1)
-    dtype: str = key("fp16", "numbers that travel", choices=("fp64", "fp32", "fp16"))
+    dtype: str = key("fp16", "type of the numbers that travel", choices=("fp64", "fp32", "fp16"))
     frozen_features: bool = key(True, "see afcl-frozen-features")
 
 

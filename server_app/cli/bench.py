@@ -36,7 +36,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--flower", action="store_true", help="every run through Flower's simulation")
     parser.add_argument(
-        "--gpus-per-client", type=share, metavar="X", help="with --flower on a Ray cluster: as that of fcil run"
+        "--gpus-per-client", type=share, metavar="X", help="with --flower on a Ray cluster: as for fcil run"
     )
     parser.add_argument(
         "--resume",
@@ -102,7 +102,7 @@ def _require_images(configs: Sequence["Config"]) -> None:
 
 
 def _run_options(args: argparse.Namespace) -> list[str]:
-    """Options of the fcil run of every run.
+    """Options that are passed to fcil run for every run.
 
     Raises:
         LaunchError: options do not go together with the Ray cluster that is named, or with none.

@@ -14,7 +14,13 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "what it needs. They lie in the folder that the environment variable FCIL_CACHE names, else in ~/.cache/fcil, "
         "and take at most FCIL_CACHE_GB gigabytes (10 if it is not set)."
     )
-    parser.add_argument("action", nargs="?", choices=("list", "clear"), default="list", help="default: list")
+    parser.add_argument(
+        "action",
+        nargs="?",
+        choices=("list", "clear"),
+        default="list",
+        help="list what is kept, or delete it (default: list)",
+    )
     parser.set_defaults(command=_run_command)
 
 

@@ -14,7 +14,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "Check versions, device, memory, disk, weights and data, and time a training step of a run with these keys. "
         "Nothing is written. Exit code 1 if something is a problem, 2 if a key was mistyped."
     )
-    parser.add_argument("words", nargs="*", default=[], metavar="KEY=VALUE", help="run keys, as of fcil run")
+    parser.add_argument("words", nargs="*", default=[], metavar="KEY=VALUE", help="run keys, as for fcil run")
     parser.add_argument(
         "--certificate",
         action="append",

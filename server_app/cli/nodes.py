@@ -17,7 +17,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "itself and did in the runs of a folder. Times are in UTC."
     )
     parser.add_argument("superlink", help="name of the connection in Flower's config.toml, as for flwr run")
-    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="folder of the runs (default: as of fcil run)")
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="folder of the runs (default: as for fcil run)")
     parser.add_argument("--json", action="store_true", help="JSON for programs")
     parser.set_defaults(command=_run_command)
 

@@ -15,10 +15,27 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "code 1 if there is no model, 2 if the run's method sends nothing to invert."
     )
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder; its data set must be here")
-    parser.add_argument("--client", type=int, default=0, metavar="N", help="whose statistics, from 0 (default: 0)")
-    parser.add_argument("--target", choices=("mean", "sample"), default="mean", help="class mean, or a Gaussian's draw")
-    parser.add_argument("--classes", type=positive, default=8, metavar="K", help="at most, fewest images first")
-    parser.add_argument("--steps", type=positive, default=300, metavar="N", help="of the attack (default: 300)")
+    parser.add_argument(
+        "--client",
+        type=int,
+        default=0,
+        metavar="N",
+        help="client whose statistics to attack, counted from 0 (default: 0)",
+    )
+    parser.add_argument(
+        "--target",
+        choices=("mean", "sample"),
+        default="mean",
+        help="attack the class mean (default) or a draw from the class Gaussian",
+    )
+    parser.add_argument(
+        "--classes",
+        type=positive,
+        default=8,
+        metavar="K",
+        help="classes to attack at most, those with fewest images first (default: 8)",
+    )
+    parser.add_argument("--steps", type=positive, default=300, metavar="N", help="steps of the attack (default: 300)")
     parser.add_argument("--device", default=AUTO, help=DEVICES)
     parser.set_defaults(command=_run_command)
 

@@ -16,7 +16,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "read them. Nothing is trained. Exit code 2 if a key was mistyped or the folder holds files already."
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write, new or empty")
-    parser.add_argument("words", nargs="*", default=[], metavar="KEY=VALUE", help="run keys, as of fcil run")
+    parser.add_argument("words", nargs="*", default=[], metavar="KEY=VALUE", help="run keys, as for fcil run")
     parser.set_defaults(command=_run_command)
 
 

@@ -43,7 +43,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of fcil run."""
     parser.description = (
         "Run an experiment through Flower's simulation (or without Flower, see --in-process), show its progress, and "
-        "end with exit code 0 if the run finished, 1 if it failed, 2 if a key was mistyped."
+        "end with exit code 0 if the run finished, 1 if it failed, 2 if a setting or the data cannot be used."
     )
     parser.epilog = "keys, their defaults and what they mean:\n" + "\n".join(map(_describe_key, known_keys().values()))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -88,7 +88,7 @@ class Config:
         affects="files",
     )
     unreadable_share: float = key(
-        0.05, "of a node's image files that may be unreadable", minimum=0, maximum=1, only=("dataset", OWN)
+        0.05, "share of a node's image files that may be unreadable", minimum=0, maximum=1, only=("dataset", OWN)
     )
     max_image_pixels: int = key(
         50_000_000,
@@ -100,16 +100,18 @@ class Config:
     )
     augmentation: str = key(
         AUTO,
-        "of training images; auto is the data set's own choice",
+        "random changes of training images; auto is the data set's own choice",
         choices=(AUTO, "none", "crop", "crop-flip"),
         affects="local training",
     )
     class_order: str = key(
         "shuffled",
-        "order in which classes arrive; appearing: a task of what nodes newly hold",
+        "order in which classes arrive; appearing: each task has the classes that nodes newly hold",
         choices=("shuffled", "given", APPEARING),
     )
-    num_tasks: int = key(5, "T: tasks that the classes are split into, or at most come", minimum=1)
+    num_tasks: int = key(
+        5, "T: tasks that the classes are split into; the most that can come with class-order=appearing", minimum=1
+    )
     class_wait: float = key(
         0.0, "seconds to wait for new classes before the run ends", minimum=0, only=("class-order", APPEARING)
     )
@@ -127,7 +129,7 @@ class Config:
 
     head_init: str = key(
         "normal",
-        "start of the head's new rows: normal of deviation 0.02, or uniform as torch's Linear",
+        "initial values of the head's new rows: normal with deviation 0.02, or uniform as in torch's Linear",
         choices=("normal", "linear"),
         affects="local training",
     )
@@ -135,7 +137,7 @@ class Config:
     rounds_per_task: int = key(AUTO, "R: rounds of each task", minimum=1, auto=5)
     local_epochs: int = key(
         5,
-        "E: epochs of a local training; where nothing is trained no key of it is read",
+        "E: epochs of a local training; all keys of it are ignored where nothing is trained",
         minimum=1,
         affects="local training",
     )
@@ -146,7 +148,7 @@ class Config:
     )
     learning_rate_schedule: str = key(
         AUTO,
-        "of each local training by itself: from the step size to 0, or constant",
+        "step sizes within each local training: from learning-rate to 0, or constant",
         choices=("cosine", "constant"),
         auto="cosine",
         affects="local training",
@@ -179,7 +181,11 @@ class Config:
         0.6, "share of a task's classes that a round draws", above=0, maximum=1, only=("partition", "split-ratio")
     )
     imbalance_ratio: float = key(
-        1.0, "smallest over largest class of a client", above=0, maximum=1, only=("partition", "split-ratio")
+        1.0,
+        "images of a client's smallest class over those of its largest",
+        above=0,
+        maximum=1,
+        only=("partition", "split-ratio"),
     )
     consensus_rate: float = key(
         0.5, "share of a client's classes that all clients have", minimum=0, maximum=1, only=("partition", "consensus")
@@ -196,11 +202,15 @@ class Config:
         only=("dataset", *FROM_PATH),
         affects="speed",
     )
-    evaluate: str = key("server", "who evaluates: the server, or each client its part", choices=("server", "clients"))
+    evaluate: str = key(
+        "server",
+        "who evaluates: the server, or each client on its part of the test images",
+        choices=("server", "clients"),
+    )
     federated_bias: bool = key(False, "measure the local models of each task too: an evaluation per client and task")
     quorum: int = key(1, "clients that must answer in every round in which any is asked", minimum=1)
     start_timeout: float = key(
-        15.0, "seconds to wait for each further one of num-clients nodes to connect", above=0, affects="waiting"
+        15.0, "seconds to wait for each further node to connect, up to num-clients nodes", above=0, affects="waiting"
     )
     round_timeout: float = key(
         3600.0,
@@ -255,10 +265,12 @@ class Config:
     )
 
     max_update_norm: float = key(
-        0.0, "L2 norm, over all arrays, above which what a client changed is refused; 0 = off", minimum=0
+        0.0, "refuse what a client changed if its L2 norm, over all arrays, is above this; 0 = off", minimum=0
     )
     max_update_ratio: float = key(
-        0.0, "likewise, in medians of a round's norms, if three or more updates came; 0 = off", minimum=0
+        0.0,
+        "refuse a change whose norm is above this many times the median of three or more in a round; 0 = off",
+        minimum=0,
     )
 
     output_dir: str = key("runs", "folder of all runs", affects="folder")
@@ -267,10 +279,12 @@ class Config:
     tensorboard: bool = key(False, "write scalars for TensorBoard into the run's folder too", affects="output")
 
     on_end: str = key(
-        "", "command or http(s) URL that gets how the run ended, as JSON; $NAME in it: the server's", affects="output"
+        "",
+        "command or http(s) URL that is told, as JSON, how the run ended; $NAME: the server's variable",
+        affects="output",
     )
 
-    resume: str = key("", "folder of an unfinished run to go on with, by its own settings", affects="folder")
+    resume: str = key("", "folder of an unfinished run to continue with its own settings", affects="folder")
 
     options: Options = field(default_factory=Options)
 
