@@ -31,17 +31,17 @@ from task.utils.seeding import torch_rng
 
 
 def load_node_backbone(config: Config) -> Backbone:
-    """The backbone alone: a model per client would fragment the memory of a process that serves them all.
+    """The backbone without head and prompt: a model per client would fragment the memory of a process that serves all.
 
     Raises:
-        ConfigError: this node has not the device or the weights.
+        ConfigError: this node does not have the device or the weights.
     """
     torch.set_num_threads(config.threads)
     return configured_backbone(config)
 
 
 def train(answer: Packet, request: Request, scenario: Scenario, task_data: ClientTaskData) -> Packet:
-    """``answer`` with trained arrays, statistics and metrics; in a secure sum, the masked numbers that they add to it.
+    """``answer`` with trained arrays, statistics and metrics; with secure aggregation, their masked numbers instead.
 
     Raises:
         ConfigError: other backbone weights than the server's, or arrays that do not fit.

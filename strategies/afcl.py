@@ -1,4 +1,4 @@
-"""AFCL, server half (Tang et al. 2025), and other heads that follow from sums of the clients, for every partition."""
+"""AFCL, server half (Tang et al. 2025), and other heads that are computed from sums over clients."""
 
 import logging
 from collections.abc import Sequence

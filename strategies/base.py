@@ -36,7 +36,7 @@ def join_statistics(reports: Iterable[Arrays]) -> Arrays:
 
 
 def replace_classes(stored: Arrays, reported: Arrays) -> Arrays:
-    """The reported prototypes, and of the stored ones those of all other classes.
+    """The reported prototypes, and the stored ones of all other classes.
 
     So a class that no client reports in a round keeps its last prototypes.
 
@@ -95,7 +95,7 @@ class RoundContext:
 
     @property
     def old_classes(self) -> list[int]:
-        """Classes of earlier tasks; the head's first rows are theirs."""
+        """Classes of earlier tasks; the first rows of the head belong to them."""
         return self.schedule.seen_classes(self.task - 1) if self.task else []
 
     def head_rows(self, class_ids: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class RoundContext:
 
 
 class Strategy:
-    """Mean of the clients by their options' weights, and no refinement (FedAvg, McMahan et al. 2017; HGP eq. 3).
+    """The weighted mean of the clients' arrays, and no refinement (FedAvg, McMahan et al. 2017; HGP eq. 3).
 
     theta = sum_m w_m theta_m / sum_m w_m, array by array, over the clients m of a round; w_m is ``weight``.
 
@@ -124,7 +124,7 @@ class Strategy:
         self.options = config.options
 
     def broadcast(self, context: RoundContext) -> Arrays:
-        """Arrays that go to the clients beside the model's."""
+        """Arrays that go to the clients in addition to the model's own."""
         return {}
 
     def weight(self, update: Update) -> float:

@@ -82,7 +82,7 @@ def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
 
 
 def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
-    """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation; no image is seen.
+    """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation without images.
 
     The folds are those of drawn features, see :func:`draw_features`; with few images they are drawn again, until ENOUGH
     have been classified. Among the s within one standard error of the best, the one nearest to the usual s is taken:
@@ -109,11 +109,11 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
 def draw_features(
     counts: Tensor, means: Tensor, scatter: Spectrum, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Features [N, M] and classes [N], sorted, that have just these counts [K], means [K, M] and scatter [M, M].
+    """Features [N, M] and classes [N], sorted, that have exactly these counts [K], means [K, M] and scatter [M, M].
 
     mu_y + Q R with R^T R = scatter and Q [N, rank] drawn uniformly from those whose columns are orthonormal and sum to
-    zero in each class. These are counts, means and scatter of the clients' features too. If the classes are Gaussians
-    with one covariance, all features with the same sums are equally likely, so that nothing tells the drawn ones from
+    zero in each class. The clients' features have the same counts, means and scatter. If the classes are Gaussians with
+    one covariance, all features with the same sums are equally likely, so nothing distinguishes the drawn ones from
     the clients' own.
     """
     dim, classes = means.shape[1], torch.arange(len(counts)).repeat_interleave(counts.long())

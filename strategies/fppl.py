@@ -60,9 +60,9 @@ class FPPL(Strategy):
 
 
 def debias(head: Head, prototypes: Tensor, rows: Tensor, options: FPPLOptions, rng: torch.Generator) -> float:
-    """Cross-entropy of the head on prototypes [P, D] of head rows int64 [P] (eq. 4), by Adam.
+    """Train the head in place on prototypes [P, D] of head rows int64 [P]: cross-entropy (eq. 4), Adam.
 
-    In place; the CPU generator gives the order. Only rows that have a prototype compete and learn, as in the authors'
+    The CPU generator gives the order. Only rows that have a prototype compete and learn, as in the authors'
     code: a class that no client has reported yet would be pushed down by all others. Returns the mean loss over the
     last epoch.
     """

@@ -50,7 +50,7 @@ class HePCo(Strategy):
         return 1.0
 
     def receive(self, model: Model, update: Update, context: RoundContext) -> None:
-        """Keep the client as a teacher; a ConfigError if those of a round do not fit in memory."""
+        """Keep the client as a teacher; raises a ConfigError if the teachers of a round do not fit in memory."""
         if not update.statistics:
             return
         if not self.fits:  # once: memory that an earlier round has freed does not always count as free
@@ -115,7 +115,7 @@ def class_counts(updates: Sequence[Update], context: RoundContext) -> Tensor:
 
 
 def distil(prompt: DecomposedPrompt, head: Head, sources: Sources, options: HePCoOptions) -> tuple[float, float]:
-    """Prompts and head, in place (step 4); returns the last batch's loss per sample of each.
+    """Distil prompts and head in place (step 4); returns the last batch's loss per sample of each.
 
     The head and each block are distilled side by side: they share nothing but the sources of samples.
     """
@@ -144,7 +144,7 @@ def block_steps(sources: Sources, batches: Pairs, block: int) -> Steps:
 
 
 def distil_block(prompt: DecomposedPrompt, block: int, steps: Steps, options: HePCoOptions, stop: Event) -> float:
-    """Keys and prompts of a block, in place, on steps of :func:`block_steps`; returns the last batch's loss."""
+    """Distil keys and prompts of a block in place, on :func:`block_steps`; returns the last batch's loss."""
     keys = prompt.keys.detach()[block].clone().requires_grad_()
     pool = prompt.pool.detach()[block].flatten(1).clone().requires_grad_()
     losses = (prompt_loss(keys, pool, *step) for step in steps)
@@ -165,7 +165,7 @@ def prompt_loss(keys: Tensor, pool: Tensor, z: Tensor, target: Tensor, importanc
 
 
 def distil_head(head: Head, batches: Pairs, options: HePCoOptions, stop: Event) -> float:
-    """The head by cross-entropy over all seen classes, in place; returns the last batch's loss per sample."""
+    """Distil the head in place, by cross-entropy over all seen classes; returns the last batch's loss per sample."""
     losses = (F.cross_entropy(head(z), labels) for z, labels in batches)
     return minimise(head.parameters(), losses, options.distillation_learning_rate, stop)
 

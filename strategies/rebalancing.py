@@ -56,7 +56,7 @@ def mixture_weights(prototypes: Gaussians, kind: str) -> Tensor:
 def rebalance(
     head: Head, prototypes: Gaussians, rows: Tensor, settings: RebalanceSettings, rng: torch.Generator
 ) -> float:
-    """Cross-entropy of the head on synthetic features (HGP eq. 7), by SGD with a cosine schedule, in place.
+    """Retrain the head in place on synthetic features: cross-entropy (HGP eq. 7), SGD with a cosine schedule.
 
     Only the head rows of the prototypes' K classes compete and learn: ``rows`` int64 [K], by ascending class id. Head,
     prototypes and generator are on one device. Returns the mean loss over the last epoch.

@@ -1,4 +1,4 @@
-"""Declaring and checking run keys: a key is a dataclass field with a type, a default, a help and its limits."""
+"""Declaring and checking run keys: a key is a dataclass field with a type, a default, a help text and limits."""
 
 import difflib
 import math
@@ -39,7 +39,7 @@ class IgnoredKeyError(ConfigError):
 
 
 class ModelError(RuntimeError):
-    """A file holds no model that can be used here; the message is for people."""
+    """A file holds no model that can be used here; the message is for the person at the terminal."""
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -53,7 +53,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Which of the names is most like this one; empty if none is like it."""
+    """The name that is most similar to this one; empty if none is similar."""
     return next(iter(difflib.get_close_matches(name.replace("_", "-").lower(), names, n=1)), "")
 
 
