@@ -105,10 +105,10 @@ class HePCoOptions(Options):
         choices=("old", "seen"),
     )
     rows: str = key(
-        "seen",
-        "classes among which the generator of current classes chooses: all seen, as in the public code, or the current "
-        "task's, as clients do",
-        choices=("seen", "current"),
+        "current",
+        "classes among which the generator of current classes chooses: the current task's, as clients do, or all seen, "
+        "as in the public code",
+        choices=("current", "seen"),
     )
     sample_weights: str = key(
         "class",

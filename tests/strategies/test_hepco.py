@@ -656,12 +656,12 @@ def test_sources_as_the_public_code_has_them(monkeypatch):
     assert strategy.previous.models.weight.shape == (1, 2, D)
 
 
-@pytest.mark.parametrize(("rows", "first"), [("seen", 0), ("current", 2)])
-def test_among_which_rows_each_generator_chooses(rows, first, monkeypatch):
+@pytest.mark.parametrize(("own", "first"), [({"rows": "seen"}, 0), ({}, 2)])
+def test_among_which_rows_each_generator_chooses(own, first, monkeypatch):
     """Task 2 has head rows 2 and 3; the old generator always chooses among all rows of its teacher."""
     seen = []
     monkeypatch.setattr(strategies.hepco, "train_generator", lambda source, *rest: seen.append(source) or 0.0)
-    strategy = hepco(rows=rows)
+    strategy = hepco(**own)
     refined(strategy, Server(1), updates(1, {7: 3, 2: 1}, {7: 1}), 2)
     refined(strategy, Server(2), updates(2, {5: 2}, {5: 2, 0: 1}), 3)
     clients, past = sorted(seen[1:], key=lambda source: -source.size)
