@@ -142,7 +142,13 @@ class Config:
         affects="local training",
     )
     batch_size: int = key(AUTO, "images per local step", minimum=1, auto=64, affects="local training")
-    optimizer: str = key(AUTO, "local optimiser", choices=("adam", "sgd"), auto="adam", affects="local training")
+    optimizer: str = key(
+        AUTO,
+        "local optimiser; sgd has a momentum of 0.9",
+        choices=("adam", "sgd"),
+        auto="adam",
+        affects="local training",
+    )
     learning_rate: float = key(
         AUTO, "local step size, the first one of its schedule", above=0, auto=1e-3, affects="local training"
     )

@@ -16,7 +16,7 @@ PromptVectors = Mapping[int, Tensor]
 class Prompt(nn.Module):
     """No prompt: the base of all. Made from the run keys and D = ``dim``.
 
-    A parameter of a task that has ended is frozen (requires_grad False) and stays with the server.
+    A parameter of a task that has ended is frozen (requires_grad False): clients get it and do not send it back.
 
     Attributes:
         blocks: the J prompted blocks, counted from 0.
