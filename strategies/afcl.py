@@ -89,7 +89,7 @@ class AFCL(Strategy):
             if context.ends_task:
                 log.warning("no client has reported a class: the head is still as it was drawn")
             return {}
-        return self._solve(model, self.total)
+        return self._solve(model, self.total, torch.tensor(context.seen_classes).argsort())
 
     def _add(self, reports: Sequence[Arrays], total: ClassSums, context: RoundContext) -> ClassSums:
         counts, sums, gram = total.counts.clone(), total.sums.clone(), total.gram.clone()
@@ -110,10 +110,10 @@ class AFCL(Strategy):
             sums.index_add_(0, rows, number[:, None] * means)
         return ClassSums(counts, sums, gram, _merge_factors(total.factors, own))
 
-    def _solve(self, model: Model, total: ClassSums) -> dict[str, float]:
-        """Overwrite the head; returns the ridge or the shrinkage."""
-        solve = self._solve_ridge if self.options.head == "ridge" else self._solve_discriminant
-        solution, used = solve(total)
+    def _solve(self, model: Model, total: ClassSums, by_class: Tensor) -> dict[str, float]:
+        """Overwrite the head; returns the ridge or the shrinkage. ``by_class`` [K]: its rows in order of class ids."""
+        ridge = self.options.head == "ridge"
+        solution, used = self._solve_ridge(total) if ridge else self._solve_discriminant(total, by_class)
         solution["bias"] = torch.where(total.counts > 0, solution["bias"], NEVER)
         for name, value in solution.items():
             getattr(model.head, name).data.copy_(value)
@@ -125,11 +125,13 @@ class AFCL(Strategy):
         solution = {"weight": solve_ridge(gram, total.sums, ridge), "bias": torch.zeros(len(total.counts))}
         return solution, {"ridge": ridge}
 
-    def _solve_discriminant(self, total: ClassSums) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def _solve_discriminant(self, total: ClassSums, by_class: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
         options, means = self.options, total.sums / total.counts.clamp(min=1)[:, None]
         within = self._spectrum(self._within(total))
         unknown = options.sketch or means.shape[1] > MAX_FEATURES
-        shrinkage = options.shrinkage or (USUAL_SHRINKAGE if unknown else choose_shrinkage(total.counts, means, within))
+        shrinkage = options.shrinkage or USUAL_SHRINKAGE
+        if not (options.shrinkage or unknown):  # what is drawn must not depend on the order in which classes arrive
+            shrinkage = choose_shrinkage(total.counts[by_class], means[by_class], within)
         freedom = float(total.counts.sum()) - int((total.counts > 0).sum())
         covariance = Spectrum(within.values / max(freedom, 1), within.vectors)
         if options.head == "discriminant":

@@ -151,8 +151,23 @@ def test_the_shrinkage_is_chosen_from_the_images_of_all_clients(partition: str, 
     counts = np.bincount(run.rows)
     scatter = pooled * (len(run.rows) - run.classes)
     counts, means, scatter = map(torch.from_numpy, (counts, means, scatter))
-    expected = choose_shrinkage(counts, means, Spectrum.of_matrix(scatter))
+    by_class = np.argsort(run.results["class_order"])
+    expected = choose_shrinkage(counts[by_class], means[by_class], Spectrum.of_matrix(scatter))
     assert run.results["rounds"][-1]["server"] == {"shrinkage": pytest.approx(expected)}
+
+
+def test_the_order_of_classes_does_not_change_the_shrinkage() -> None:
+    """Three images of each of 12 classes, so few that other draws choose other shrinkages."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(12).repeat(3)
+    features = (0.6 * rng.normal(size=(12, 20))[labels] + rng.normal(size=(36, 20))).astype(np.float32)
+    server_keys, chosen = EXACT | {"afcl-head": "discriminant"}, set()
+    for _ in range(8):
+        order = rng.permutation(12)
+        server = AFCL(parse(server_keys))
+        context = RoundContext(Schedule([order.tolist()], 1), 1)
+        chosen.add(server.refine(bare_model(20, 12), [update("a", features, labels.tolist())], context)["shrinkage"])
+    assert len(chosen) == 1
 
 
 @pytest.mark.parametrize("keys", [{"afcl-sketch": 20}, {"afcl-random-features": 2401}], ids=lambda k: next(iter(k)))
