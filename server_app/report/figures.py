@@ -26,7 +26,7 @@ MARKERS = "osD^vPX"
 INK, MUTED, FAINT = "#1c2430", "#5b6675", "#e3e7ec"
 Styles = Mapping[str, dict[str, Any]]  # label of a group -> how its line is drawn
 
-# DejaVu Sans comes with matplotlib; the first of the others that is installed draws letters that it lacks
+# DejaVu Sans comes with matplotlib; a letter that it lacks is drawn by the first of the others that is there and has it
 FONTS = ["DejaVu Sans", "Noto Sans CJK JP", "Noto Sans CJK SC", "IPAexGothic", "WenQuanYi Micro Hei", "Yu Gothic"]
 FONTS += ["Microsoft YaHei", "Malgun Gothic", "Hiragino Sans", "PingFang SC", "Arial Unicode MS"]
 rcParams["font.family"] = [name for name in FONTS if name in fontManager.get_font_names()]

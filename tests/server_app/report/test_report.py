@@ -556,6 +556,13 @@ def test_fonts_are_installed_ones():
     assert set(families) <= set(figures.fontManager.get_font_names())
 
 
+def test_a_letter_that_no_font_has_is_no_warning():
+    """In a process of its own, as pytest has its own filters for warnings; U+10FFFD is in no font."""
+    code = "from server_app.report import figures as f; f.small_png(f.make_figure(4, 3, chr(0x10FFFD), ''))"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_fifty_tasks_are_drawn(make_run):
     matrix = [[0.5 if j <= i else None for j in range(50)] for i in range(50)]
     changes = {"accuracy_matrix": matrix, "per_task_seen_accuracy": [0.5] * 50, "num_tasks": 50, "tasks": []}
