@@ -85,7 +85,7 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
     """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation without images.
 
     The folds are those of drawn features, see :func:`draw_features`; with few images they are drawn again, until ENOUGH
-    have been classified. Among the s within one standard error of the best, the one nearest to the usual s is taken:
+    have been classified. Among the s within half a standard error of the best, the one nearest to the usual s is taken:
     USUAL_SHRINKAGE, or 1 if there are fewer images than features. If no class has two images there is no scatter, and
     with more than LIMIT numbers it is known well: then nothing is drawn and the usual s is taken.
 
@@ -102,7 +102,7 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
     generator = torch_rng(0, "features")
     for _ in range(max(1, ENOUGH // images)):
         wrong += _cross_validate(*draw_features(counts, means, scatter, generator), len(counts))
-    good = SHRINKAGES[wrong <= wrong.min() + (wrong.min() + 1).sqrt()]
+    good = SHRINKAGES[wrong <= wrong.min() + (wrong.min() + 1).sqrt() / 2]
     return float(good[(good / usual).log().abs().argmin()])
 
 

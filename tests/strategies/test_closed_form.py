@@ -280,7 +280,7 @@ def test_the_shrinkage_is_that_of_cross_validation(images: int, usual: float) ->
     near = [
         s
         for s, count in zip(SHRINKAGES.tolist(), wrong, strict=True)
-        if count <= wrong.min() + (wrong.min() + 1) ** 0.5
+        if count <= wrong.min() + (wrong.min() + 1) ** 0.5 / 2
     ]
     assert choose_shrinkage(*for_drawing(sums)) == pytest.approx(min(near, key=lambda s: abs(np.log(s / usual))))
     assert len(near) < len(wrong)
