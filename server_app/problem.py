@@ -15,7 +15,7 @@ from task.data.load import default_augmentation
 from task.keys import ConfigError
 from task.models.bundled import BUNDLED, read_description
 from task.models.feature_cache import batches
-from task.models.load import load_backbone
+from task.models.load import configured_backbone
 from task.models.weights import build_vit
 from task.scenario.client_data import ClientTaskData, client_task_data
 from task.scenario.scenario import Scenario, build_scenario
@@ -79,7 +79,7 @@ def _rounds(config: Config, scenario: Scenario) -> Iterator[tuple[int, int, dict
 
 def _describe(config: Config, scenario: Scenario) -> dict[str, Any]:
     dataset, schedule = scenario.dataset, scenario.schedule
-    backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, "cpu")
+    backbone = configured_backbone(config)
     augmentation = default_augmentation(dataset, config.augmentation)
     return {
         "schema": 1,
@@ -105,7 +105,7 @@ def _describe(config: Config, scenario: Scenario) -> dict[str, Any]:
 
 def _write_backbone(config: Config, path: Path) -> dict[str, Any]:
     """Write timm's state dict of the backbone at the run's image size; returns how timm builds the model for it."""
-    vit, _, _ = build_vit(config.backbone, config.backbone_weights)
+    vit, _, _ = build_vit(config.backbone, config.backbone_weights, config.seed)
     side = config.image_size or vit.patch_embed.img_size[0]
     if side != vit.patch_embed.img_size[0]:
         vit.set_input_size(img_size=(side, side))

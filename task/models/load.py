@@ -10,7 +10,7 @@ from task.models.resnet import load_resnet18
 from task.models.vit import Backbone, load_vit
 
 
-def build_backbone(name: str, weights: str, image_size: int, device: str) -> Backbone:
+def build_backbone(name: str, weights: str, image_size: int, device: str, seed: int = 0) -> Backbone:
     """A new backbone; the arguments are the run keys of the same names.
 
     Raises:
@@ -18,8 +18,9 @@ def build_backbone(name: str, weights: str, image_size: int, device: str) -> Bac
     """
     # precision = fp32 would else mean 10 bits in a GPU's convolutions, in some images also in its matrix products
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    backbone = load_resnet18(weights, image_size) if name in FROM_SCRATCH else load_vit(name, weights, image_size)
-    return backbone.to(device)
+    if name in FROM_SCRATCH:
+        return load_resnet18(weights, image_size, seed).to(device)
+    return load_vit(name, weights, image_size, seed).to(device)
 
 
 # one instance for all clients of this process
@@ -33,4 +34,5 @@ def configured_backbone(config: Config) -> Backbone:
         ConfigError: also if this machine has no such device.
     """
     device = str(resolve_device(config.device))
-    return load_backbone(config.backbone, config.backbone_weights, config.image_size, device)
+    seed = config.seed if config.backbone_weights == "random" else 0  # runs with other weights share one backbone
+    return load_backbone(config.backbone, config.backbone_weights, config.image_size, device, seed)

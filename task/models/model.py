@@ -379,10 +379,11 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
 
 
 def _build_head(config: Config, dim: int) -> Head:
-    options, adapts = config.options, config.method_row.adapts
+    options, row = config.options, config.method_row
     if options.class_rank:
         return QuadraticHead(dim, config.seed, options.random_features, options.class_rank)
-    return Head(dim, config.seed, options.random_features, config.head_init, trained=not adapts)
+    trained = bool(row.objective) and not row.adapts
+    return Head(dim, config.seed, options.random_features, config.head_init, trained)
 
 
 def _early_blocks(config: Config, backbone: Backbone) -> list[int]:

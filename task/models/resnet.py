@@ -30,14 +30,14 @@ class ResNet18(Backbone):
         return self.network(images)
 
 
-def load_resnet18(weights: str, image_size: int) -> ResNet18:
-    """ResNet-18 for images of side ``image_size`` (0 = 32), from a file or initialised with a fixed seed.
+def load_resnet18(weights: str, image_size: int, seed: int = 0) -> ResNet18:
+    """ResNet-18 for images of side ``image_size`` (0 = 32), from a file or drawn with ``seed``.
 
     Raises:
         ConfigError: weights missing, broken or of another architecture.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         network = torchvision.models.resnet18()
         network.conv1 = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False)
         network.maxpool, network.fc = nn.Identity(), nn.Identity()

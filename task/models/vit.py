@@ -188,13 +188,13 @@ def digest(module: nn.Module) -> str:
     return total.hexdigest()
 
 
-def load_vit(name: str, weights: str, image_size: int) -> ViT:
-    """A ViT with its weights, for images of side ``image_size`` (0 = its own).
+def load_vit(name: str, weights: str, image_size: int, seed: int = 0) -> ViT:
+    """A ViT with its weights, for images of side ``image_size`` (0 = its own); ``seed`` draws random weights.
 
     Raises:
         ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
     """
-    vit, mean, std = build_vit(name, weights)
+    vit, mean, std = build_vit(name, weights, seed)
     patch, default_size = vit.patch_embed.patch_size[0], vit.patch_embed.img_size[0]
     if image_size % patch:
         raise ConfigError(f"image-size = {image_size} is not possible: {name!r} needs a multiple of {patch}.")

@@ -25,16 +25,16 @@ from task.utils.home import expand_home
 Normalisation = tuple[float, ...]  # per channel
 
 
-def build_vit(name: str, weights: str) -> tuple[Any, Normalisation, Normalisation]:
+def build_vit(name: str, weights: str, seed: int = 0) -> tuple[Any, Normalisation, Normalisation]:
     """A timm VisionTransformer without classifier, and the mean and standard deviation of its images.
 
-    ``weights``: "auto" (bundled, or timm's pre-trained), a file, or "random" (from a fixed seed, the same everywhere).
+    ``weights``: "auto" (bundled, or timm's pre-trained), a file, or "random" (drawn with ``seed``).
 
     Raises:
         ConfigError: unknown or unsuitable architecture; weights missing, broken or of another architecture.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         vit, mean, std = _bundled(name, weights) if name in BUNDLED else _from_timm(name, weights)
     if weights not in (AUTO, "random"):
         load_strictly(vit, read_weights(weights), weights)

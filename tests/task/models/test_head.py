@@ -132,6 +132,11 @@ def test_the_keys_say_which_head_and_what_it_takes(
     assert model.local_head is None
 
 
+def test_class_means_do_not_go_down(tiny: dict) -> None:
+    model = build_model(parse(tiny | {"method": "ncm"}), [4])
+    assert model.trained_state() == model.message_state() == {}
+
+
 def test_an_adapting_model_trains_a_local_head_of_the_first_task(tiny: dict) -> None:
     """In training its logits are the local head's, of the last feature alone; otherwise the computed head's."""
     model = build_model(parse(tiny | {"method": "fedrda"}), [4, 3])

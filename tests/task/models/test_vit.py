@@ -23,7 +23,7 @@ from benchmarks import pretrain_glyphs
 from task.config.parsing import parse
 from task.keys import ConfigError
 from task.models import weights as module
-from task.models.load import load_backbone
+from task.models.load import configured_backbone, load_backbone
 from task.models.model import build_model
 from task.models.vit import ViT, digest
 from task.prompts.shared import SharedPrompt
@@ -589,6 +589,14 @@ def test_pretraining_cuts_weights_into_the_bundled_parts(tmp_path):
 
 def test_one_instance_per_process():
     assert load_backbone("vit_glyphs", "auto", 0, "cpu") is load_backbone("vit_glyphs", "auto", 0, "cpu")
+    assert configured_backbone(parse({"seed": 1})) is configured_backbone(parse({"seed": 2}))
+
+
+@pytest.mark.parametrize("name", ["vit_glyphs", "resnet18_cifar"])
+def test_random_weights_are_drawn_with_the_seed(name):
+    values = {"method": "fedavg", "prompt": "none", "backbone": name, "backbone-weights": "random", "device": "cpu"}
+    digests = [configured_backbone(parse(values | {"seed": seed})).sha256 for seed in (42, 1999, 42)]
+    assert digests[0] == digests[2] != digests[1]
 
 
 @pytest.mark.parametrize("early", [[0], [1], [0, 1], [2]])
