@@ -71,7 +71,7 @@ def _check_parts(state: dict[str, Any]) -> None:
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, bytes]:
-    """Path and pickle of the newest undamaged state; the log names damaged ones.
+    """Path and pickle of the newest undamaged state; the log names those passed over.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
@@ -85,7 +85,7 @@ def find_checkpoint(folder: Path) -> tuple[Path, bytes]:
         digest, content = raw[:32], raw[32:]
         if hashlib.sha256(content).digest() == digest:
             return path, content
-        log.warning("%s is damaged", path)
+        log.warning("%s is damaged: going back to the round before it", path)
     raise ConfigError(
         f"resume: {folder} holds no whole checkpoint: its first round never ended, or all are damaged. Start it anew."
     )

@@ -104,6 +104,22 @@ def test_an_answer_that_needs_a_model_needs_torch(own):
     assert "torch" in ask_without_torch("evaluate", config | {"task": 2}, node)[2]["error"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"partition-id": 3, "num-partitions": 3}, "partition-id = 3 is not below num-clients = 3"),
+        ({"partition-id": 0, "num-partitions": 2}, "num-partitions = 2 of this node is not num-clients = 3 of the run"),
+    ],
+    ids=["partition-id", "num-partitions"],
+)
+def test_a_node_of_another_number_of_partitions_says_so_at_once(tiny, settings, words):
+    assert words in client.handle("hello", Packet(), Node(tiny | {"num-clients": 3}, settings)).config["error"]
+    fitting = client.handle(
+        "hello", Packet(), Node(tiny | {"num-clients": 3}, {"partition-id": 2, "num-partitions": 3})
+    )
+    assert "error" not in fitting.config
+
+
 @pytest.mark.parametrize("values", [{"dataset": "digits"}, {"dataset": "synthetic"}, {"image-size": 48}, {"npz": True}])
 def test_a_client_without_a_part_of_registered_data_answers_without_torch(values, tmp_path):
     """Of pooled data, only one client has images in a round."""

@@ -1,5 +1,6 @@
 """What clients may do wrong, and what a run does about it."""
 
+import json
 import subprocess
 import sys
 import textwrap
@@ -119,6 +120,24 @@ def test_a_server_app_that_flower_ends_says_so_in_words(tiny: dict) -> None:
     with pytest.raises(SystemExit):
         run(tiny, broken=broken)
     assert results_of(folder_of(tiny))["error"].startswith("its process was told to end: by 'flwr stop', by a signal")
+
+
+def test_a_round_that_is_cut_short_is_not_in_the_results(tiny: dict) -> None:
+    """Its bytes and seconds would count in the means over all rounds."""
+    asked = list[int]()
+
+    def broken(node: int, kind: Kind) -> bool:
+        asked.extend([node] if kind == "train" else [])
+        if len(asked) == 4:  # the first client of the second round
+            raise KeyboardInterrupt
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny | {"rounds-per-task": 2}, broken=broken)
+    lines = (folder_of(tiny) / "rounds.jsonl").read_text().splitlines()
+    results = results_of(folder_of(tiny))
+    assert results["status"] == "failed"
+    assert [r["round"] for r in results["rounds"]] == [json.loads(line)["round"] for line in lines] == [1]
 
 
 def test_statistics_that_nobody_asked_for_are_refused(tiny: dict) -> None:
