@@ -30,7 +30,7 @@ IMAGE_FILES = tuple(name for name in FROM_PATH if name not in ("npz", "cifar10",
 REGISTERED = EMBEDDED + FROM_PATH
 APPEARING = "appearing"
 PROMPTED = tuple(name for name in PROMPTS if name != "none")
-PREFIXED = tuple(name for name in PROMPTED if name not in ("l2p", "lora"))  # the others are no prefixes
+PREFIXED = tuple(name for name in PROMPTED if name not in ("l2p", "fused", "lora"))  # the others are no prefixes
 REDRAWN = ("split-ratio",)  # partitions that are drawn anew in every round
 ASYNCHRONOUS = ("consensus",)  # partitions whose clients have class sequences of their own
 PARTITIONS = ("dirichlet", "iid", "quantity", "class-share", "split-ratio", *ASYNCHRONOUS)

@@ -59,6 +59,7 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"data-dir": "/somewhere"}, ["data-dir", "/somewhere", "'npz'"]),
         ({"backbone-learning-rate": 0.5}, ["backbone-learning-rate", "0.5", "frozen"]),
         ({"prompt-projected": True, "prompt": "l2p", "method": "fedavg"}, ["prompt-projected", "'dualprompt'"]),
+        ({"prompt-projected": True, "prompt": "fused", "method": "fedavg"}, ["prompt-projected", "'dualprompt'"]),
         ({"method": "afcl", "afcl-adaptation-rounds": 3}, ["afcl-adaptation-rounds = 3", "ignored", "prompt"]),
         (
             {"method": "fedrda", "prompt": "none", "fedrda-adaptation-rounds": 3},
