@@ -95,7 +95,7 @@ def _count_partition(request: Request) -> Packet:
     if partition >= config.num_clients:
         raise ConfigError(f"partition-id = {partition} is not below num-clients = {config.num_clients}.")
     if (parts := request.node.settings.get("num-partitions", config.num_clients)) != config.num_clients:
-        raise ConfigError(f"num-partitions = {parts} of this node is not num-clients = {config.num_clients} of the run.")
+        raise ConfigError(f"num-partitions = {parts} of this node is not the run's num-clients = {config.num_clients}.")
     labels = dataset.train_labels[all_client_positions(config, partition)]
     counts = np.bincount(labels, minlength=len(dataset.class_names))
     return Packet({"class_counts": counts}, config={"partition-id": partition, "classes": list(dataset.class_names)})

@@ -414,7 +414,7 @@ class Run:
         """Save what there is and why the run ended; a full disk, or a signal while drawing, must not hide it."""
         self.results.status = "failed"
         self.results.error = reason_of(error)
-        if not isinstance(error, RunError):  # which may say who failed in the last round; a round cut short says nothing
+        if not isinstance(error, RunError):  # which says who failed; a round that was cut short says nothing
             del self.results.rounds[self.finished_rounds :]
         with contextlib.suppress(OSError):
             self._write_results()
