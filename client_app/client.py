@@ -23,7 +23,7 @@ from task.scenario.client_data import all_client_positions, client_task_data, no
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
 from task.utils.files import nearest_existing
-from task.utils.versions import code_sha256, package_version
+from task.utils.versions import code_sha256, node_versions
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def _hello(request: Request) -> Packet:
         "name": request.client,
         "backbone-sha256": backbone.sha256,
         "code-sha256": code_sha256(),
-        "versions": [f"{name} {package_version(name)}" for name in ("torch", "timm", "flwr")],
+        "versions": node_versions(),
         "device": str(next(backbone.parameters()).device),
         "free-disk": _free_disk(request),
     }

@@ -15,6 +15,7 @@ from server_app.tables import align
 from server_app.transport.base import Transport
 from task.config.schema import APPEARING, Config
 from task.data.images import Dataset
+from task.utils.versions import node_versions
 
 log = logging.getLogger(__name__)
 
@@ -247,6 +248,9 @@ def log_clients(clients: Sequence[ClientInfo]) -> None:
         log.info("%s", line)
     if len(clients) > _MAX_LINES:
         log.info("and %d more", len(clients) - _MAX_LINES)
+    if others := [client.name for client in clients if set(client.versions) != set(node_versions())]:
+        here = ", ".join(node_versions())
+        log.warning("%d clients, %s for one, have not the versions of this server, %s", len(others), others[0], here)
     for client in clients:
         if names := ", ".join(client.unreadable_classes):
             log.warning("%s cannot read a folder of class %s: its log says which", client.name, names)

@@ -18,6 +18,11 @@ def package_version(name: str) -> str:
         return "absent"
 
 
+def node_versions() -> list[str]:
+    """What a node tells the server: name and version of the packages on which its results depend."""
+    return [f"{name} {package_version(name)}" for name in ("torch", "timm", "flwr")]
+
+
 def versions() -> dict[str, str]:
     """Version of Python and of each of PACKAGES."""
     return {"python": platform.python_version()} | {name: package_version(name) for name in PACKAGES}

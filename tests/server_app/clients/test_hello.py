@@ -1,12 +1,16 @@
 """Waiting for nodes, and what a node may say of itself."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from client_app.client import handle
+from client_app.node import Node
 from server_app.clients.client_info import read_hello
 from server_app.clients.hello import wait_for_nodes
+from server_app.clients.registry import log_clients
 from server_app.errors import RunError
 from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
@@ -95,6 +99,16 @@ def test_waiting_for_nodes_ends_though_one_comes_and_goes(monkeypatch: pytest.Mo
     empty = iter([[]] * 3 + [[1]] * 9)  # the first may take longer than each further one
     monkeypatch.setattr(transport, "nodes", lambda: next(empty))
     assert wait_for_nodes(transport, 1, 0.05) == [1]
+
+
+def test_clients_of_other_versions_are_named_once(tiny: dict, caplog: pytest.LogCaptureFixture) -> None:
+    answer = handle("hello", Packet(), Node(tiny, {"partition-id": 0}))
+    clients = [read_hello(Reply(0, answer, "", 0, 0), None)]
+    log_clients(clients)
+    assert "versions of this server" not in caplog.text
+    answer.config["versions"] = ["torch 1.0", "timm 0.4", "flwr 1.41.0"]
+    log_clients([*clients, *2 * [replace(read_hello(Reply(1, answer, "", 0, 0), None), name="old")]])
+    assert caplog.text.count("2 clients, old for one, have not the versions of this server, torch ") == 1
 
 
 @pytest.mark.parametrize(
