@@ -14,7 +14,9 @@ from server_app.clients.registry import log_clients
 from server_app.errors import RunError
 from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
+from task.config.parsing import parse
 from task.message import Kind, Packet
+from task.scenario.scenario import build_scenario
 from tests.helpers.runs import run
 
 Change = Callable[[Packet], object]
@@ -103,11 +105,11 @@ def test_waiting_for_nodes_ends_though_one_comes_and_goes(monkeypatch: pytest.Mo
 
 def test_clients_of_other_versions_are_named_once(tiny: dict, caplog: pytest.LogCaptureFixture) -> None:
     answer = handle("hello", Packet(), Node(tiny, {"partition-id": 0}))
-    clients = [read_hello(Reply(0, answer, "", 0, 0), None)]
-    log_clients(clients)
+    client = read_hello(Reply(0, answer, "", 0, 0), build_scenario(parse(tiny)).dataset)
+    log_clients([client])
     assert "versions of this server" not in caplog.text
-    answer.config["versions"] = ["torch 1.0", "timm 0.4", "flwr 1.41.0"]
-    log_clients([*clients, *2 * [replace(read_hello(Reply(1, answer, "", 0, 0), None), name="old")]])
+    old = replace(client, name="old", versions=("torch 1.0", "timm 0.4", "flwr 1.41.0"))
+    log_clients([client, old, old])
     assert caplog.text.count("2 clients, old for one, have not the versions of this server, torch ") == 1
 
 
