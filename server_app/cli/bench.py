@@ -1,7 +1,9 @@
 """fcil bench: the runs of a suite that are left to do, and their table."""
 
 import argparse
+import multiprocessing
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ from server_app.run_files.paths import FINISHED, read_results, require_writable
 from server_app.run_keys import read_words, require_files, require_listed, run_path
 from server_app.simulation.cluster import ADDRESS, cluster_address
 from server_app.simulation.processes import Interrupted
-from task.keys import ConfigError
+from task.keys import AUTO, ConfigError
 
 if TYPE_CHECKING:
     from server_app.bench.suite import Suite
@@ -64,6 +66,7 @@ def _run_command(args: argparse.Namespace) -> int:
     if args.flower:
         require_listed({name: value for run in left for name, value in run.values.items()})
     _require_images([run.config for run in left])
+    _require_pretrained([run.config for run in left])
     try:
         failed = _run_suite(suite, args, options)
     except Interrupted as stop:
@@ -99,6 +102,26 @@ def _require_images(configs: Sequence["Config"]) -> None:
         if repeated := describe_repeated(counted[0], name):
             say(f"WARNING   {repeated}")
         load_dataset.cache_clear()  # the runs have processes of their own
+
+
+def _require_pretrained(configs: Sequence["Config"]) -> None:
+    """Fetch timm's pre-trained weights, if they are wanted: without them every run would end.
+
+    Raises:
+        ConfigError: they cannot be had.
+    """
+    from task.models.bundled import BUNDLED
+
+    names = {c.backbone for c in configs if c.backbone_weights == AUTO and c.backbone not in BUNDLED}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # this process does without torch
+        for name in sorted(names):
+            pool.submit(_fetch_weights, name).result()
+
+
+def _fetch_weights(backbone: str) -> None:
+    from task.models.weights import build_vit
+
+    build_vit(backbone, AUTO)
 
 
 def _run_options(args: argparse.Namespace) -> list[str]:

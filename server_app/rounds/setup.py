@@ -63,7 +63,7 @@ def prepare_features(config: Config, model: Model, dataset: Dataset) -> None:
         ConfigError: the cache cannot be written.
     """
     stored, augmentation = store_queries(model, dataset), default_augmentation(dataset, config.augmentation)
-    if stored and augmentation != "none" and config.method_row.objective and not model.prompted:
+    if stored and augmentation != "none" and config.trains_locally and not model.prompted:
         log.warning(
             "augmentation = %r: every training step computes features anew; with augmentation=none training too takes "
             "them from the feature cache",

@@ -131,6 +131,16 @@ def test_images_that_are_not_there_are_named_before_anything_runs(write, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_that_cannot_be_had_are_told_of_before_anything_runs(write, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    timm = {"backbone": "vit_tiny_patch16_224", "image-size": 0}
+    assert cli.main(["bench", str(write(common=KEYS | timm))]) == 2
+    said = capsys.readouterr()
+    assert "backbone-weights = 'auto': no pre-trained weights of 'vit_tiny_patch16_224'" in said.err
+    assert "started" not in said.out
+
+
 def test_more_tasks_than_classes_are_told_of_before_anything_runs(write, tmp_path, capsys):
     """Of the suite's runs some have few enough."""
     assert cli.main(["bench", str(write(variants=[HEAD | {"num-tasks": 13}, NCM]))]) == 2
