@@ -94,8 +94,11 @@ def _count_partition(request: Request) -> Packet:
     config, partition, dataset = request.config, partition_id(request.node), build_scenario(request.config).dataset
     if partition >= config.num_clients:
         raise ConfigError(f"partition-id = {partition} is not below num-clients = {config.num_clients}.")
-    if (parts := request.node.settings.get("num-partitions", config.num_clients)) != config.num_clients:
-        raise ConfigError(f"num-partitions = {parts} of this node is not the run's num-clients = {config.num_clients}.")
+    if int(parts := request.node.settings.get("num-partitions", config.num_clients)) < config.num_clients:
+        raise ConfigError(
+            f"num-partitions = {parts} of this node is below the run's num-clients = {config.num_clients}: "
+            "both say into how many parts the data are divided."
+        )
     labels = dataset.train_labels[all_client_positions(config, partition)]
     counts = np.bincount(labels, minlength=len(dataset.class_names))
     return Packet({"class_counts": counts}, config={"partition-id": partition, "classes": list(dataset.class_names)})

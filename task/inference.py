@@ -126,7 +126,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
     exported = "backbone.mean" in arrays
     replaced = exported or config.trains_backbone  # by the file's own weights, so that none are fetched
     weights = "random" if replaced else config.backbone_weights
-    backbone = build_backbone(config.backbone, weights, config.image_size, str(resolve_device(device)))
+    backbone = build_backbone(config.backbone, weights, config.image_size, str(resolve_device(device)), config.seed)
     if not replaced and backbone.sha256 != metadata.backbone_sha256:
         raise ModelError(
             f"backbone-weights = {weights!r} of {config.backbone!r} have the SHA-256 {backbone.sha256[:12]}, but the "

@@ -1,9 +1,7 @@
 """fcil bench: the runs of a suite that are left to do, and their table."""
 
 import argparse
-import multiprocessing
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,16 +110,10 @@ def _require_pretrained(configs: Sequence["Config"]) -> None:
     """
     from task.models.bundled import BUNDLED
 
-    names = {c.backbone for c in configs if c.backbone_weights == AUTO and c.backbone not in BUNDLED}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # this process does without torch
-        for name in sorted(names):
-            pool.submit(_fetch_weights, name).result()
+    for name in sorted({c.backbone for c in configs if c.backbone_weights == AUTO and c.backbone not in BUNDLED}):
+        from task.models.weights import build_vit  # torch, which this process otherwise does without
 
-
-def _fetch_weights(backbone: str) -> None:
-    from task.models.weights import build_vit
-
-    build_vit(backbone, AUTO)
+        build_vit(name, AUTO)
 
 
 def _run_options(args: argparse.Namespace) -> list[str]:

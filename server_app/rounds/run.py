@@ -414,8 +414,9 @@ class Run:
         """Save what there is and why the run ended; a full disk, or a signal while drawing, must not hide it."""
         self.results.status = "failed"
         self.results.error = reason_of(error)
-        if not isinstance(error, RunError):  # which says who failed; a round that was cut short says nothing
-            del self.results.rounds[self.finished_rounds :]
+        rounds = self.results.rounds
+        if rounds and not (rounds[-1].seconds or isinstance(error, RunError)):  # cut short, and nothing to say
+            rounds.pop()
         with contextlib.suppress(OSError):
             self._write_results()
             with contextlib.suppress(KeyboardInterrupt, SystemExit):  # Flower turns a signal into SystemExit

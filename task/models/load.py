@@ -34,5 +34,5 @@ def configured_backbone(config: Config) -> Backbone:
         ConfigError: also if this machine has no such device.
     """
     device = str(resolve_device(config.device))
-    seed = config.seed if config.backbone_weights == "random" else 0  # runs with other weights share one backbone
-    return load_backbone(config.backbone, config.backbone_weights, config.image_size, device, seed)
+    seed = (config.seed,) if config.backbone_weights == "random" else ()  # other weights are the same for all seeds
+    return load_backbone(config.backbone, config.backbone_weights, config.image_size, device, *seed)

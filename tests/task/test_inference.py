@@ -136,6 +136,12 @@ def test_another_backbone_is_refused(tiny: dict, tmp_path: Path) -> None:
         load_predictor(directory)
 
 
+def test_random_weights_are_drawn_with_the_seed_of_the_run(tiny: dict, tmp_path: Path) -> None:
+    values = tiny | {"backbone-weights": "random", "seed": 1}
+    model = load_predictor(untrained(tmp_path / "model", values, [6, 6])).model
+    assert model.backbone.sha256 == build_model(parse(values), [6, 6]).backbone.sha256
+
+
 def test_a_trained_backbone_needs_no_other_weights(tiny: dict, tmp_path: Path) -> None:
     weights = tmp_path / "vit.safetensors"
     safetensors.torch.save_file(build_vit("vit_glyphs", "random")[0].state_dict(), weights)

@@ -107,10 +107,11 @@ def test_clients_of_other_versions_are_named_once(tiny: dict, caplog: pytest.Log
     answer = handle("hello", Packet(), Node(tiny, {"partition-id": 0}))
     client = read_hello(Reply(0, answer, "", 0, 0), build_scenario(parse(tiny)).dataset)
     log_clients([client])
-    assert "versions of this server" not in caplog.text
+    assert "other versions" not in caplog.text
     old = replace(client, name="old", versions=("torch 1.0", "timm 0.4", "flwr 1.41.0"))
     log_clients([client, old, old])
-    assert caplog.text.count("2 clients, old for one, have not the versions of this server, torch ") == 1
+    assert "have 2 clients: old, old" in caplog.text
+    assert caplog.text.count("other versions than this server's (torch ") == 1
 
 
 @pytest.mark.parametrize(
