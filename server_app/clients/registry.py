@@ -248,10 +248,15 @@ def log_clients(clients: Sequence[ClientInfo]) -> None:
         log.info("%s", line)
     if len(clients) > _MAX_LINES:
         log.info("and %d more", len(clients) - _MAX_LINES)
-    here = [version.split("+")[0] for version in node_versions()]  # without +cpu, which is no other version
-    if others := [c.name for c in clients if [version.split("+")[0] for version in c.versions] != here]:
+    here = _releases(node_versions())
+    if others := [client.name for client in clients if _releases(client.versions) != here]:
         names = ", ".join(others[:_MAX_LINES])
         log.warning("other versions than this server's (%s) have %d clients: %s", ", ".join(here), len(others), names)
     for client in clients:
         if names := ", ".join(client.unreadable_classes):
             log.warning("%s cannot read a folder of class %s: its log says which", client.name, names)
+
+
+def _releases(versions: Sequence[str]) -> list[str]:
+    """Versions without their build, such as +cpu."""
+    return [version.split("+")[0] for version in versions]
