@@ -77,13 +77,12 @@ def comparison_page(
     groups: Sequence[Group], pictures: Mapping[str, bytes], title: str, notes: Mapping[str, Sequence[str]]
 ) -> str:
     """The comparison of several runs; ``pictures`` are PNGs by file name, ``notes`` lines of text by heading."""
-    runs = [run for group in groups for run in group.runs]
-    rows = [(r.folder, r.results["method"], r.results["dataset"], r.results.get("seed"), r.status) for r in runs]
+    rows = [(r.folder, g.label, g.setting, r.results.get("seed"), r.status) for g in groups for r in g.runs]
     sections = [
         Section("Results", *comparison_table(groups), text=3, note=NOTE),
         *(Section(head, rows=[[line] for line in lines], text=1) for head, lines in notes.items()),
         *_picture_sections(pictures),
-        Section("Runs", ["Folder", "Method", "Data set", "Seed", "Status"], rows, text=5),
+        Section("Runs", ["Folder", "Method", "Setting", "Seed", "Status"], rows, text=5),
     ]
     return _render("page", title=title, sections=sections)
 

@@ -634,6 +634,13 @@ def test_runs_of_a_suite_keep_its_labels(make_run):
     assert (alone.setting, alone.label) == ("digits", "hgp")
 
 
+def test_the_page_lists_each_run_by_its_label(make_run, tmp_path):
+    folders = [make_run(f"{label}/seed{seed}", seed=seed) for label in ("hgp", "hgp-32") for seed in (0, 1)]
+    write_report(folders, tmp_path / "compared")
+    page = page_of(tmp_path / "compared")
+    assert page.row(str(folders[2]))[1:4] == ["hgp-32", "digits", "0"]
+
+
 def test_curve_and_point_of_the_comparison(seeds):
     groups = group_runs([load_run(folder) for folder in seeds])
     (axes,) = figures.comparison_figure(groups).axes
