@@ -188,7 +188,7 @@ def digest(module: nn.Module) -> str:
     return total.hexdigest()
 
 
-def load_vit(name: str, weights: str, image_size: int, seed: int = 0) -> ViT:
+def load_vit(name: str, weights: str, image_size: int, seed: int) -> ViT:
     """A ViT with its weights, for images of side ``image_size`` (0 = its own); ``seed`` draws random weights.
 
     Raises:

@@ -78,21 +78,22 @@ def _create(name: str, pretrained: bool) -> Any:
     try:
         return timm.create_model(name, pretrained=pretrained, num_classes=0)
     except Exception as error:
-        what = f"backbone-weights = {AUTO!r}: no pre-trained weights of" if pretrained else "backbone ="
-        reason = " ".join(str(error).split())[:200]
+        reason = f"({type(error).__name__}: {' '.join(str(error).split())[:200]})."
+        if not pretrained:
+            raise ConfigError(f"backbone = {name!r} cannot be built by timm {reason}") from error
         raise ConfigError(
-            f"{what} {name!r} could be had from timm ({type(error).__name__}: {reason}). "
+            f"backbone-weights = {AUTO!r}: no pre-trained weights of {name!r} could be had from timm {reason} "
             "Name a file: backbone-weights=FILE."
         ) from error
 
 
 def _go_offline_if_unreachable() -> None:
     """Without a network, tell the hub's client to use its cache at once: it would retry for most of a minute."""
-    host = urlsplit(huggingface_hub.constants.ENDPOINT).hostname
-    if getproxies():
+    if getproxies().keys() - {"no"}:  # "no": hosts without a proxy
         return
+    url = urlsplit(huggingface_hub.constants.ENDPOINT)
     try:
-        socket.create_connection((host, 443), timeout=5).close()
+        socket.create_connection((url.hostname, url.port or {"http": 80}.get(url.scheme, 443)), timeout=5).close()
     except OSError:
         huggingface_hub.constants.HF_HUB_OFFLINE = True
 

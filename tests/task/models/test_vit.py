@@ -25,7 +25,7 @@ from task.keys import ConfigError
 from task.models import weights as module
 from task.models.load import configured_backbone, load_backbone
 from task.models.model import build_model
-from task.models.vit import ViT, digest
+from task.models.vit import ViT, digest, load_vit
 from task.prompts.shared import SharedPrompt
 from tests.helpers.prompts import prompt_config
 
@@ -53,6 +53,36 @@ def _apart_from_other_tests(monkeypatch):
     load_backbone.cache_clear()
     yield
     load_backbone.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("proxies", "endpoint", "tried"),
+    [
+        ({}, "https://hub.example", ("hub.example", 443)),
+        ({"no": "127.0.0.1"}, "http://mirror.example", ("mirror.example", 80)),  # as in the environment of Flower
+        ({}, "http://mirror.example:8080", ("mirror.example", 8080)),
+        ({"https": "http://proxy.example", "no": "127.0.0.1"}, "https://hub.example", None),
+    ],
+)
+def test_the_hub_is_left_out_if_it_cannot_be_reached_at_its_own_port(proxies, endpoint, tried, monkeypatch):
+    asked = []
+
+    def refuse(address, timeout):
+        asked.append(address)
+        raise OSError
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    monkeypatch.setattr(module, "getproxies", lambda: proxies)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    module._go_offline_if_unreachable()
+    assert asked == [tried] * (tried is not None)
+    assert huggingface_hub.constants.HF_HUB_OFFLINE is (tried is not None)
+
+
+def test_a_tag_that_timm_does_not_have_is_named():
+    with pytest.raises(ConfigError, match=r"^backbone = 'vit_tiny_patch16_224\.nonsense' cannot be built by timm \("):
+        load_vit("vit_tiny_patch16_224.nonsense", "auto", 32, seed=0)
 
 
 def tiny_vit(depth=1, seed=0, **changes):
