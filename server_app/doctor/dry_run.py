@@ -99,7 +99,7 @@ def _read_data(config: Config) -> Finding:
     for images, labels in ((data.train_images, data.train_labels), (data.test_images, data.test_labels)):
         images[np.unique(labels, return_index=True)[1]]
     text = f"data {config.dataset}: {len(data.train_labels)} training and {len(data.test_labels)} test images, "
-    text += _describe_counts(data.class_names, np.bincount(data.train_labels))
+    text += _describe_counts(data.class_names, np.bincount(data.train_labels, minlength=len(data.class_names)))
     repeated = "" if config.own_data else describe_repeated(data, config.dataset)
     return Finding("warning", text, repeated) if repeated else Finding("ok", text)
 
@@ -160,6 +160,8 @@ def _time_step(config: Config) -> Finding:
     scenario = _scenario(config)
     model = build_model(config, scenario.task_sizes(0))
     positions = np.flatnonzero(np.isin(scenario.dataset.train_labels, scenario.schedule.tasks[0]))[: config.batch_size]
+    if not len(positions):  # a node whose own data has test images alone of these classes
+        return Finding("warning", "no training image of the first task's classes: no step was timed")
     rows = scenario.rows[scenario.dataset.train_labels[positions]]
     augmentation = default_augmentation(scenario.dataset, config.augmentation)
     data = LocalData(scenario.dataset.train_images, positions, rows, augmentation)

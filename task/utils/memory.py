@@ -9,7 +9,7 @@ _CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.
 
 
 def available_memory() -> float:
-    """Bytes that new processes may take: what the system has free, at most the container's limit."""
+    """Bytes that new processes may take: what the system has free, at most what the container's limit leaves."""
     try:
         import psutil
 
@@ -18,8 +18,18 @@ def available_memory() -> float:
         available = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for path in _CONTAINER_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # no such file; "max" is no number
-            available = min(available, float(Path(path).read_text()))
+            available = min(available, float(Path(path).read_text()) - _used_by_container(Path(path).parent))
     return available
+
+
+def _used_by_container(folder: Path) -> float:
+    """Bytes that a control group uses, without the file cache, which it lets go; 0 if that is not known."""
+    for name in ("memory.current", "memory.usage_in_bytes"):
+        with contextlib.suppress(OSError):
+            used = float((folder / name).read_text())
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return used - float(statistics["inactive_file"])
+    return 0.0
 
 
 def peak_memory() -> float:

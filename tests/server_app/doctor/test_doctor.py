@@ -137,6 +137,9 @@ def test_memory_is_what_the_container_allows(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr(memory_module, "_CONTAINER_LIMITS", (str(tmp_path / "none"), str(tmp_path / "limit")))
     assert available_memory() == 1e6
     assert machine._memory().level == "warning"
+    (tmp_path / "memory.stat").write_text("anon 500000\ninactive_file 100000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    assert available_memory() == 4e5
 
 
 def test_runs_that_were_killed_are_named(tmp_path: Path) -> None:
@@ -172,6 +175,21 @@ def test_of_many_classes_the_extremes() -> None:
     counts = np.full(20, 7)
     counts[[3, 5]] = 2, 9
     assert dry_run._describe_counts(names, counts) == "20 classes from class 3 (2) to class 5 (9)"
+
+
+@pytest.mark.parametrize(("train", "counts"), [((0, 1), "a: 2, b: 2, c: 0"), ((1, 2), "a: 0, b: 2, c: 2")])
+def test_a_nodes_class_may_have_test_images_alone(train: tuple[int, int], counts: str, tmp_path: Path) -> None:
+    """The tasks are a, b, c: in the first one the second node has no image to train on."""
+    labels = np.repeat([*train, 0, 1, 2], 2)
+    images = np.random.default_rng(0).integers(0, 255, (10, 16, 16, 3), np.uint8)
+    split = np.repeat([0, 1], [4, 6])
+    np.savez(tmp_path / "node.npz", images=images, labels=labels, split=split, class_names=np.array(["a", "b", "c"]))
+    keys = {"dataset": "own", "data-dir": str(tmp_path / "node.npz"), "evaluate": "clients", "class-order": "given"}
+    config = parse(keys | {"num-tasks": 3, "device": "cpu"})
+    assert dry_run._read_data(config).text.endswith(f"4 training and 6 test images, {counts}")
+    finding = dry_run._time_step(config)
+    assert finding.level == ("warning" if train[0] else "ok")
+    assert finding.text.startswith("no training image" if train[0] else "a local step of 2 images")
 
 
 @pytest.mark.parametrize("method", METHODS)
