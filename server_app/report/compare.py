@@ -156,7 +156,7 @@ def _group_by_keys(runs: Sequence[Run]) -> list[Group]:
         ]
         for run in family:
             read = [name for name in differing if name not in PROBLEM or _reads(run, name)]
-            settings = ", ".join(f"{name} {run.settings.get(name, 'unknown')}" for name in read)
+            settings = ", ".join(f"{name} {_setting(run, name)}" for name in read)
             label = f"{method} ({settings})" if settings else method
             groups.setdefault((dataset, label), Group(dataset, label, [])).runs.append(run)
     return list(groups.values())
@@ -169,7 +169,12 @@ def _reads(run: Run, name: str) -> bool:
 
 
 def _differ(name: str, runs: Sequence[Run]) -> bool:
-    return len({str(run.settings.get(name)) for run in runs}) > 1
+    return len({str(_setting(run, name)) for run in runs}) > 1
+
+
+def _setting(run: Run, name: str) -> object:
+    """A run key's value; of num-tasks, which is a limit with class-order=appearing, how many tasks there were."""
+    return run.results["num_tasks"] if name == "num-tasks" else run.settings.get(name, "unknown")
 
 
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:

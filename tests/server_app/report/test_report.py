@@ -999,6 +999,17 @@ def test_what_cannot_be_drawn_is_the_same_error(make_run, changes):
         write_report([folder])
 
 
+def test_runs_in_which_fewer_tasks_came_than_others_are_compared(make_run, tmp_path):
+    """With class-order=appearing num-tasks is a limit, the same in both runs."""
+    config = {"num-tasks": 3, "class-order": "appearing"}
+    changes = {"num_tasks": 2, "tasks": [[2, 0], [1]], "per_task_seen_accuracy": SEEN[:2]}
+    changes["accuracy_matrix"] = [row[:2] for row in MATRIX[:2]]
+    folders = [make_run("three", config), make_run("two", config, **changes)]
+    write_report(folders, tmp_path / "compared")
+    labels = {row[0] for row in page_of(tmp_path / "compared").rows[1:3]}
+    assert labels == {"hgp (num-tasks 2)", "hgp (num-tasks 3)"}
+
+
 def test_a_label_has_no_key_that_its_partition_does_not_read(make_run):
     of_hgp = {"partition": "dirichlet", "dirichlet-beta": 0.1, "classes-per-client": 2}
     of_fedavg = {"partition": "quantity", "dirichlet-beta": 0.5, "classes-per-client": 2}
