@@ -86,6 +86,8 @@ def attack(path: Path, client: int, target: str, num_classes: int, steps: int, d
             are not here.
         ModelError: there is no model.
     """
+    if path.is_file():
+        raise ConfigError(f"{path} is a file: name a run's folder, where privacy.json and privacy.png go.")
     predictor = load_predictor(path, device)
     config = parse(predictor.metadata.config)
     torch.set_num_threads(config.threads)

@@ -118,6 +118,8 @@ def test_what_cannot_be_attacked_is_named(tiny: dict, capsys: pytest.CaptureFixt
         assert privacy(*words) == 2
         assert reason in capsys.readouterr().err
     assert privacy(f"{tiny['output-dir']}/nowhere") == 1
+    assert privacy(f"{means}/model.safetensors") == 2
+    assert "name a run's folder" in capsys.readouterr().err
 
 
 def test_a_sample_of_what_was_sent_may_be_the_target(tiny: dict) -> None:
