@@ -250,7 +250,9 @@ def _main() -> int:
     torch.set_num_threads(1)  # the default of a run
     size = Size(40, 192) if args.quick else Size()
     size = replace(size, clients=args.clients or size.clients)
-    config = parse({"method": "hepco", "hepco-query-gradient": not args.clients})  # all of eq. 4 in both forms
+    # in both forms all of eq. 4, and the softmax over all seen classes
+    compared = {} if args.clients else {"hepco-query-gradient": True, "hepco-rows": "seen"}
+    config = parse({"method": "hepco", **compared})
     options = HePCo(config).options
     print(
         f"pool {size.pool}, length {2 * LENGTH}, D = {size.dim}, {BLOCKS} blocks, {size.clients} clients and the ",

@@ -20,13 +20,13 @@ app.evaluate()(honest)
 
 
 def fails(client: int, server_round: int) -> bool:
-    """Whether a client's power goes in this round."""
+    """Whether a client fails in this round."""
     return Random(f"{client} {server_round}").random() < float(os.environ[SHARE])
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """As the real one, if the power stays on."""
+    """As the real one, if the client does not fail."""
     if fails(int(context.node_config["partition-id"]), int(from_records(message.content).config["server-round"])):  # type: ignore[arg-type]  # both are whole numbers
         raise RuntimeError("the power went")
     return honest(message, context)

@@ -159,7 +159,8 @@ class AFCL(Strategy):
 def _gaps(earlier: Tensor, sums: Tensor, counts: Tensor, means: Tensor) -> Tensor:
     """sqrt(n_1 n_2 / (n_1 + n_2)) (mu_2 - mu_1) of each class, [K, M]: n_1 ``earlier`` and mu_1 = ``sums`` / n_1.
 
-    The scatter of two sets of images about their common mean is that of each about its own, and gap gap^T.
+    The scatter of two sets of images about their common mean is that of each about its own, and gap gap^T (Chan, Golub
+    and LeVeque 1979).
     """
     return (earlier * counts / (earlier + counts)).sqrt()[:, None] * (means - sums / earlier.clamp(min=1)[:, None])
 

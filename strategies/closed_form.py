@@ -15,7 +15,7 @@ GRID = torch.logspace(-10, 1, 45, dtype=torch.float64)  # ridges that are tried,
 SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # shrinkages that are tried
 FOLDS = 5
 ENOUGH = 2000  # features that are classified before the shrinkage is chosen
-USUAL_SHRINKAGE = 0.01  # the shrinkage where the features do not tell
+USUAL_SHRINKAGE = 0.01  # the shrinkage where it is not chosen by cross-validation
 LIMIT = 20_000_000  # numbers that are drawn at most
 
 
@@ -46,7 +46,7 @@ class Spectrum:
 
     @classmethod
     def of_sketch(cls, sketch: Tensor, omega: Tensor) -> Self:
-        """The spectrum of Y (Omega^T Y)^+ Y^T, Nystrom's approximation of A.
+        """The spectrum of Y (Omega^T Y)^+ Y^T, Nystrom's approximation of A (Tropp et al. 2017).
 
         ``sketch`` is Y^T = (A Omega)^T [r, M], ``omega`` is Omega [M, r].
         """
@@ -86,8 +86,9 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
 
     The folds are those of drawn features, see :func:`draw_features`; with few images they are drawn again, until ENOUGH
     have been classified. Among the s within half a standard error of the best, the one nearest to the usual s is taken:
-    USUAL_SHRINKAGE, or 1 if there are fewer images than features. If no class has two images there is no scatter, and
-    with more than LIMIT numbers it is known well: then nothing is drawn and the usual s is taken.
+    USUAL_SHRINKAGE, or 1 if there are fewer images than features. This rule is ours. The standard error of e errors is
+    sqrt(e + 1), that of a Poisson count but never 0. If no class has two images there is no scatter, and with more than
+    LIMIT numbers it is known well: then nothing is drawn and the usual s is taken.
 
     Args:
         counts: [K].
@@ -95,7 +96,7 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
         scatter: about the class means, A of [M, M].
     """
     images, dim = int(counts.sum()), means.shape[1]
-    usual = USUAL_SHRINKAGE if images > dim else 1.0  # with fewer images most of the scatter was never seen
+    usual = USUAL_SHRINKAGE if images > dim else 1.0  # with fewer images the scatter lacks directions
     if counts.max() < 2 or images * dim > LIMIT:
         return usual
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
@@ -117,11 +118,11 @@ def draw_features(
     the clients' own.
     """
     dim, classes = means.shape[1], torch.arange(len(counts)).repeat_interleave(counts.long())
-    rank = min(dim, len(classes) - int((counts > 0).sum()))  # rounding may leave the scatter more
+    rank = min(dim, len(classes) - int((counts > 0).sum()))  # rounding may give the scatter more directions
     rows = (scatter.values.sqrt()[:, None] * scatter.vectors.T)[dim - rank :]
     columns = torch.randn(len(classes), rank, generator=generator).double()
     columns, triangle = torch.linalg.qr(columns - _class_means(columns, classes, len(counts))[classes])
-    signs = torch.where(triangle.diagonal() < 0, -1.0, 1.0)  # QR chooses those of the columns; the draw must not
+    signs = torch.where(triangle.diagonal() < 0, -1.0, 1.0)  # QR leaves them open; a positive diagonal fixes them
     return means[classes] + columns * signs @ rows, classes
 
 
@@ -163,6 +164,8 @@ def solve_ridge(gram: Spectrum, sums: Tensor, ridge: float) -> Tensor:
 
 def solve_discriminant(covariance: Spectrum, means: Tensor, shrinkage: float) -> tuple[Tensor, Tensor]:
     """Linear discriminant with equal priors: weight [K, M] mu_c^T (S + s t I)^-1 and bias [K] -w_c mu_c / 2.
+
+    As in Friedman 1989 with one covariance for all classes, but that his mix of S and t I is convex.
 
     ``covariance`` is S, t the mean of its eigenvalues, ``shrinkage`` s; ``means`` [K, M].
     """

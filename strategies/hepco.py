@@ -43,7 +43,7 @@ class HePCo(Strategy):
         self.counts = torch.zeros(0)  # how many images of each head row have been reported, over all rounds, [S]
         self.previous: Teachers | None = None  # the last task's final server, and ``counts`` at that time
         self.answers: dict[str, Arrays] = {}  # of a round's clients, until its refinement
-        self.fits = False  # whether the memory has been checked
+        self.memory_checked = False  # with the first answer of the run
 
     def weight(self, update: Update) -> float:
         """All clients count alike (step 1)."""
@@ -53,10 +53,10 @@ class HePCo(Strategy):
         """Keep the client as a teacher; raises a ConfigError if the teachers of a round do not fit in memory."""
         if not update.statistics:
             return
-        if not self.fits:  # once: memory that an earlier round has freed does not always count as free
+        if not self.memory_checked:  # once: memory that an earlier round has freed does not always count as free
             clients = self.config.clients_per_round or self.config.num_clients
             require_memory(model.shared_state(), clients, model.device)
-            self.fits = True
+            self.memory_checked = True
         self.answers[update.client] = update.arrays
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:

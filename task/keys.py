@@ -92,7 +92,7 @@ class Rule:
     def accepts(self, value: Scalar) -> bool:
         """Whether a value of the right type is within the limits; NaN and infinity never are."""
         if isinstance(value, str):
-            # no control characters, no line ends, and no half of a pair, which stands for a byte that is no text
+            # no control characters, no line ends, and no lone surrogate: a byte that is not UTF-8 (PEP 383)
             shown = not any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in value)
             return value in self.choices if self.choices else shown
         return (

@@ -225,7 +225,8 @@ class AFCLOptions(Options):
     shrinkage: float = key(
         AUTO,
         f"s: share of the mean variance that is added to the diagonal of covariances; auto or 0: by cross-validation, "
-        f"but 0.01 with a sketch or more than {MAX_FEATURES:,} features",
+        f"but 0.01 with a sketch, more than {MAX_FEATURES:,} features, or more than 20 million images times "
+        "features",
         minimum=0,
         auto=0.0,
         only=("head", "discriminant", "regularised"),

@@ -34,8 +34,8 @@ class ClientRegistry:
         config: Config,
         dataset: Dataset | None,
         checksums: tuple[str, str],
-        expected: int = 0,
-        planned: Sequence[str] = (),
+        expected: int,
+        planned: Sequence[str],
     ) -> None:
         """Say hello to the connected nodes.
 
@@ -129,7 +129,7 @@ class ClientRegistry:
 
     def _require_enough(self, absent: Sequence[AbsentNode], expected: int) -> None:
         needs = {"quorum": self.config.quorum}
-        # whoever states a number of nodes is there to mend one that cannot take part
+        # if num-clients was given, all of them must be usable: the operator can repair a node before anything runs
         if any(node.answered for node in absent):
             needs["num-clients"] = expected
         if self.config.secure_aggregation != "off":

@@ -26,7 +26,7 @@ from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
 from task.data.images import Dataset
 from task.message import Packet
-from task.models.model import Model, to_arrays
+from task.models.model import Model
 from task.scenario.client_data import learnable_classes
 from task.secure_aggregation.round_sums import RoundSums
 
@@ -45,8 +45,8 @@ class RoundAggregator:
     def __init__(
         self, config: Config, strategy: Strategy, model: Model, context: RoundContext, clients: Sequence[ClientInfo]
     ) -> None:
-        self.sent_arrays = to_arrays(model.message_state())  # of the model before the round
         self._arrays_before = model.export()
+        self.sent_arrays = {name: self._arrays_before[name] for name in model.message_state()}
         self.strategy_state = {name: copy.copy(value) for name, value in vars(strategy).items()}  # before the round
         self.mean = WeightedMean()  # of the accepted arrays so far
         self.updates: list[Update] = []  # accepted answers of clients that have trained, without their arrays

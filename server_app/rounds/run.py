@@ -69,7 +69,7 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
     ``initial`` are arrays to start from instead of the seeded ones, of the names and shapes of the first task's.
 
     Raises:
-        ConfigError: data, weights or settings cannot be used; raised before anything is written.
+        ConfigError: data, weights or settings cannot be used; nearly all are found before anything is written.
         RunError: no quorum, or clients that cannot work together.
         OSError: a file cannot be written; what was saved stays.
     """

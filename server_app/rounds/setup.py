@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 POLL = 30.0  # seconds between two looks for new classes
 
 
-def connect_clients(config: Config, transport: Transport, planned: Sequence[str] = ()) -> tuple[Config, ClientRegistry]:
+def connect_clients(config: Config, transport: Transport, planned: Sequence[str]) -> tuple[Config, ClientRegistry]:
     """Wait for the nodes and ask them who they are; returns the run keys with the number of clients, and the clients.
 
     Settings, weights and data are checked before. ``planned`` are the classes of a run that is resumed, where nodes

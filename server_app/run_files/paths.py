@@ -140,7 +140,7 @@ def true_status(directory: Path, results: dict[str, Any]) -> dict[str, Any]:
     """The content of results.json with the true status: a process that was killed could not record its end."""
     if results.get("status") != RUNNING or is_locked(directory):
         return results
-    error = f"its process ended without a word, as when it is killed or the power goes; go on with resume={directory}"
+    error = f"its process ended without saying why, as when it is killed; go on with resume={directory}"
     return results | {"status": INTERRUPTED, "error": error}
 
 

@@ -42,7 +42,7 @@ class Transport(Protocol):
 
         The messages are sent when the first reply is requested, and the caller must iterate to the end. Replies are
         not kept here. A node that failed, vanished, did not answer within ``timeout`` seconds or sends more than
-        ``largest_answer`` bytes yields a reply with ``error``.
+        ``largest_answer`` bytes (where answers come over a network) yields a reply with ``error``.
         """
 
 

@@ -55,7 +55,7 @@ class Config:
     prompt: str = key(AUTO, "prompt of the backbone", choices=tuple(PROMPTS), auto="")
     prompt_length: int = key(
         AUTO,
-        "L_p: prefix vectors per block, for keys and for values",
+        "L_p: prefix vectors of a block for keys, and as many for values; tokens of l2p and fused; rank of lora",
         minimum=1,
         maximum=1_000,
         auto=1,

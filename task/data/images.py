@@ -22,7 +22,7 @@ _FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF
 # of these Pillow reads whole files, or parts of any length, before it says how many pixels there are; of TIFF too, but
 # one with many pages may rightly be large
 _READ_AT_ONCE = ("AVIF", "JPEG2000", "PNG", "WEBP")
-_FILE_BYTES = 10  # such a file may have for each pixel of max-image-pixels; not packed at all, 16-bit RGBA has 8
+_FILE_BYTES = 10  # of such a file, at most, for each pixel of max-image-pixels; 16-bit RGBA without compression has 8
 _LONGEST = 10  # a scaled image is at most so many sides of the result long; of a longer strip only the middle is scaled
 _STRIP = 2**20  # pixels that are stretched at a time
 Image.MAX_IMAGE_PIXELS = None  # max-image-pixels is the limit; Pillow's own would also warn below it

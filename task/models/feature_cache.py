@@ -5,8 +5,8 @@ need it once. Its last bits depend on the batch in which it is computed. In memo
 and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
 of the images, BATCH at once; a run that uses the disk takes every query from there, also the run that computes them.
 So results do not depend on what is cached. The class token after three quarters of the blocks is stored beside each
-query: it costs no further pass, and FedRDA reads both. Where a prompt learns in the first task only, f(x) of test
-images is kept in memory too.
+query: it costs no further pass, and FedRDA with prompt=none reads both. Where a prompt learns in the first task only,
+f(x) of test images is kept in memory too.
 """
 
 import hashlib
@@ -209,9 +209,9 @@ def image_digest(images: Images) -> str:
     total = hashlib.sha256()
     if isinstance(images, ImageFiles | np.memmap):
         paths = list(images.paths) if isinstance(images, ImageFiles) else [str(images.filename)]
-        sizes = (images.side, images.max_pixels) if isinstance(images, ImageFiles) else 0
+        reading = (images.side, images.max_pixels) if isinstance(images, ImageFiles) else 0
         stats = ((path, Path(path).stat()) for path in paths)
-        total.update(repr((sizes, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])).encode())
+        total.update(repr((reading, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])).encode())
         return total.hexdigest()
     for batch in batches(np.arange(len(images))):
         pixels = images[batch]

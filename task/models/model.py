@@ -104,7 +104,7 @@ class Model(nn.Module):
         head: classifier of features [B, width].
         early_blocks: blocks, counted from 0, whose class token is a part of the features too.
         local_head: classifier of features [B, D] for clients that train the prompt in the first task only.
-        frozen_features: whether q(x) is a part of the features of a prompted model too.
+        appends_query: whether q(x) is a part of the features of a prompted model too.
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
         freezes_features: from the second task on only the head learns and is sent back (FedProK section 5.1).
@@ -119,7 +119,7 @@ class Model(nn.Module):
         head: Head | None = None,
         early_blocks: Sequence[int] = (),
         local_head: Head | None = None,
-        frozen_features: bool = False,
+        appends_query: bool = False,
         trains_backbone: bool = False,
         projects: bool = False,
         freezes_features: bool = False,
@@ -131,7 +131,7 @@ class Model(nn.Module):
         self.prompt, self.head = prompt, head or Head(backbone.dim, seed)
         self.local_head = local_head
         self.early_blocks = tuple(early_blocks)
-        self.frozen_features = frozen_features
+        self.appends_query = appends_query
         self.task_sizes: list[int] = []
         self._rows: Tensor
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
@@ -211,8 +211,8 @@ class Model(nn.Module):
 
     @property
     def width(self) -> int:
-        """Length of a feature: D, D more for each of ``early_blocks`` and D more for ``frozen_features``."""
-        return self.backbone.dim * (1 + len(self.early_blocks) + self.frozen_features)
+        """Length of a feature: D, D more for each of ``early_blocks`` and D more for ``appends_query``."""
+        return self.backbone.dim * (1 + len(self.early_blocks) + self.appends_query)
 
     @property
     def prompted(self) -> bool:
@@ -227,7 +227,7 @@ class Model(nn.Module):
     @property
     def reuses_query(self) -> bool:
         """Whether a cached q(x) is of use: the prompt reads it, or f(x) has it. False if the backbone is trained."""
-        return self.trained_backbone is None and (self.frozen_features or self.trains_on_query)
+        return self.trained_backbone is None and (self.appends_query or self.trains_on_query)
 
     @property
     def trains_on_query(self) -> bool:
@@ -242,7 +242,7 @@ class Model(nn.Module):
         """
         if query is not None and not self.prompted:
             return query
-        if not self.frozen_features:
+        if not self.appends_query:
             return self._prompted_features(images, query)
         query = self.query(images) if query is None else query
         return torch.cat([self._prompted_features(images, query), query], dim=1)
@@ -356,16 +356,16 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         )
     prompt = load_class(PROMPTS[config.prompt].path)(config, backbone.dim)
     early_blocks = _early_blocks(config, backbone)
-    frozen_features = config.options.frozen_features and config.prompt != "none"
+    appends_query = config.options.frozen_features and config.prompt != "none"
     model = Model(
         backbone,
         prompt,
         config.seed,
         config.precision,
-        _build_head(config, backbone.dim * (1 + len(early_blocks) + frozen_features)),
+        _build_head(config, backbone.dim * (1 + len(early_blocks) + appends_query)),
         early_blocks,
         Head(backbone.dim, config.seed, init=config.head_init) if config.adaptation_rounds else None,
-        frozen_features,
+        appends_query,
         config.trains_backbone,
         config.prompt_projected,
         config.options.features == "first-task",

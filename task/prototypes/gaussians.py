@@ -34,16 +34,16 @@ def class_means(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tenso
     return class_ids, counts, (sums / counts[:, None]).to(features.dtype)
 
 
-def class_gaussians(features: Tensor, labels: Tensor, packing: str, rank: int = 1, less: int = 1) -> dict[str, Tensor]:
+def class_gaussians(features: Tensor, labels: Tensor, packing: str, rank: int = 1, ddof: int = 1) -> dict[str, Tensor]:
     """Class ids, counts, means and packed covariances of the classes present, those of n = 1 zero.
 
     Features float32 [N, D], labels int64 [N]; ``packing`` and ``rank`` as in the module's docstring. Covariances are
-    divided by n - ``less``.
+    divided by n - ``ddof``.
     """
     class_ids, counts, means = class_means(features, labels)
     index = torch.searchsorted(class_ids, labels)
     centred = features - means[index]
-    scaled = centred / (counts.to(centred)[index] - less).clamp(min=1).sqrt()[:, None]
+    scaled = centred / (counts.to(centred)[index] - ddof).clamp(min=1).sqrt()[:, None]
     arrays = {"class_ids": class_ids, "counts": counts, "means": means}
     if packing == "full":
         rows = by_class(scaled, index, len(class_ids))

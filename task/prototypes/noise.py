@@ -14,6 +14,7 @@ Statistics are computed with the noised arrays: with the trained ones, one image
 too. An image has one class, so all classes of a message together are one release. Steps after the noise cost no
 privacy: variances are raised to zero, matrices made positive semi-definite, means scaled down to norm B.
 
+The mechanism is that of Dwork and Roth 2014, appendix A; their multiplier, deviation over sensitivity, is z / 2 here.
 Noise of floating-point numbers is not proof against an attack on their last digits (Mironov 2012).
 """
 

@@ -182,7 +182,7 @@ class GaussianStatistics(ClientStatistics):
         """Counts, means and packed covariances of the classes present, the latter divided by n - 1."""
         if not noise.noise:
             return self.as_arrays(**class_gaussians(features, labels, options.covariance, options.rank))
-        gaussians = class_gaussians(features, labels, options.covariance, less=0)
+        gaussians = class_gaussians(features, labels, options.covariance, ddof=0)
         name, counts = "covariances" if options.covariance == "full" else "variances", gaussians["counts"]
         means, spread = noise.moments(gaussians["means"], gaussians[name], counts)
         spread = spread * (counts / (counts - 1).clamp(min=1))[:, None]
@@ -210,7 +210,7 @@ class VarianceStatistics(MeanStatistics):
 
     def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
         """Counts, means and variances of the classes present."""
-        gaussians = class_gaussians(features, labels, "diagonal", less=0)
+        gaussians = class_gaussians(features, labels, "diagonal", ddof=0)
         means, variances = noise.moments(gaussians["means"], gaussians["variances"], gaussians["counts"])
         return self.as_arrays(**gaussians | {"means": means, "variances": variances})
 
