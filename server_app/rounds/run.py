@@ -76,30 +76,40 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
     torch.set_num_threads(config.threads)
     directory = run_directory(config)
     require_hook(config.on_end)
-    try:
-        require_tensorboard(config)
-        require_writable(directory)
-        log.info("results go to %s", directory)
-        if unread := ignored_keys(config):
-            log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
-        with contextlib.ExitStack() as locks:
-            if config.resume:
-                locks.enter_context(lock_run(directory))
-            run = Run(config, transport, directory, initial, locks)
-            try:
-                run.run()
-            except BaseException as error:
-                run.fail(error)
-                raise
-    except BaseException as error:
-        tell_operator(config.on_end, directory, error)
-        raise
+    with contextlib.ExitStack() as told:
+        try:
+            run = _run_all(config, transport, directory, initial, told)
+        except BaseException as error:
+            tell_operator(config.on_end, directory, error)
+            raise
     try:
         run.draw()
     finally:  # a signal that comes while pictures are drawn does not undo what is recorded
         tell_operator(config.on_end, directory)
     log.info("finished: %s", "\n".join(summary(directory)))
     return directory
+
+
+def _run_all(
+    config: Config, transport: Transport, directory: Path, initial: Arrays | None, told: contextlib.ExitStack
+) -> "Run":
+    """The run after its last round; pictures of one that failed are drawn when ``told`` is left."""
+    require_tensorboard(config)
+    require_writable(directory)
+    log.info("results go to %s", directory)
+    if unread := ignored_keys(config):
+        log.warning("method %s trains nothing locally and ignores %s", config.method, ", ".join(unread))
+    with contextlib.ExitStack() as locks:
+        if config.resume:
+            locks.enter_context(lock_run(directory))
+        run = Run(config, transport, directory, initial, locks)
+        try:
+            run.run()
+        except BaseException as error:
+            run.fail(error)
+            told.callback(run.draw_failed)  # after the operator is told: Flower kills what it has told to end after 5 s
+            raise
+    return run
 
 
 class Run:
@@ -411,16 +421,20 @@ class Run:
         write_checkpoint(self.directory / "checkpoint", context.server_round, state)
 
     def fail(self, error: BaseException) -> None:
-        """Save what there is and why the run ended; a full disk, or a signal while drawing, must not hide it."""
+        """Save what there is and why the run ended; a full disk must not hide it."""
         self.results.status = "failed"
         self.results.error = reason_of(error)
         rounds = self.results.rounds
         if rounds and not (rounds[-1].seconds or isinstance(error, RunError)):  # cut short, and nothing to say
             rounds.pop()
         with contextlib.suppress(OSError):
+            self.results.write()
+
+    def draw_failed(self) -> None:
+        """Draw the last pictures of a run that failed; neither a full disk nor a signal hides why it failed."""
+        with contextlib.suppress(OSError, KeyboardInterrupt, SystemExit):  # Flower turns a signal into SystemExit
             self._write_results()
-            with contextlib.suppress(KeyboardInterrupt, SystemExit):  # Flower turns a signal into SystemExit
-                self.draw()
+            self.draw()
 
     def draw(self) -> None:
         """Draw the last pictures; the run's end is recorded by then."""

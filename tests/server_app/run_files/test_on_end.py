@@ -262,6 +262,24 @@ def test_a_signal_while_pictures_of_a_failed_run_are_drawn_does_not_hide_why_it_
     assert json.loads((tmp_path / "told").read_text())["error"] == "no quorum"
 
 
+def test_of_a_failure_the_operator_is_told_before_pictures_are_drawn(
+    tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flower kills a process that it has told to end after 5 seconds; drawing may take longer."""
+
+    def fail(failing: Run) -> None:
+        raise RunError("no quorum")
+
+    seen: list[str] = []
+    monkeypatch.setattr(ReportDrawer, "draw", lambda drawer: seen.append((tmp_path / "told").read_text()))
+    monkeypatch.setattr(Run, "run", fail)
+    hook = shlex.join(["sh", "-c", f"cat > {tmp_path}/told; cp {tmp_path}/runs/run/results.json {tmp_path}/then"])
+    with pytest.raises(RunError):
+        run(tiny | {"on-end": hook})
+    assert [json.loads(text)["status"] for text in seen] == ["failed"]
+    assert json.loads((tmp_path / "then").read_text())["status"] == "failed"
+
+
 def test_nodes_are_not_told(tiny: Values) -> None:
     config = parse(tiny | {"on-end": "mail-me"})
     assert config.flat()["on-end"] == "mail-me"
