@@ -58,7 +58,7 @@ class RoundAggregator:
         self._clients = {client.node: client for client in clients}
         self._order = {client.name: i for i, client in enumerate(clients)}
         self._shapes = {name: tuple(value.shape) for name, value in model.trained_state().items()}
-        self._dim = model.head.weight.shape[1]
+        self._dim, self._longest = model.head.weight.shape[1], model.longest_input
         self._classes = learnable_classes(config, context.schedule, context.task)
 
     def largest_answer(self) -> int:
@@ -81,7 +81,7 @@ class RoundAggregator:
             report.bytes_down += reply.bytes_down
             client = self._clients[reply.node]
             try:
-                update = check_reply(reply, client, self._shapes, self._dim, self._classes, self._context, self._config)
+                update = self._check(reply, client)
             except InvalidReply as error:
                 report.failures.append({"name": client.name, "reason": str(error)})
                 continue
@@ -96,6 +96,10 @@ class RoundAggregator:
         report.idle.sort(key=self._order.__getitem__)
         report.failures.sort(key=lambda failed: self._order[failed["name"]])
 
+    def _check(self, reply: Reply, client: ClientInfo) -> Update:
+        shapes, dim, longest = self._shapes, self._dim, self._longest
+        return check_reply(reply, client, shapes, dim, self._classes, self._context, self._config, longest)
+
     def collect_sum(self, secure_sum: RoundSum, train: Packet, report: RoundReport) -> None:
         """Use the sum over the clients of the round, as if it were the answer of one client with all their images.
 
@@ -105,7 +109,8 @@ class RoundAggregator:
         sums = RoundSums.of(config, context.server_round, context.ends_task, self._model, self._classes)
         try:
             total, survivors = secure_sum.collect("train", train, sums.length, config.secure_aggregation_range)
-            update = check_sum(sums.to_answer(total), survivors, self._classes, config)
+            answer = sums.to_answer(total)
+            update = check_sum(answer, survivors, self._classes, config, self._dim, self._longest)
             if update:
                 self._use([replace(update, metrics={**update.metrics, **secure_sum.seconds})], report, lambda _: [])
         except TooFewClients as error:

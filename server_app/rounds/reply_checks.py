@@ -17,6 +17,7 @@ from task.prototypes.statistics import ClientStatistics
 MAX_VALUE = ClientStatistics.largest  # of trained arrays
 MAX_METRIC = 1e12  # of loss, accuracy, seconds, images: sums over clients and rounds stay finite
 MIN_FOR_MEDIAN = 3  # updates
+SLACK = 1.5  # between norms of statistics and of features: for rounding, and for covariances divided by n - 1
 Shapes = Mapping[str, tuple[int, ...]]  # by name of the array
 
 
@@ -35,11 +36,13 @@ def check_reply(
     classes: Sequence[int],
     context: RoundContext,
     config: Config,
+    longest: float,
 ) -> Update:
     """Check the answer to a train message; returns the update in it.
 
     The client can report no more images than in its answer to hello, of the class ids ``classes``. Trained arrays must
-    have these ``shapes``, features under the head the length ``dim``. The round decides which of them must come.
+    have these ``shapes``, features under the head the length ``dim`` and at most the L2 norm ``longest``. The round
+    decides which of them must come.
 
     Raises:
         InvalidReply: names what is wrong.
@@ -71,6 +74,7 @@ def check_reply(
     due = kind.due(config, context.server_round, context.ends_task)
     if due and (packet.statistics or not config.min_class_count):
         _check_statistics(kind, packet.statistics, client.class_counts, classes, shapes, dim, config)
+        _check_lengths(kind, packet.statistics, dim, config, longest)
     elif packet.statistics:
         raise InvalidReply(f"statistics {sorted(packet.statistics)} came; none were expected")
     # a new dict: a method may remove large statistics from it
@@ -88,10 +92,13 @@ def largest_answer(
     return SMALL_ANSWER + 4 * sum(map(math.prod, shapes.values())) + numbers
 
 
-def check_sum(answer: Packet, clients: Sequence[ClientInfo], classes: Sequence[int], config: Config) -> Update | None:
+def check_sum(
+    answer: Packet, clients: Sequence[ClientInfo], classes: Sequence[int], config: Config, dim: int, longest: float
+) -> Update | None:
     """The update that a sum over ``clients`` stands for; None if they have no images.
 
-    What each client sent is hidden. Only a sum that honest clients cannot have produced is refused.
+    What each client sent is hidden. Only a sum that honest clients cannot have produced is refused; ``dim`` and
+    ``longest`` as in :func:`check_reply`.
 
     Raises:
         InvalidReply: names what is wrong.
@@ -111,6 +118,7 @@ def check_sum(answer: Packet, clients: Sequence[ClientInfo], classes: Sequence[i
         raise InvalidReply(f"the mean of {negative[0]} is negative")
     if "counts" in statistics and (statistics["counts"] > held[np.isin(classes, statistics["class_ids"])]).any():
         raise InvalidReply("the sum is of more images of a class than the clients hold")
+    _check_lengths(kind, statistics, dim, config, longest)
     return Update(f"sum of {len(clients)} clients", images, answer.arrays, statistics, answer.metrics)
 
 
@@ -184,6 +192,18 @@ def _check_statistics(
             raise InvalidReply(f"{name} are negative")
     if problem := kind.invalid(statistics, dim):
         raise InvalidReply(problem)
+
+
+def _check_lengths(kind: ClientStatistics, statistics: Arrays, dim: int, config: Config, longest: float) -> None:
+    """Refuse statistics that no features of L2 norm ``longest`` have: a few would outweigh those of all others."""
+    if config.privacy_noise:
+        return
+    longest = min(longest, config.privacy_feature_clip or math.inf)
+    for name, length in kind.lengths(statistics, dim, config.options).items():
+        if length > SLACK * longest:
+            raise InvalidReply(
+                f"{name} are those of features of norm {length:.3g}; with this backbone none is above {longest:.3g}"
+            )
 
 
 def check_counts(reply: Reply, limits: np.ndarray, seen: Sequence[int]) -> np.ndarray:

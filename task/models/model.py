@@ -1,6 +1,7 @@
 """The model that clients train: a backbone, a prompt and a linear head with one row per seen class."""
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Self, TypeVar
 
@@ -213,6 +214,16 @@ class Model(nn.Module):
     def width(self) -> int:
         """Length of a feature: D, D more for each of ``early_blocks`` and D more for ``appends_query``."""
         return self.backbone.dim * (1 + len(self.early_blocks) + self.appends_query)
+
+    @property
+    def longest_input(self) -> float:
+        """No input of the head's linear layer has a larger L2 norm; infinite if the backbone trains."""
+        if self.trained_backbone is not None:
+            return math.inf
+        early = len(self.early_blocks) * self.backbone.dim  # each of norm sqrt(D)
+        longest = math.sqrt(self.backbone.longest**2 * (1 + self.appends_query) + early)
+        projection = self.head.projection
+        return longest if projection is None else longest * float(torch.linalg.matrix_norm(projection, 2))
 
     @property
     def prompted(self) -> bool:

@@ -1,6 +1,7 @@
 """The backbone: a frozen plain Vision Transformer of timm with room for prefixes in its attention."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -96,9 +97,11 @@ class Backbone(nn.Module):
         mean, std: per-channel normalisation, [1, 3, 1, 1], that the weights were trained with.
         sha256: digest of all weights, to compare server and clients.
         has_class_token: whether the first token of the blocks stands for the whole image.
+        longest: no feature has a larger L2 norm, whatever the image and the prompt; infinite if no bound is known.
     """
 
     has_class_token = False
+    longest = math.inf
     mean: Tensor
     std: Tensor
 
@@ -123,6 +126,7 @@ class ViT(Backbone):
             block.attn = PrefixAttention(block.attn)
             vit.blocks[i] = PromptedBlock(block)
         self.vit, self.has_class_token = vit.requires_grad_(False), vit.cls_token is not None
+        self.longest = _longest_output(vit)
         self.train()
 
     def train(self, mode: bool = True) -> "ViT":
@@ -177,6 +181,14 @@ class ViT(Backbone):
             last.first_only = last.block.attn.first_only = False
             for block in blocks:
                 block.block.attn.prefix = block.block.attn.change = block.tokens = None
+
+
+def _longest_output(vit: VisionTransformer) -> float:
+    """Bound of the L2 norm of what the last normalisation gives: z has norm sqrt(D) there, and a feature is g z + b."""
+    norms = [norm for norm in (vit.norm, vit.fc_norm) if isinstance(norm, nn.LayerNorm)]
+    if not norms or vit.attn_pool is not None:
+        return math.inf
+    return math.sqrt(vit.embed_dim) * float(norms[-1].weight.abs().max()) + float(norms[-1].bias.norm())
 
 
 def digest(module: nn.Module) -> str:

@@ -69,6 +69,11 @@ class ScatterStatistics(ClientStatistics):
         bad = scatter.shape[1] != dim and cholesky_fails(scatter.astype(np.float64), dim, slack)
         return "scatter is not positive semi-definite" if bad else ""
 
+    def lengths(self, statistics: Arrays, dim: int, options: Options) -> dict[str, float]:
+        """Those of the means alone if the scatter may be a sketch, whose rows are no directions."""
+        known = {name: a for name, a in statistics.items() if name != "scatter" or not _own(options).sketch}
+        return super().lengths(known, dim, options)
+
     def unprotected(self, options: Options) -> str:
         """The effect of one image on principal directions has no known bound, and a sketch is made of the scatter."""
         own = _own(options)

@@ -25,6 +25,7 @@ from task.prototypes.gaussians import cholesky_fails, class_gaussians, class_mea
 from task.prototypes.noise import EXACT, GaussianMechanism
 
 Shapes = dict[str, tuple[int, ...]]
+_OF_FEATURES = ("means", "variances", "covariances", "factors", "scatter")
 _GRADIENTS = 2**25  # entries of per-image gradients in memory at once: 128 MiB
 
 
@@ -101,6 +102,15 @@ class ClientStatistics:
         bad = "covariances" in statistics and cholesky_fails(statistics["covariances"], dim)
         return "covariances are not positive semi-definite" if bad else ""
 
+    def lengths(self, statistics: Arrays, dim: int, options: Options) -> dict[str, float]:
+        """By array of the expected shape, a norm that features of length D = ``dim`` must reach to have it.
+
+        That is |mu| for a class mean, and at most the square root of two times less than this for directions d of a
+        covariance (|d|), variances or a packed covariance (root of the trace), which may be divided by n - 1.
+        """
+        named = {name: statistics[name].astype(np.float64) for name in _OF_FEATURES if name in statistics}
+        return {name: float(np.sqrt(_squares(name, array, dim).max(initial=0))) for name, array in named.items()}
+
     def unprotected(self, options: Options) -> str:
         """Why these statistics cannot be noised, or an empty text."""
         return ""
@@ -145,6 +155,14 @@ def class_report(sums: Arrays, frame: SumFrame) -> Arrays:
     present = counts > 0
     means = sums["sums"][present] / counts[present, None]
     return {"class_ids": np.array(frame.classes)[present], "counts": counts[present], "means": means}
+
+
+def _squares(name: str, array: np.ndarray, dim: int) -> np.ndarray:
+    """|d|^2 of each row d [dim], or the trace of each diagonal or packed covariance."""
+    if array.shape[-1] != dim:
+        rows, columns = np.triu_indices(dim)
+        return array[..., rows == columns].sum(axis=-1)
+    return (array if name == "variances" else array**2).sum(axis=-1)
 
 
 class MeanStatistics(ClientStatistics):

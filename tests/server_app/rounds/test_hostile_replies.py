@@ -316,12 +316,27 @@ def test_slightly_indefinite_sums_of_one_client_do_not_end_the_run(honest_rounds
     honest_round = honest_rounds("afcl")
     good = honest_round.honest[VICTIM].packet
     assert good
-    scatter = pack_symmetric(np.diag(np.r_[np.full(100, 1e9), np.full(12, -1.0)])[None]).astype(np.float32)
+    scatter = pack_symmetric(np.diag(np.r_[np.full(100, 10.0), np.full(12, -1e-8)])[None]).astype(np.float32)
     bad = replace(honest_round.honest[VICTIM], packet=replace(good, statistics=good.statistics | {"scatter": scatter}))
     report, model = honest_round.play(honest_round.with_one(bad))
     assert not report.failures
     assert not report.dropped
     assert all(np.isfinite(a).all() for a in model.values())
+
+
+@pytest.mark.parametrize("name", ["hgp", "afcl", "ncm"])
+def test_means_ten_times_as_large_as_any_feature_are_refused(
+    name: str, honest_rounds: Callable[[str], HonestRound]
+) -> None:
+    """They are well-formed, and would outweigh those of all other clients."""
+    honest_round = honest_rounds(name)
+    good = honest_round.honest[VICTIM].packet
+    assert good
+    statistics = good.statistics | {"means": 10 * good.statistics["means"]}
+    bad = replace(honest_round.honest[VICTIM], packet=replace(good, statistics=statistics))
+    report, _ = honest_round.play(honest_round.with_one(bad))
+    (failure,) = report.failures
+    assert failure["reason"].startswith("means are those of features of norm ")
 
 
 @pytest.mark.ci

@@ -1,5 +1,7 @@
 """Single answers that a server must refuse, or take."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,9 @@ from strategies.base import RoundContext, Update
 from task.config.parsing import parse
 from task.config.schema import Config
 from task.message import Packet
+from task.method_options import AFCLOptions
+from task.prototypes.scatter import ScatterStatistics
+from task.prototypes.statistics import ClientStatistics
 from task.scenario.class_stream import Schedule
 
 
@@ -29,10 +34,11 @@ def test_a_confusion_with_more_images_than_the_client_has_is_refused() -> None:
     assert check_counts(Reply(1, Packet(arrays), "", 0, 0), np.array([3, 0]), [0, 1]).tolist() == [[2, 1], [0, 0]]
 
 
-def checked(packet: Packet, config: Config, dim: int = 4) -> Update:
+def checked(packet: Packet, config: Config, dim: int = 4, longest: float = math.inf) -> Update:
     """As the answer of a client that holds 3 images of the task's class and 5 of another one's."""
     context = RoundContext(Schedule([[0], [1]], 1), 1)
-    return check_reply(Reply(1, packet, "", 0, 0), client_with(3, 5), {"w": (2,)}, dim, [0], context, config)
+    shapes, client = {"w": (2,)}, client_with(3, 5)
+    return check_reply(Reply(1, packet, "", 0, 0), client, shapes, dim, [0], context, config, longest)
 
 
 @pytest.mark.parametrize(("examples", "accepted"), [(3, True), (4, False)])
@@ -73,6 +79,44 @@ def test_covariances_that_are_none_and_arrays_that_are_not_due_are_refused(packi
             checked(packet, config, dim=2)
     else:
         assert checked(packet, config, dim=2).statistics.keys() == statistics.keys()
+
+
+FAR = "means are those of features of norm 6; with this backbone none is above 3"
+
+
+@pytest.mark.parametrize(
+    ("keys", "means", "variances", "words"),
+    [
+        ({}, [2.7, 3.6], [1, 1], ""),  # |mu| = 4.5, and norms up to 1.5 * 3 pass
+        ({}, [6, 0], [1, 1], FAR),
+        ({}, [0, 0], [9, 11.25], ""),  # the root of 20.25 is 4.5
+        ({}, [0, 0], [9, 12], "variances are those of features of norm 4.58"),
+        ({"privacy-feature-clip": 2.0}, [2.7, 3.6], [1, 1], "norm 4.5; with this backbone none is above 2"),
+        ({"privacy-feature-clip": 2.0, "privacy-clip": 1.0, "privacy-noise": 1.0}, [6, 0], [1, 1], ""),
+    ],
+)
+def test_statistics_that_no_features_have_are_refused(keys, means, variances, words, tiny) -> None:
+    config = parse(tiny | {"method": "hgp", "hgp-covariance": "diagonal"} | keys)
+    statistics = {"class_ids": np.array([0]), "counts": np.array([3])}
+    statistics |= {name: np.array([a], np.float32) for name, a in (("means", means), ("variances", variances))}
+    packet = Packet({"w": np.ones(2, np.float32)}, statistics, {"num-examples": 3})
+    if words:
+        with pytest.raises(InvalidReply, match=words):
+            checked(packet, config, dim=2, longest=3.0)
+    else:
+        assert checked(packet, config, dim=2, longest=3.0).num_examples == 3
+
+
+def test_norms_of_every_form_by_hand() -> None:
+    """Packed matrices are [[1, 5], [5, 3]]: trace 4. Of rows the longest counts."""
+    kind, scatter = ClientStatistics(), ScatterStatistics()
+    packed, rows = np.array([[1, 5, 3]], np.float16), np.array([[[0, 1], [3, 4]]], np.float16)
+    assert kind.lengths({"covariances": packed, "factors": rows, "class_ids": np.array([9])}, 2, AFCLOptions()) == {
+        "covariances": 2.0,
+        "factors": 5.0,
+    }
+    assert scatter.lengths({"means": rows[0], "scatter": packed}, 2, AFCLOptions()) == {"means": 5.0, "scatter": 2.0}
+    assert scatter.lengths({"means": rows[0], "scatter": rows[0]}, 2, AFCLOptions(sketch=2)) == {"means": 5.0}
 
 
 @pytest.mark.parametrize(

@@ -344,12 +344,14 @@ def test_there_is_no_sum_of_one_client(tmp_path):
 HOLDERS = [SimpleNamespace(class_counts=np.array(counts)) for counts in ([3, 0, 4], [1, 2, 0])]
 
 
-def summed(counts: Sequence[int] = (4, 2), images: int = 6, variance: float = 0.0, weight: float = 0.0) -> Packet:
+def summed(
+    counts: Sequence[int] = (4, 2), images: int = 6, mean: float = 0.0, variance: float = 0.0, weight: float = 0.0
+) -> Packet:
     """A sum over both clients, with hgp's statistics of one feature."""
     statistics = {
         "class_ids": np.array([0, 1]),
         "counts": np.array(counts),
-        "means": np.zeros((2, 1), np.float32),
+        "means": np.full((2, 1), mean, np.float32),
         "variances": np.full((2, 1), variance, np.float32),
     }
     return Packet({"weight": np.float32([weight])}, statistics, {"num-examples": images})
@@ -357,10 +359,10 @@ def summed(counts: Sequence[int] = (4, 2), images: int = 6, variance: float = 0.
 
 def test_a_sum_that_honest_clients_can_have_made_is_taken() -> None:
     config = parse({"method": "hgp"})
-    update = check_sum(summed(), HOLDERS, [0, 1], config)
+    update = check_sum(summed(), HOLDERS, [0, 1], config, dim=1, longest=2.0)
     assert update
     assert update.num_examples == 6
-    assert check_sum(summed(images=0), HOLDERS, [0, 1], config) is None
+    assert check_sum(summed(images=0), HOLDERS, [0, 1], config, dim=1, longest=2.0) is None
 
 
 @pytest.mark.parametrize(
@@ -373,8 +375,9 @@ def test_a_sum_that_honest_clients_can_have_made_is_taken() -> None:
         ({"variance": -1e-3}, "the mean of variances is negative"),
         ({"variance": math.nan}, "the mean of variances holds values"),
         ({"weight": 2e6}, "the mean of weight holds values above 1e"),
+        ({"mean": 3.1}, r"means are those of features of norm 3\.1; with this backbone none is above 2"),
     ],
 )
 def test_a_sum_that_no_honest_clients_can_have_made_is_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidReply, match=words):
-        check_sum(summed(**wrong), HOLDERS, [0, 1], parse({"method": "hgp"}))
+        check_sum(summed(**wrong), HOLDERS, [0, 1], parse({"method": "hgp"}), dim=1, longest=2.0)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 import shutil
 import socket
@@ -683,3 +684,44 @@ def test_the_share_of_the_depth_names_one_block(depth, blocks):
     model = build_model(parse(keys), [3])
     assert model.backbone.depth == 6
     assert list(model.early_blocks) == blocks
+
+
+@pytest.mark.parametrize("changes", [{}, {"global_pool": "avg"}, {"global_pool": "avg", "fc_norm": False}])
+def test_no_feature_is_longer_than_the_last_normalisation_allows(changes):
+    """Scales and shifts of the norm differ in every entry; a prompt of any size changes the images' tokens at will."""
+    backbone, prompt = ViT(tiny_vit(**changes), *HALVES), SharedPrompt(prompt_config([0], 2), 12)
+    torch.nn.init.normal_(prompt.prefix, std=100.0)
+    with torch.no_grad():
+        norms = backbone(1e3 * images(batch=64), prompt(None)).norm(dim=1)
+    assert backbone.longest / 4 < norms.max() <= backbone.longest
+
+
+def test_the_longest_feature_by_hand():
+    """Scales up to 3 of 12 entries, a shift of norm 5; no bound is known behind attention pooling."""
+    vit = tiny_vit()
+    vit.norm.weight.data.fill_(-3.0)
+    vit.norm.bias.data[:] = torch.tensor([3.0, 4.0] + [0.0] * 10)
+    assert ViT(vit, *HALVES).longest == pytest.approx(3 * 12**0.5 + 5)
+    assert ViT(tiny_vit(global_pool="map", class_token=False), *HALVES).longest == math.inf
+
+
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ({"method": "hgp"}, (1, 0)),
+        ({"method": "fedrda"}, (2, 1)),  # with prompt and without, and an early class token of norm sqrt(112)
+        ({"method": "fedrda", "prompt": "none"}, (1, 1)),
+        ({"method": "afcl", "afcl-random-features": 30}, (1, 0)),
+        ({"method": "fedavg-ft"}, None),
+    ],
+)
+def test_the_longest_input_of_the_head(keys, parts):
+    model = build_model(parse({"dataset": "synthetic", "image-size": 16, "device": "cpu"} | keys), [3])
+    assert model.backbone.dim == 112
+    if parts is None:
+        assert model.longest_input == math.inf
+        return
+    expected = (parts[0] * model.backbone.longest**2 + parts[1] * 112) ** 0.5
+    if keys.get("afcl-random-features"):
+        expected *= np.linalg.svd(model.head.projection.numpy(), compute_uv=False)[0]
+    assert model.longest_input == pytest.approx(expected, rel=1e-4)
