@@ -268,7 +268,9 @@ def _build_selection(
     runs.sort(key=lambda run: select["seeds"].index(run.seed))
     _refuse_duplicates(runs)
     if not runs:
-        raise ConfigError(f"select: no variant reads {' or '.join(grid)}, or each sets it itself.")
+        raise ConfigError(
+            f"select: no variant reads {' or '.join(grid)}, or each sets it itself: remove the entry select."
+        )
     return Selection(Suite(f"{suite.title}: selection", folder, runs), points, left_out)
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +66,7 @@ def _run_command(args: argparse.Namespace) -> int:
     if args.flower:
         require_listed({name: value for run in left for name, value in run.values.items()})
     _require_images([run.config for run in left])
-    _require_pretrained([run.config for run in left])
+    _require_backbones([run.config for run in left])
     try:
         failed = _run_suite(suite, args, options)
     except Interrupted as stop:
@@ -102,18 +104,26 @@ def _require_images(configs: Sequence["Config"]) -> None:
         load_dataset.cache_clear()  # the runs have processes of their own
 
 
-def _require_pretrained(configs: Sequence["Config"]) -> None:
-    """Fetch timm's pre-trained weights, if they are wanted: without them every run would end.
+def _require_backbones(configs: Sequence["Config"]) -> None:
+    """Build each backbone once, which fetches timm's weights: one that cannot be built would end every run.
 
     Raises:
-        ConfigError: they cannot be had.
+        ConfigError: unknown or unsuitable architecture or image-size; weights missing, broken or of another one.
     """
-    from task.models.bundled import BUNDLED
+    if not configs:
+        return
+    paths = {c.backbone_weights for c in configs} - {AUTO, "random"}
+    weights = {text: str(run_path("backbone-weights", text)) for text in paths}
+    wanted = {(c.backbone, weights.get(c.backbone_weights, c.backbone_weights), c.image_size, "cpu") for c in configs}
+    with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # this process does without torch
+        apart.submit(_build, sorted(wanted)).result()
 
-    for name in sorted({c.backbone for c in configs if c.backbone_weights == AUTO and c.backbone not in BUNDLED}):
-        from task.models.weights import build_vit  # torch, which this process otherwise does without
 
-        build_vit(name, AUTO)
+def _build(backbones: Sequence[tuple[str, str, int, str]]) -> None:
+    from task.models.load import build_backbone
+
+    for arguments in backbones:
+        build_backbone(*arguments)
 
 
 def _run_options(args: argparse.Namespace) -> list[str]:

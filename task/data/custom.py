@@ -145,7 +145,8 @@ def folder(path: Path, side: int, max_pixels: int) -> Dataset:
             different classes in train/ and test/.
     """
     if not path.is_dir():
-        raise ConfigError(f"data-dir = {str(path)!r}: there is no such folder for dataset 'folder'.")
+        problem = "this is a file, no folder" if path.exists() else "there is no such folder"
+        raise ConfigError(f"data-dir = {str(path)!r}: {problem} for dataset 'folder'.")
     if not ((path / "train").is_dir() and (path / "test").is_dir()):
         names, images, labels = _scan(path, side, max_pixels)
         return split_dataset(draw_held_out(labels, HELD_OUT, 0, "folder"), images, labels, names)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from filelock import FileLock, Timeout
 
@@ -139,6 +140,22 @@ def test_weights_that_cannot_be_had_are_told_of_before_anything_runs(write, tmp_
     said = capsys.readouterr()
     assert "backbone-weights = 'auto': no pre-trained weights of 'vit_tiny_patch16_224'" in said.err
     assert "started" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image-size": 20}, "image-size = 20 is not possible: 'vit_glyphs' needs a multiple of 8"),
+        ({"backbone": "vit_tiny_patch16_224", "image-size": 0, "backbone-weights": "FILE"}, "do not fit"),
+    ],
+)
+def test_a_backbone_that_cannot_be_built_is_told_of_before_anything_runs(changes, words, write, tmp_path, capsys):
+    torch.save({"cls_token": torch.zeros(1, 1, 3)}, tmp_path / "other.pt")
+    changes = {name: str(tmp_path / "other.pt") if value == "FILE" else value for name, value in changes.items()}
+    assert cli.main(["bench", str(write(common=KEYS | changes))]) == 2
+    out, err = capsys.readouterr()
+    assert words in err
+    assert "started" not in out
 
 
 def test_more_tasks_than_classes_are_told_of_before_anything_runs(write, tmp_path, capsys):
