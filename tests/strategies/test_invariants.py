@@ -1,7 +1,7 @@
 """What must hold for every method: a new one joins by its row in the table."""
 
 import json
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +12,14 @@ import safetensors.numpy
 import torch
 
 from client_app.client import Node, handle
+from server_app.rounds.run import Run
+from server_app.run_files.results import RoundReport
+from server_app.transport.base import Kind, Reply
+from server_app.transport.in_process import InProcessTransport
+from strategies.base import RoundContext, Strategy
 from task.config.parsing import parse
-from task.message import Scalar
-from task.methods import METHODS
+from task.message import Packet, Scalar
+from task.methods import METHODS, load_class
 from task.models.evaluation import extract_features
 from task.models.load import load_backbone
 from task.models.model import build_model
@@ -37,6 +42,14 @@ def every_pair(methods: Container[str] = METHODS) -> pytest.MarkDecorator:
 
 EVERY = every_pair()
 SOME = every_pair(["hgp", "fedrda", "ncm"])  # for what no strategy does itself
+# other prompts of the methods whose server does more than average while clients train
+REFINED = [
+    (m.name, prompt)
+    for m in METHODS.values()
+    if load_class(m.strategy).refine is not Strategy.refine and not m.adapts
+    for prompt in m.prompts[1:]
+]
+LEARNS_OLD = {"joint", "fedlwf", "fedprok"}  # from images of all tasks, a teacher, pseudo features
 # of each prompt, what the first task trains
 PROMPT_ARRAYS: dict[str, set[str]] = {
     "none": set(),
@@ -59,11 +72,40 @@ FOUR_OF_TWELVE: dict[str, Scalar] = {
 
 
 class Finished(NamedTuple):
-    """A run's folder, and digests of the frozen backbone before and after it."""
+    """What tests look at of a run.
+
+    ``before`` and ``after`` are digests of the frozen backbone; ``moved`` are arrays that a round has changed though it
+    neither trained nor computed them; ``message`` is the last one that asked a client to train.
+    """
 
     folder: Path
     before: str
     after: str
+    moved: set[str]
+    message: Packet
+
+
+def watch(patch: pytest.MonkeyPatch, moved: set[str], messages: list[Packet]) -> None:
+    """Note, of each round of a run, what :class:`Finished` names."""
+    train_round, exchange = Run.train_round, InProcessTransport.exchange
+
+    def watched_round(self: Run, context: RoundContext) -> RoundReport:
+        model = self.model
+        before, free = model.export(), set(model.trained_state())
+        report = train_round(self, context)
+        computed = () if model.head.trained else ("head.",)
+        kept = [name for name in before if name not in free and not name.startswith(computed)]
+        moved.update(name for name in kept if (model.export()[name] != before[name]).any())
+        return report
+
+    def watched_exchange(
+        self: InProcessTransport, kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0
+    ) -> Iterable[Reply]:
+        messages.extend(packets.values() if kind == "train" else ())
+        return exchange(self, kind, packets, timeout, largest_answer)
+
+    patch.setattr(Run, "train_round", watched_round)
+    patch.setattr(InProcessTransport, "exchange", watched_exchange)
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +118,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Sc
             values = tiny | {"method": method, "prompt": prompt, "output-dir": str(folder)}
             config = parse(values)
             backbone = load_backbone(config.backbone, config.backbone_weights, config.image_size, "cpu")
-            before = digest(backbone.vit)
-            run(values | {"run-name": f"{method}-{prompt}"})
-            runs[method, prompt] = Finished(folder / f"{method}-{prompt}", before, digest(backbone.vit))
+            before, moved, messages = digest(backbone.vit), set[str](), list[Packet]()
+            with pytest.MonkeyPatch.context() as patch:
+                watch(patch, moved, messages)
+                run(values | {"run-name": f"{method}-{prompt}"})
+            after = digest(backbone.vit)
+            runs[method, prompt] = Finished(folder / f"{method}-{prompt}", before, after, moved, messages[-1])
         return runs[method, prompt]
 
     return find
@@ -112,6 +157,19 @@ def test_backbone_is_unchanged_bit_for_bit(method: str, prompt: str, tiny: dict,
 
 
 @EVERY
+def test_a_round_moves_only_what_it_trains(method: str, prompt: str, tiny: dict, finished: Callable) -> None:
+    assert finished(tiny, method, prompt).moved == set()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("method", "prompt"), REFINED)
+def test_what_refines_a_model_moves_no_prompt_of_an_ended_task(
+    method: str, prompt: str, tiny: dict, finished: Callable
+) -> None:
+    assert finished(tiny, method, prompt).moved == set()
+
+
+@EVERY
 def test_exactly_the_expected_arrays_travel(method: str, prompt: str, tiny: dict) -> None:
     config = parse(tiny | {"method": method, "prompt": prompt})
     answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
@@ -138,13 +196,16 @@ def test_training_changes_every_travelling_array(method: str, prompt: str, tiny:
 
 
 @EVERY
-def test_old_rows_stay_as_they_are_on_a_client_unless_it_has_old_images(method: str, prompt: str, tiny: dict) -> None:
+def test_old_rows_stay_as_they_are_on_a_client_unless_it_learns_old_classes_too(
+    method: str, prompt: str, tiny: dict, finished: Callable
+) -> None:
+    """The message is that of a run's second task, with all that the strategy broadcasts."""
     config = parse(tiny | {"method": method, "prompt": prompt})
-    sent = train_message(config, task=1)
+    sent = finished(tiny, method, prompt).message
     answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
     old = build_scenario(config).task_sizes(0)[0]
     for name in set(answer.arrays) & {"head.weight", "head.bias"}:
-        assert (answer.arrays[name][:old] == sent.arrays[name][:old]).all() == (not METHODS[method].pooled)
+        assert (answer.arrays[name][:old] == sent.arrays[name][:old]).all() == (method not in LEARNS_OLD)
         assert (answer.arrays[name][old:] != sent.arrays[name][old:]).any()
 
 
