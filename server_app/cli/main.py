@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from server_app.cli import bench, cache, doctor, export, nodes, predict, privacy, problem, report, run
 from server_app.cli.common import FAILED, MISTAKE, complain
+from server_app.cli.progress import discard_output
 from server_app.errors import ExportError, LaunchError, PicturesUnavailable, ReportError
 from task.config.schema import known_keys
 from task.keys import ConfigError, ModelError
@@ -42,9 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         args.words += rest
     try:
-        return int(args.command(args))
+        code = int(args.command(args))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         return complain(str(error), MISTAKE)
+    except BrokenPipeError:  # nobody reads any more, as behind "| head"
+        discard_output()
+        return FAILED
     except (ExportError, LaunchError, ModelError, OSError, PicturesUnavailable, ReportError) as error:
         return complain(str(error), FAILED)
 

@@ -21,8 +21,13 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        discard_output()
+
+
+def discard_output() -> None:
+    """Print nothing from now on; Python would else complain when it ends."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 class _Said(logging.Handler):

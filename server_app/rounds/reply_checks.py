@@ -178,8 +178,12 @@ def _check_statistics(
         raise InvalidReply("class_ids and counts must be int64 lists of equal length, not empty")
     if len(set(class_ids.tolist())) < len(class_ids) or not set(class_ids.tolist()) <= set(classes):
         raise InvalidReply(f"class_ids {class_ids.tolist()} are not distinct classes of the task {sorted(classes)}")
-    if (counts < 1).any() or (counts > class_counts[class_ids]).any():
-        raise InvalidReply(f"counts {counts.tolist()} are below 1 or above what the client said to hold")
+    for c, count, held in zip(class_ids.tolist(), counts.tolist(), class_counts[class_ids].tolist(), strict=True):
+        if not 1 <= count <= held:
+            raise InvalidReply(
+                f"counts has {count} images of class id {c}; 1 to {held} were expected, as it said to hold: its "
+                "data-dir may have changed during the run"
+            )
     shapes = kind.expected(counts, arrays, dim, config)
     if set(statistics) != {"class_ids", "counts", *shapes}:
         raise InvalidReply(

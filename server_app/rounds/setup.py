@@ -25,6 +25,7 @@ from task.utils.versions import code_sha256
 log = logging.getLogger(__name__)
 
 POLL = 30.0  # seconds between two looks for new classes
+NAMED = 40  # classes of a task that the log names
 
 
 def connect_clients(config: Config, transport: Transport, planned: Sequence[str]) -> tuple[Config, ClientRegistry]:
@@ -106,7 +107,9 @@ def lay_out_tasks(config: Config, plan: TaskPlan | None, registry: ClientRegistr
 def log_tasks(scenario: Scenario, first: int = 0) -> None:
     """Log the classes of each task from ``first`` on, counted from 0."""
     for task, classes in enumerate(scenario.schedule.tasks[first:], first + 1):
-        log.info("classes of task %d: %s", task, ", ".join(scenario.dataset.class_names[c] for c in classes))
+        more = f" and {len(classes) - NAMED} more" if len(classes) > NAMED else ""
+        names = ", ".join(scenario.dataset.class_names[c] for c in classes[:NAMED])
+        log.info("classes of task %d: %s%s", task, names, more)
 
 
 def wait_for_new_classes(config: Config, plan: TaskPlan | None, registry: ClientRegistry) -> TaskPlan | None:

@@ -301,3 +301,13 @@ def test_commands_start_where_there_is_no_fcntl(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "KEY=VALUE" in done.stdout
+
+
+def test_nobody_complains_where_the_reader_has_gone() -> None:
+    """As behind "| head -1": the pipe is closed while the command still prints."""
+    command = [sys.executable, "-m", "server_app.cli", "cache"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, check=False, text=True)
+    os.close(writer)
+    assert done.stderr == ""

@@ -107,6 +107,14 @@ def test_statistics_that_no_features_have_are_refused(keys, means, variances, wo
         assert checked(packet, config, dim=2, longest=3.0).num_examples == 3
 
 
+@pytest.mark.parametrize("count", [0, 4])
+def test_a_count_that_the_client_cannot_have_is_named(count: int, tiny) -> None:
+    statistics = {"class_ids": np.array([0]), "counts": np.array([count]), "means": np.ones((1, 4), np.float32)}
+    packet = Packet({}, statistics, {"num-examples": 3})
+    with pytest.raises(InvalidReply, match=f"counts has {count} images of class id 0; 1 to 3 were expected"):
+        checked(packet, parse(tiny | {"method": "ncm"}))
+
+
 def test_norms_of_every_form_by_hand() -> None:
     """Packed matrices are [[1, 5], [5, 3]]: trace 4. Of rows the longest counts."""
     kind, scatter = ClientStatistics(), ScatterStatistics()
