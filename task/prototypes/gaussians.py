@@ -26,7 +26,7 @@ _CHUNK = 64  # prototypes in one batched product, so that little of it is paddin
 
 
 def class_means(features: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Features [N, D], labels [N] -> class ids [K] ascending, counts [K], means [K, D]."""
+    """Features [N, D], labels int64 [N] -> class ids [K] ascending, counts [K], means [K, D] of the features' type."""
     class_ids, index, counts = labels.unique(return_inverse=True, return_counts=True)
     # in float32 the sum of many images would lose the digits that covariances need
     sums = torch.zeros(len(class_ids), features.shape[1], dtype=torch.float64, device=features.device)
@@ -178,8 +178,8 @@ def fill_singletons(class_ids: np.ndarray, counts: np.ndarray, spread: np.ndarra
     if weights.all() or not weights.any():
         return spread
     _, index = np.unique(class_ids, return_inverse=True)
-    sums, total = np.zeros((index.max() + 1, spread.shape[1])), np.bincount(index, weights)
-    np.add.at(sums, index, weights[:, None] * spread)
+    of_class, total = np.arange(index.max() + 1)[:, None] == index, np.bincount(index, weights)
+    sums = of_class * weights @ spread
     overall = sums.sum(axis=0) / total.sum()
     per_class = np.where(total[:, None] > 0, sums / np.maximum(total, 1)[:, None], overall)
     return np.where(weights[:, None] > 0, spread, per_class[index]).astype(spread.dtype)

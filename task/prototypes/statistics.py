@@ -177,7 +177,7 @@ class MeanStatistics(ClientStatistics):
         return self.as_arrays(class_ids=class_ids, counts=counts, means=noise.means(means, counts))
 
     def sums(self, report: Arrays, images: int, frame: SumFrame) -> Arrays:
-        """Images and sum of features of each class."""
+        """Images of each class [K] and sum of their features [K, D]."""
         return class_sums(report, frame)
 
     def of_sums(self, sums: Arrays, frame: SumFrame) -> Arrays:
@@ -263,7 +263,7 @@ class FisherStatistics(ClientStatistics):
         return self.as_arrays(class_ids=class_ids, counts=counts, fisher=empirical_fisher(model, sample))
 
     def sums(self, report: Arrays, images: int, frame: SumFrame) -> Arrays:
-        """The information times the client's images, and these."""
+        """The information times the client's images, [P], and these."""
         fisher = report["fisher"].astype(np.float64) if report else np.zeros(frame.arrays["backbone"])
         return {"images": np.array(images if report else 0.0), "fisher": images * fisher}
 
