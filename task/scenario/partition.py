@@ -319,7 +319,7 @@ def _dirichlet_owners(rng: Rng, size: int, num_clients: int, beta: float) -> Int
 
 
 def _raise_to_minimum(rng: Rng, owner: IntArray, num_clients: int, min_size: int) -> IntArray:
-    """Owners 0 .. M - 1, [N]: each client has ``min_size`` samples, moved from a random choice of what others can spare."""
+    """Owners 0 .. M - 1, [N]: each client has ``min_size`` samples, moved from a random choice of what others spare."""
     if len(owner) < num_clients * min_size:
         raise ValueError(
             f"dirichlet-min-size={min_size}: allowed are 0 to {len(owner) // num_clients} for a task of {len(owner)} "
