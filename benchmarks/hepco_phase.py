@@ -251,7 +251,7 @@ def _main() -> int:
     size = Size(40, 192) if args.quick else Size()
     size = replace(size, clients=args.clients or size.clients)
     # in both forms all of eq. 4, and the softmax over all seen classes
-    compared = {} if args.clients else {"hepco-query-gradient": True, "hepco-rows": "seen"}
+    compared: dict[str, Scalar] = {} if args.clients else {"hepco-query-gradient": True, "hepco-rows": "seen"}
     config = parse({"method": "hepco", **compared})
     options = HePCo(config).options
     print(

@@ -138,7 +138,7 @@ class Bench:
                 self._load(run)  # warns if its files cannot be read
                 self._waiting.append(run)
                 continue
-            self._seconds.setdefault(run.variant, []).append(finished.results["seconds"].get("total", 0.0))
+            self._seconds.setdefault(run.variant, []).append(_seconds_of(finished))
             different = _other_origin(finished, run)
             foreign += [f"{run.name} ({', '.join(different)})"] if different else []
         total, left = len(self._suite.runs), len(self._waiting)
@@ -194,8 +194,7 @@ class Bench:
         ended = self._load(run)
         if code == 0 and ended and ended.finished:
             seconds = time.monotonic() - self._started_at[run.name]
-            first_pass = ended.results["seconds"].get("features", 0.0)  # over all images, which no later run repeats
-            self._seconds.setdefault(run.variant, []).append(seconds - first_pass)
+            self._seconds.setdefault(run.variant, []).append(_seconds_of(ended))
             accuracy = ended.metrics.get("final_average_accuracy")
             known = "unknown: test images are missing" if accuracy is None else f"{accuracy:.1%}"
             outcome = f"final average accuracy {known}, {_minutes(seconds)}"
@@ -330,6 +329,12 @@ def _data_sha256(dataset: str, data_dir: str, validation_share: float, seed: int
 def _saved_keys(run: Run) -> dict[str, Scalar]:
     """The run keys of a saved run; one that is older than a key had the key's default value."""
     return defaults() | run.settings
+
+
+def _seconds_of(run: Run) -> float:
+    """By the clock, without the first pass over all images, which no later run repeats."""
+    seconds = run.results["seconds"]
+    return float(seconds.get("total", 0.0) - seconds.get("features", 0.0))
 
 
 def _minutes(seconds: float) -> str:

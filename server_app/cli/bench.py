@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,6 +110,7 @@ def _require_backbones(configs: Sequence["Config"]) -> None:
 
     Raises:
         ConfigError: unknown or unsuitable architecture or image-size; weights missing, broken or of another one.
+        LaunchError: the process that builds them was killed.
     """
     if not configs:
         return
@@ -116,7 +118,10 @@ def _require_backbones(configs: Sequence["Config"]) -> None:
     weights = {text: str(run_path("backbone-weights", text)) for text in paths}
     wanted = {(c.backbone, weights.get(c.backbone_weights, c.backbone_weights), c.image_size, "cpu") for c in configs}
     with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # this process does without torch
-        apart.submit(_build, sorted(wanted)).result()
+        try:
+            apart.submit(_build, sorted(wanted)).result()
+        except BrokenProcessPool as error:
+            raise LaunchError("the process that built the backbones was killed: perhaps memory ran out.") from error
 
 
 def _build(backbones: Sequence[tuple[str, str, int, str]]) -> None:

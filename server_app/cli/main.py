@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from server_app.cli import bench, cache, doctor, export, nodes, predict, privacy, problem, report, run
-from server_app.cli.common import FAILED, MISTAKE, complain
-from server_app.cli.progress import discard_output
+from server_app.cli.common import FAILED, MISTAKE, OK, complain
+from server_app.cli.progress import output_is_closed
 from server_app.errors import ExportError, LaunchError, PicturesUnavailable, ReportError
 from task.config.schema import known_keys
 from task.keys import ConfigError, ModelError
@@ -48,9 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except ConfigError as error:
         return complain(str(error), MISTAKE)
-    except BrokenPipeError:  # nobody reads any more, as behind "| head"
-        discard_output()
-        return FAILED
+    except BrokenPipeError as error:
+        return OK if output_is_closed() else complain(str(error), FAILED)
     except (ExportError, LaunchError, ModelError, OSError, PicturesUnavailable, ReportError) as error:
         return complain(str(error), FAILED)
 

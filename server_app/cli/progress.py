@@ -21,13 +21,18 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        discard_output()
+        output_is_closed()
 
 
-def discard_output() -> None:
-    """Print nothing from now on; Python would else complain when it ends."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+def output_is_closed() -> bool:
+    """Whether nobody reads any more, as behind ``| head``; then what is printed from now on goes nowhere."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return True
+    return False
 
 
 class _Said(logging.Handler):

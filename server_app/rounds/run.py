@@ -431,9 +431,12 @@ class Run:
             self.results.write()
 
     def draw_failed(self) -> None:
-        """Draw the last pictures of a run that failed; neither a full disk nor a signal hides why it failed."""
+        """Draw the last pictures of a run that failed; neither a full disk nor a signal hides why it failed.
+
+        Nothing else is written: the operator, who was told, may have begun to resume the run.
+        """
         with contextlib.suppress(OSError, KeyboardInterrupt, SystemExit):  # Flower turns a signal into SystemExit
-            self._write_results()
+            self._stop_drawing()
             self.draw()
 
     def draw(self) -> None:
@@ -441,7 +444,10 @@ class Run:
         self._drawer.draw()
 
     def _write_results(self) -> None:
+        self._stop_drawing()
+        self.results.write()
+
+    def _stop_drawing(self) -> None:
         self._drawer.stop()
         if self._tensorboard:
             self._tensorboard.close()
-        self.results.write()

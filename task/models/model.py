@@ -223,7 +223,10 @@ class Model(nn.Module):
         early = len(self.early_blocks) * self.backbone.dim  # each of norm sqrt(D)
         longest = math.sqrt(self.backbone.longest**2 * (1 + self.appends_query) + early)
         projection = self.head.projection
-        return longest if projection is None else longest * float(torch.linalg.matrix_norm(projection, 2))
+        if projection is None:
+            return longest
+        largest = torch.linalg.eigvalsh((projection @ projection.T).double())[-1]  # the square of its spectral norm
+        return longest * math.sqrt(float(largest))
 
     @property
     def prompted(self) -> bool:

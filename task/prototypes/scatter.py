@@ -22,7 +22,7 @@ from task.message import Arrays
 from task.method_options import AFCLOptions, Options
 from task.prototypes.gaussians import by_class, cholesky_fails, pack_symmetric, principal_rows, unpack_symmetric
 from task.prototypes.noise import EXACT, GaussianMechanism, nearest_semi_definite
-from task.prototypes.statistics import ClientStatistics, Shapes, SumFrame, class_report, class_sums
+from task.prototypes.statistics import ClientStatistics, Shapes, SumFrame, class_report, class_sums, traces
 from task.utils.seeding import torch_rng
 
 DTYPES = {"fp64": np.float64, "fp32": np.float32, "fp16": np.float16}
@@ -70,9 +70,10 @@ class ScatterStatistics(ClientStatistics):
         return "scatter is not positive semi-definite" if bad else ""
 
     def lengths(self, statistics: Arrays, dim: int, options: Options) -> dict[str, float]:
-        """Those of the means alone if the scatter may be a sketch, whose rows are no directions."""
-        known = {name: a for name, a in statistics.items() if name != "scatter" or not _own(options).sketch}
-        return super().lengths(known, dim, options)
+        """The scatter is of all classes together, divided by all images; a sketch of it does not tell its trace."""
+        known = ("factors",) if _own(options).sketch else ("factors", "scatter")
+        trace = sum(float(traces(name, statistics[name], dim).sum()) for name in known if name in statistics)
+        return super().lengths({"means": statistics["means"]}, dim, options) | {"variances": max(trace, 0.0) ** 0.5}
 
     def unprotected(self, options: Options) -> str:
         """The effect of one image on principal directions has no known bound, and a sketch is made of the scatter."""

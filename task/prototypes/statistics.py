@@ -4,6 +4,7 @@
 class_ids and counts, int64 [K]; ``expected`` lists the other arrays.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -25,7 +26,7 @@ from task.prototypes.gaussians import cholesky_fails, class_gaussians, class_mea
 from task.prototypes.noise import EXACT, GaussianMechanism
 
 Shapes = dict[str, tuple[int, ...]]
-_OF_FEATURES = ("means", "variances", "covariances", "factors", "scatter")
+SPREADS = ("variances", "covariances", "factors", "scatter")  # arrays of which traces add up
 _GRADIENTS = 2**25  # entries of per-image gradients in memory at once: 128 MiB
 
 
@@ -103,13 +104,16 @@ class ClientStatistics:
         return "covariances are not positive semi-definite" if bad else ""
 
     def lengths(self, statistics: Arrays, dim: int, options: Options) -> dict[str, float]:
-        """By array of the expected shape, a norm that features of length D = ``dim`` must reach to have it.
+        """Norms that features of length D = ``dim`` must reach to have means and variances like these.
 
-        That is |mu| for a class mean, and at most the square root of two times less than this for directions d of a
-        covariance (|d|), variances or a packed covariance (root of the trace), which may be divided by n - 1.
+        Of means it is the largest |mu|. Of variances it is the root of the largest trace of a class's covariance, which
+        is divided by n - 1 and so at most the square root of two times too large.
         """
-        named = {name: statistics[name].astype(np.float64) for name in _OF_FEATURES if name in statistics}
-        return {name: float(np.sqrt(_squares(name, array, dim).max(initial=0))) for name, array in named.items()}
+        parts = [traces(name, statistics[name], dim) for name in SPREADS if name in statistics]
+        norms = {"variances": math.sqrt(np.sum(parts, axis=0).max(initial=0))} if parts else {}
+        if "means" in statistics:
+            norms["means"] = float(np.linalg.norm(statistics["means"].astype(np.float64), axis=1).max(initial=0))
+        return norms
 
     def unprotected(self, options: Options) -> str:
         """Why these statistics cannot be noised, or an empty text."""
@@ -157,12 +161,13 @@ def class_report(sums: Arrays, frame: SumFrame) -> Arrays:
     return {"class_ids": np.array(frame.classes)[present], "counts": counts[present], "means": means}
 
 
-def _squares(name: str, array: np.ndarray, dim: int) -> np.ndarray:
-    """|d|^2 of each row d [dim], or the trace of each diagonal or packed covariance."""
-    if array.shape[-1] != dim:
+def traces(name: str, array: np.ndarray, dim: int) -> np.ndarray:
+    """Trace of each matrix in one of the arrays of ``SPREADS``, [rows]: packed, diagonal, or d d^T of directions d."""
+    if name == "covariances" or array.shape[-1] != dim:
         rows, columns = np.triu_indices(dim)
-        return array[..., rows == columns].sum(axis=-1)
-    return (array if name == "variances" else array**2).sum(axis=-1)
+        return array[:, rows == columns].astype(np.float64).sum(axis=1)
+    wide = array.astype(np.float64).reshape(len(array), -1)
+    return wide.sum(axis=1) if name == "variances" else np.square(wide).sum(axis=1)
 
 
 class MeanStatistics(ClientStatistics):

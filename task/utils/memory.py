@@ -25,7 +25,7 @@ def available_memory() -> float:
 def _used_by_container(folder: Path) -> float:
     """Bytes that a control group uses, without the file cache, which it lets go; 0 if that is not known."""
     for name in ("memory.current", "memory.usage_in_bytes"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError, KeyError):
             used = float((folder / name).read_text())
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             return used - float(statistics["inactive_file"])

@@ -91,7 +91,8 @@ def watch(patch: pytest.MonkeyPatch, moved: set[str], messages: list[Packet]) ->
 
     def watched_round(self: Run, context: RoundContext) -> RoundReport:
         model = self.model
-        before, free = model.export(), set(model.trained_state())
+        trains = self.config.trains_in(context.server_round)
+        before, free = model.export(), set(model.trained_state()) if trains else set[str]()
         report = train_round(self, context)
         computed = () if model.head.trained else ("head.",)
         kept = [name for name in before if name not in free and not name.startswith(computed)]

@@ -12,7 +12,7 @@ from strategies.base import RoundContext, Update
 from task.config.parsing import parse
 from task.config.schema import Config
 from task.message import Packet
-from task.method_options import AFCLOptions
+from task.method_options import AFCLOptions, Options
 from task.prototypes.scatter import ScatterStatistics
 from task.prototypes.statistics import ClientStatistics
 from task.scenario.class_stream import Schedule
@@ -116,15 +116,19 @@ def test_a_count_that_the_client_cannot_have_is_named(count: int, tiny) -> None:
 
 
 def test_norms_of_every_form_by_hand() -> None:
-    """Packed matrices are [[1, 5], [5, 3]]: trace 4. Of rows the longest counts."""
-    kind, scatter = ClientStatistics(), ScatterStatistics()
-    packed, rows = np.array([[1, 5, 3]], np.float16), np.array([[[0, 1], [3, 4]]], np.float16)
-    assert kind.lengths({"covariances": packed, "factors": rows, "class_ids": np.array([9])}, 2, AFCLOptions()) == {
-        "covariances": 2.0,
-        "factors": 5.0,
-    }
-    assert scatter.lengths({"means": rows[0], "scatter": packed}, 2, AFCLOptions()) == {"means": 5.0, "scatter": 2.0}
-    assert scatter.lengths({"means": rows[0], "scatter": rows[0]}, 2, AFCLOptions(sketch=2)) == {"means": 5.0}
+    """A packed [[1, 5], [5, 3]] has the trace 4, directions (0, 1) and (3, 4) 1 + 25, variances (4, 2) 6."""
+    kind, scatter, means = ClientStatistics(), ScatterStatistics(), np.array([[3, 4], [1, 1]], np.float32)
+    packed, rows = np.array([[1, 5, 3]], np.float16), np.array([[0, 1], [3, 4]], np.float16)
+    assert kind.lengths({"class_ids": np.array([9])}, 2, Options()) == {}
+    assert kind.lengths({"means": means}, 2, Options()) == {"means": 5.0}
+    assert kind.lengths({"covariances": packed}, 2, Options()) == {"variances": 2.0}
+    low_rank = {"variances": np.array([[4, 2], [1, 1]]), "factors": np.stack([rows, 0 * rows])}  # of two classes
+    assert kind.lengths(low_rank, 2, Options()) == {"variances": pytest.approx(32**0.5)}
+    of_all = {"means": means, "factors": rows, "scatter": packed}
+    assert scatter.lengths(of_all, 2, AFCLOptions()) == {"means": 5.0, "variances": pytest.approx(30**0.5)}
+    of_all["scatter"] = rows
+    assert scatter.lengths(of_all, 2, AFCLOptions()) == {"means": 5.0, "variances": pytest.approx(52**0.5)}
+    assert scatter.lengths(of_all, 2, AFCLOptions(sketch=2)) == {"means": 5.0, "variances": pytest.approx(26**0.5)}
 
 
 @pytest.mark.parametrize(

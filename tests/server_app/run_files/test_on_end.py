@@ -273,11 +273,13 @@ def test_of_a_failure_the_operator_is_told_before_pictures_are_drawn(
     seen: list[str] = []
     monkeypatch.setattr(ReportDrawer, "draw", lambda drawer: seen.append((tmp_path / "told").read_text()))
     monkeypatch.setattr(Run, "run", fail)
-    hook = shlex.join(["sh", "-c", f"cat > {tmp_path}/told; cp {tmp_path}/runs/run/results.json {tmp_path}/then"])
+    recorded = tmp_path / "runs" / "run" / "results.json"
+    hook = shlex.join(["sh", "-c", f"cat > {tmp_path}/told; cp {recorded} {tmp_path}/then; echo resumed > {recorded}"])
     with pytest.raises(RunError):
         run(tiny | {"on-end": hook})
     assert [json.loads(text)["status"] for text in seen] == ["failed"]
     assert json.loads((tmp_path / "then").read_text())["status"] == "failed"
+    assert recorded.read_text() == "resumed\n"  # whoever is told may resume the run at once
 
 
 def test_nodes_are_not_told(tiny: Values) -> None:

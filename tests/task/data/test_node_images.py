@@ -455,10 +455,17 @@ def test_plans_by_name_shuffled_and_as_classes_appear() -> None:
         plan("given", 4)
 
 
-def test_two_folders_of_one_class_are_an_error_that_names_both(data: Path, tmp_path: Path) -> None:
-    paint(data / "Cat", 3)
-    with pytest.raises(ConfigError, match=r"'Cat' and 'cat' differ only in case, punctuation or white space"):
+@pytest.mark.parametrize("twin", ["Cat", "cat ", " cat", "c at"])
+def test_two_folders_of_one_class_are_an_error_that_names_both(twin: str, data: Path, tmp_path: Path) -> None:
+    paint(data / twin, 3)
+    names = " and ".join(f"'{name}'" for name in sorted([twin, "cat"]))
+    with pytest.raises(ConfigError, match=rf"{names} differ only in case, punctuation or white space"):
         open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
+
+
+def test_blanks_around_a_class_name_are_no_part_of_it(data: Path, tmp_path: Path) -> None:
+    paint(data / " big  owl ", 3)
+    assert "big owl" in open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8).class_names
 
 
 def test_a_node_that_cannot_take_part_says_who_it_is(tmp_path: Path) -> None:
