@@ -106,12 +106,15 @@ def _require_images(configs: Sequence["Config"]) -> None:
 
 
 def _require_backbones(configs: Sequence["Config"]) -> None:
-    """Build each backbone once, which fetches timm's weights: one that cannot be built would end every run.
+    """Build each backbone once but the bundled one, which fetches timm's weights: without it every run would end.
 
     Raises:
         ConfigError: unknown or unsuitable architecture or image-size; weights missing, broken or of another one.
         LaunchError: the process that builds them was killed.
     """
+    from task.models.bundled import BUNDLED
+
+    configs = [c for c in configs if c.backbone not in BUNDLED or c.backbone_weights != AUTO]
     if not configs:
         return
     paths = {c.backbone_weights for c in configs} - {AUTO, "random"}

@@ -10,7 +10,7 @@ import numpy as np
 
 from server_app.report.runs import Run
 from server_app.tables import markdown_table
-from task.config.schema import SAME_RESULT, defaults, keys_affecting, known_keys, missing_setting
+from task.config.schema import APPEARING, SAME_RESULT, defaults, keys_affecting, known_keys, missing_setting
 from task.methods import METHODS
 
 FINAL, INCREMENTAL = "final_average_accuracy", "average_incremental_accuracy"
@@ -173,8 +173,9 @@ def _differ(name: str, runs: Sequence[Run]) -> bool:
 
 
 def _setting(run: Run, name: str) -> object:
-    """A run key's value; of num-tasks, which is a limit with class-order=appearing, how many tasks there were."""
-    return run.results["num_tasks"] if name == "num-tasks" else run.settings.get(name, "unknown")
+    """A run key's value; of num-tasks, which is a limit where classes appear, how many tasks there were."""
+    limit = name == "num-tasks" and run.settings.get("class-order") == APPEARING
+    return run.results["num_tasks"] if limit else run.settings.get(name, "unknown")
 
 
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:

@@ -181,8 +181,8 @@ def _check_statistics(
     for c, count, held in zip(class_ids.tolist(), counts.tolist(), class_counts[class_ids].tolist(), strict=True):
         if not 1 <= count <= held:
             raise InvalidReply(
-                f"counts has {count} images of class id {c}; 1 to {held} were expected, as it said to hold: its "
-                "data-dir may have changed during the run"
+                f"counts has {count} images of class id {c}, below 1 or above what the client said to hold, {held}: "
+                "its data-dir may have changed during the run"
             )
     shapes = kind.expected(counts, arrays, dim, config)
     if set(statistics) != {"class_ids", "counts", *shapes}:

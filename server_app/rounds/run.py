@@ -38,7 +38,7 @@ from server_app.rounds.setup import (
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.on_end import require_hook, tell_operator
-from server_app.run_files.paths import FINISHED, lock_run, require_writable, run_directory
+from server_app.run_files.paths import FINISHED, lock_run, read_results, require_writable, run_directory
 from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_keys, require_same_start
 from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
@@ -433,11 +433,12 @@ class Run:
     def draw_failed(self) -> None:
         """Draw the last pictures of a run that failed; neither a full disk nor a signal hides why it failed.
 
-        Nothing else is written: the operator, who was told, may have begun to resume the run.
+        Nothing else is written, and nothing at all if the operator, who was told, has begun to resume the run.
         """
         with contextlib.suppress(OSError, KeyboardInterrupt, SystemExit):  # Flower turns a signal into SystemExit
             self._stop_drawing()
-            self.draw()
+            if read_results(self.directory).get("status") == self.results.status:
+                self.draw()
 
     def draw(self) -> None:
         """Draw the last pictures; the run's end is recorded by then."""

@@ -20,11 +20,15 @@ def normal_form(name: str) -> str:
 
 
 def choose_spellings(names: Iterable[str]) -> dict[str, str]:
-    """Normal form and name of each class: the spelling that comes most often, or the first in sorted order of those."""
+    """Normal form and name of each class: the spelling that comes most often, or the first in sorted order of those.
+
+    Of blanks only single ones between words are left, but in a name of punctuation alone, which they are a part of.
+    """
     counts = Counter(names)
     spellings: dict[str, str] = {}
     for name in sorted(counts, key=lambda name: (-counts[name], name)):
-        spellings.setdefault(normal_form(name), name)
+        form, tidy = normal_form(name), " ".join(name.split())
+        spellings.setdefault(form, tidy if normal_form(tidy) == form else name)
     return spellings
 
 

@@ -142,7 +142,7 @@ def open_inventory(inventory: Inventory, side: int, max_pixels: int = MAX_PIXELS
 
 
 def _normalise_names(names: Sequence[str], root: Path) -> list[str]:
-    """Class names in Unicode's NFC, as two systems may write one letter in two ways, with single blanks inside only."""
+    """Class names in Unicode's NFC, as two systems may write one letter in two ways."""
     require_printable(names, str(root))
     normalised = [unicodedata.normalize("NFC", name) for name in names]
     if same := find_same_class(normalised):
@@ -150,7 +150,7 @@ def _normalise_names(names: Sequence[str], root: Path) -> list[str]:
             f"data-dir = {str(root)!r}: the classes {same[0]!r} and {same[1]!r} differ only in case, punctuation or "
             "white space, which makes them one class: rename or merge one of the folders."
         )
-    return [" ".join(name.split()) for name in normalised]
+    return normalised
 
 
 def _classes_of(split: bool, files: Sequence[str]) -> list[str]:

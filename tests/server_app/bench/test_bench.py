@@ -145,7 +145,10 @@ def test_weights_that_cannot_be_had_are_told_of_before_anything_runs(write, tmp_
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"image-size": 20}, "image-size = 20 is not possible: 'vit_glyphs' needs a multiple of 8"),
+        (
+            {"backbone": "vit_tiny_patch16_224", "image-size": 20, "backbone-weights": "random"},
+            "image-size = 20 is not possible: 'vit_tiny_patch16_224' needs a multiple of 16",
+        ),
         ({"backbone": "vit_tiny_patch16_224", "image-size": 0, "backbone-weights": "FILE"}, "do not fit"),
     ],
 )

@@ -273,13 +273,29 @@ def test_of_a_failure_the_operator_is_told_before_pictures_are_drawn(
     seen: list[str] = []
     monkeypatch.setattr(ReportDrawer, "draw", lambda drawer: seen.append((tmp_path / "told").read_text()))
     monkeypatch.setattr(Run, "run", fail)
-    recorded = tmp_path / "runs" / "run" / "results.json"
-    hook = shlex.join(["sh", "-c", f"cat > {tmp_path}/told; cp {recorded} {tmp_path}/then; echo resumed > {recorded}"])
+    hook = shlex.join(["sh", "-c", f"cat > {tmp_path}/told; cp {tmp_path}/runs/run/results.json {tmp_path}/then"])
     with pytest.raises(RunError):
         run(tiny | {"on-end": hook})
     assert [json.loads(text)["status"] for text in seen] == ["failed"]
     assert json.loads((tmp_path / "then").read_text())["status"] == "failed"
-    assert recorded.read_text() == "resumed\n"  # whoever is told may resume the run at once
+
+
+def test_whoever_is_told_of_a_failure_may_resume_the_run_at_once(
+    tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the resumed run writes, while the failed one ends, stays."""
+
+    def fail(failing: Run) -> None:
+        raise RunError("no quorum")
+
+    drawn: list[ReportDrawer] = []
+    monkeypatch.setattr(ReportDrawer, "draw", drawn.append)
+    monkeypatch.setattr(Run, "run", fail)
+    recorded = tmp_path / "runs" / "run" / "results.json"
+    with pytest.raises(RunError):
+        run(tiny | {"on-end": shlex.join(["sh", "-c", f"sed -i s/failed/finished/ {recorded}"])})
+    assert json.loads(recorded.read_text())["status"] == "finished"
+    assert drawn == []
 
 
 def test_nodes_are_not_told(tiny: Values) -> None:

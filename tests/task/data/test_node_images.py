@@ -18,6 +18,7 @@ from server_app.clients.client_info import read_hello
 from server_app.clients.registry import log_clients
 from server_app.transport.base import Reply
 from task.config.parsing import parse
+from task.data.class_names import choose_spellings
 from task.data.images import ImageFiles, Images, Subset, UnreadableImage, decode
 from task.data.load import load_dataset
 from task.data.node_images import load_inventory, open_inventory, scan_images, unreadable_classes
@@ -463,9 +464,8 @@ def test_two_folders_of_one_class_are_an_error_that_names_both(twin: str, data: 
         open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8)
 
 
-def test_blanks_around_a_class_name_are_no_part_of_it(data: Path, tmp_path: Path) -> None:
-    paint(data / " big  owl ", 3)
-    assert "big owl" in open_inventory(scan_images(str(data), tmp_path / "state", 0.0), 8).class_names
+def test_blanks_around_a_class_name_are_no_part_of_the_runs_name() -> None:
+    assert choose_spellings([" big  owl ", "Cow", "cow"]) == {"bigowl": "big owl", "cow": "Cow"}
 
 
 def test_a_node_that_cannot_take_part_says_who_it_is(tmp_path: Path) -> None:
