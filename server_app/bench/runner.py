@@ -138,7 +138,8 @@ class Bench:
                 self._load(run)  # warns if its files cannot be read
                 self._waiting.append(run)
                 continue
-            self._seconds.setdefault(run.variant, []).append(_seconds_of(finished))
+            total = finished.results["seconds"].get("total", 0.0)
+            self._seconds.setdefault(run.variant, []).append(total - _first_pass(finished))
             different = _other_origin(finished, run)
             foreign += [f"{run.name} ({', '.join(different)})"] if different else []
         total, left = len(self._suite.runs), len(self._waiting)
@@ -194,7 +195,7 @@ class Bench:
         ended = self._load(run)
         if code == 0 and ended and ended.finished:
             seconds = time.monotonic() - self._started_at[run.name]
-            self._seconds.setdefault(run.variant, []).append(_seconds_of(ended))
+            self._seconds.setdefault(run.variant, []).append(max(seconds - _first_pass(ended), 0.0))
             accuracy = ended.metrics.get("final_average_accuracy")
             known = "unknown: test images are missing" if accuracy is None else f"{accuracy:.1%}"
             outcome = f"final average accuracy {known}, {_minutes(seconds)}"
@@ -331,10 +332,9 @@ def _saved_keys(run: Run) -> dict[str, Scalar]:
     return defaults() | run.settings
 
 
-def _seconds_of(run: Run) -> float:
-    """By the clock, without the first pass over all images, which no later run repeats."""
-    seconds = run.results["seconds"]
-    return float(seconds.get("total", 0.0) - seconds.get("features", 0.0))
+def _first_pass(run: Run) -> float:
+    """Seconds of the pass over all images that no later run repeats; 0 if the run found its features on the disk."""
+    return float(run.results["seconds"].get("features", 0.0))
 
 
 def _minutes(seconds: float) -> str:

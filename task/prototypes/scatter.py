@@ -73,7 +73,8 @@ class ScatterStatistics(ClientStatistics):
         """The scatter is of all classes together, divided by all images; a sketch of it does not tell its trace."""
         known = ("factors",) if _own(options).sketch else ("factors", "scatter")
         trace = sum(float(traces(name, statistics[name], dim).sum()) for name in known if name in statistics)
-        return super().lengths({"means": statistics["means"]}, dim, options) | {"variances": max(trace, 0.0) ** 0.5}
+        means = {name: statistics[name] for name in ("means",) if name in statistics}  # a sum may have none
+        return super().lengths(means, dim, options) | {"variances": max(trace, 0.0) ** 0.5}
 
     def unprotected(self, options: Options) -> str:
         """The effect of one image on principal directions has no known bound, and a sketch is made of the scatter."""
