@@ -106,7 +106,7 @@ def _require_images(configs: Sequence["Config"]) -> None:
 
 
 def _require_backbones(configs: Sequence["Config"]) -> None:
-    """Build each backbone once but the bundled one, which fetches timm's weights: without it every run would end.
+    """Build each backbone but the bundled one, and so fetch timm's weights: one that fails would end every run.
 
     Raises:
         ConfigError: unknown or unsuitable architecture or image-size; weights missing, broken or of another one.

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Self, TypeVar
 
 import numpy as np
@@ -215,7 +216,7 @@ class Model(nn.Module):
         """Length of a feature: D, D more for each of ``early_blocks`` and D more for ``appends_query``."""
         return self.backbone.dim * (1 + len(self.early_blocks) + self.appends_query)
 
-    @property
+    @cached_property
     def longest_input(self) -> float:
         """No input of the head's linear layer has a larger L2 norm; infinite if the backbone trains."""
         if self.trained_backbone is not None:

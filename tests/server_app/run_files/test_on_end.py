@@ -234,6 +234,10 @@ def be_stopped(_drawer: ReportDrawer) -> None:
     raise KeyboardInterrupt
 
 
+def lose_quorum(_run: Run) -> None:
+    raise RunError("no quorum")
+
+
 def test_a_signal_while_pictures_are_drawn_leaves_the_run_finished(
     tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,11 +255,8 @@ def test_a_signal_while_pictures_are_drawn_leaves_the_run_finished(
 def test_a_signal_while_pictures_of_a_failed_run_are_drawn_does_not_hide_why_it_failed(
     tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(failing: Run) -> None:
-        raise RunError("no quorum")
-
     monkeypatch.setattr(ReportDrawer, "draw", be_stopped)
-    monkeypatch.setattr(Run, "run", fail)
+    monkeypatch.setattr(Run, "run", lose_quorum)
     with pytest.raises(RunError, match="no quorum"):
         run(tiny | {"on-end": shlex.join(["sh", "-c", f"cat >> {tmp_path}/told"])})
     assert results_of(tmp_path / "runs" / "run")["error"] == "no quorum"
@@ -266,13 +267,9 @@ def test_of_a_failure_the_operator_is_told_before_pictures_are_drawn(
     tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Flower kills a process that it has told to end after 5 seconds; drawing may take longer."""
-
-    def fail(failing: Run) -> None:
-        raise RunError("no quorum")
-
     seen: list[str] = []
     monkeypatch.setattr(ReportDrawer, "draw", lambda drawer: seen.append((tmp_path / "told").read_text()))
-    monkeypatch.setattr(Run, "run", fail)
+    monkeypatch.setattr(Run, "run", lose_quorum)
     hook = shlex.join(["sh", "-c", f"cat > {tmp_path}/told; cp {tmp_path}/runs/run/results.json {tmp_path}/then"])
     with pytest.raises(RunError):
         run(tiny | {"on-end": hook})
@@ -284,13 +281,9 @@ def test_whoever_is_told_of_a_failure_may_resume_the_run_at_once(
     tiny: Values, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the resumed run writes, while the failed one ends, stays."""
-
-    def fail(failing: Run) -> None:
-        raise RunError("no quorum")
-
     drawn: list[ReportDrawer] = []
     monkeypatch.setattr(ReportDrawer, "draw", drawn.append)
-    monkeypatch.setattr(Run, "run", fail)
+    monkeypatch.setattr(Run, "run", lose_quorum)
     recorded = tmp_path / "runs" / "run" / "results.json"
     with pytest.raises(RunError):
         run(tiny | {"on-end": shlex.join(["sh", "-c", f"sed -i s/failed/finished/ {recorded}"])})
