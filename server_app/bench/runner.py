@@ -67,11 +67,12 @@ def _require_disposable(run: PlannedRun, unreadable: bool) -> None:
 class Bench:
     """Runs a suite, at most ``jobs`` runs at a time, by ``fcil run`` with ``options``; ``say`` gets its progress.
 
-    With ``resume``, unfinished runs of the same run keys and code go on after their last round; else they begin anew.
+    Unfinished runs of the same run keys, code, versions and images go on after their last round. With ``resume`` False
+    they begin anew; with True it is told of each that cannot go on, else only of those that lose finished rounds.
     """
 
     def __init__(
-        self, suite: Suite, jobs: int, options: Sequence[str], say: Callable[[str], None], resume: bool = False
+        self, suite: Suite, jobs: int, options: Sequence[str], say: Callable[[str], None], resume: bool | None = None
     ) -> None:
         self._suite, self._jobs, self._options, self._say, self._resume = suite, jobs, options, say, resume
         # every run of this folder's suites has this in its environment, so that a run that outlives its suite is found
@@ -160,8 +161,9 @@ class Bench:
             return
         obstacle, told = self._obstacle(run), ""
         if obstacle and run.directory.exists():
+            loses_rounds = (run.directory / "checkpoint").exists()
             shutil.rmtree(run.directory)
-            told = f", not resumed: {obstacle}" if self._resume else ""
+            told = f", not resumed: {obstacle}" if self._resume or loses_rounds else ""
         run.directory.mkdir(parents=True, exist_ok=True)
         environment, log = {**os.environ, MARK: self._mark.partition("=")[2]}, run.directory / "run.log"
         process = start_process(self._command(run, not obstacle), Path(__file__).parents[2], environment, log)
@@ -170,8 +172,8 @@ class Bench:
 
     def _obstacle(self, planned: PlannedRun) -> str:
         """Why a planned run cannot go on after the last round of what lies in its folder; empty if it can."""
-        if not self._resume:
-            return "--resume is not given"
+        if self._resume is False:
+            return "--no-resume is given"
         run = self._load(planned)
         if run is None or run.results["status"] == FINISHED:
             return "there is no unfinished run"
@@ -256,7 +258,12 @@ class SelectionBench(Bench):
     """Runs a suite's selection; its report is the log of what was chosen, in the suite's folder."""
 
     def __init__(
-        self, selection: Selection, jobs: int, options: Sequence[str], say: Callable[[str], None], resume: bool = False
+        self,
+        selection: Selection,
+        jobs: int,
+        options: Sequence[str],
+        say: Callable[[str], None],
+        resume: bool | None = None,
     ) -> None:
         super().__init__(selection.suite, jobs, options, say, resume)
         self._selection = selection

@@ -28,9 +28,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run the variants, partitions and seeds of a suite, each without Flower in a process of its own, and write "
         "table.md, report.html and pictures after each. A suite with an entry select first chooses keys on validation "
-        "images. Finished runs are skipped, so that a suite that was ended is continued by the same command; others "
-        "begin anew, or go on with --resume. Exit code 0 if all finished, 1 if one failed, 2 if "
-        "something in the suite cannot be."
+        "images. Finished runs are skipped and unfinished ones go on, so that a suite that was ended is continued by "
+        "the same command. Exit code 0 if all finished, 1 if one failed, 2 if something in the suite cannot be."
     )
     parser.add_argument("suite", type=Path, metavar="SUITE.yaml", help="such as suites/digits.yaml")
     parser.add_argument(
@@ -43,8 +42,9 @@ def describe(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resume",
-        action="store_true",
-        help="unfinished runs of the same keys, code, versions and images go on after their last round",
+        action=argparse.BooleanOptionalAction,
+        help="whether unfinished runs of the same keys, code, versions and images go on after their last round "
+        "(default: yes); the others begin anew",
     )
     parser.add_argument("--select-only", action="store_true", help="choose keys on validation images, and end there")
     parser.set_defaults(command=_run_command)

@@ -330,7 +330,7 @@ def test_an_on_end_that_runs_cannot_use_is_refused_once(write, tmp_path, monkeyp
 
 
 REASONS = {
-    "--resume": None,
+    "--no-resume": "--no-resume is given",
     "checkpoint": "no whole checkpoint",
     "same key": "another batch-size",
     "same code": "another git-revision",
@@ -338,7 +338,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("missing", rest_in_ci(["nothing", *REASONS], ["nothing", "same key"]))
+@pytest.mark.parametrize("missing", rest_in_ci(["nothing", "--resume", *REASONS], ["nothing", "same key"]))
 def test_an_unfinished_run_begins_anew_unless_all_is_as_it_was(write, quick, capsys, missing):
     path = write(variants=[HEAD])
     (planned,) = read_suite(path, {}).runs
@@ -348,14 +348,10 @@ def test_an_unfinished_run_begins_anew_unless_all_is_as_it_was(write, quick, cap
     (planned.directory / "run.log").write_text("a warning of before\n")
     if missing != "checkpoint":
         write_checkpoint(planned.directory / "checkpoint", 1, {})
-    options = [] if missing == "--resume" else ["--resume"]
+    options = {"--resume": [], "--no-resume": ["--no-resume"]}.get(missing, ["--resume"])
     assert cli.main(["bench", str(path), *options]) == 0
-    resumed, reason = missing == "nothing", REASONS.get(missing)
-    told = (
-        "resumed   head/seed0"
-        if resumed
-        else "started   head/seed0" + f", not resumed: {reason}" * (reason is not None)
-    )
+    resumed = missing not in REASONS
+    told = "resumed   head/seed0" if resumed else f"started   head/seed0, not resumed: {REASONS[missing]}"
     assert told in capsys.readouterr().out.splitlines()
     assert (planned.directory / "checkpoint").exists() == resumed
     assert ("of before" in (planned.directory / "run.log").read_text()) == resumed
@@ -603,7 +599,7 @@ def start(path):
 
 @pytest.mark.slow
 def test_a_suite_that_was_ended_is_continued(write, tmp_path):
-    """Real runs: one finishes, the next is ended in its midst; then only the latter is run, and from its beginning."""
+    """Real runs: one finishes, the next is ended in its midst; then only the latter goes on, and has all its rounds."""
     path = write(variants=[NCM, HEAD | {"rounds-per-task": 15}])
     means, head = (tmp_path / "out" / name / "seed0" for name in ("means", "head"))
     process = start(path)
