@@ -11,7 +11,14 @@ import numpy as np
 import yaml
 
 from server_app.errors import ReportError
-from server_app.run_files.paths import FINISHED, LARGEST_RESULTS, SCHEMA, resolve_output_dir, true_status
+from server_app.run_files.paths import (
+    FINISHED,
+    LARGEST_RESULTS,
+    SCHEMA,
+    resolve_output_dir,
+    true_status,
+    untested_classes,
+)
 from task.metrics import crop_to_finished, fold, gaps, summarize_measured
 from task.utils.files import parse_small
 
@@ -117,6 +124,11 @@ class Run:
         matrix, kept = fold(self.matrix, self.samples)
         ends = np.append(kept[1:], len(self.matrix))  # counted from 1, as a folded task ends before the next begins
         return [(int(ends[i]), int(kept[j]) + 1) for i, j in gaps(matrix)]
+
+    @property
+    def untested(self) -> list[str]:
+        """Names of the classes so far of which no test image was there at the end."""
+        return untested_classes(self.results)
 
     @property
     def incomplete(self) -> list[tuple[int, int, int]]:

@@ -93,6 +93,13 @@ Nodes that hold test images of these tasks were away, or had none then. Metrics 
 Nodes were away. Accuracies on different images differ for that reason too, and so does forgetting.
 </section>
 {% endif %}
+{% if run.untested and run.samples | sum %}
+<section class="notice">
+<strong>Not tested: {{ run.untested | join(", ") }}.</strong>
+There was no test image of {{ "this class" if run.untested | length == 1 else "these classes" }}; the numbers are of the
+others.
+</section>
+{% endif %}
 {% if status == "finished" and not run.samples | sum %}
 <section class="notice">
 <strong>No accuracy is known.</strong> No task has test images.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from server_app.run_files.paths import read_results
+from server_app.run_files.paths import read_results, untested_classes
 
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
 
@@ -26,11 +26,13 @@ def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
 
 
 def summary(directory: Path) -> list[str]:
-    """One line with the outcome of a finished run, and the paths of its files."""
-    metrics = read_results(directory).get("metrics", {})
+    """The outcome of a finished run, the classes that were not tested, and the paths of its files, in lines."""
+    results = read_results(directory)
+    metrics, untested = results.get("metrics", {}), untested_classes(results)
     shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
     outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)
-    return [*filter(None, [outcome]), *(str(directory / n) for n in _RESULTS if (directory / n).exists())]
+    missing = f"no test image of {', '.join(untested)}: the numbers are of the other classes" if untested else ""
+    return [*filter(None, [outcome, missing]), *(str(directory / n) for n in _RESULTS if (directory / n).exists())]
 
 
 def _clock(seconds: float) -> str:

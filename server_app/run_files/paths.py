@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,14 @@ def read_results(directory: Path) -> dict[str, Any]:
         results = parse_small(directory / "results.json", json.loads, LARGEST_RESULTS)
         return true_status(directory, results) if isinstance(results, dict) else {}
     return {}
+
+
+def untested_classes(results: Mapping[str, Any]) -> list[str]:
+    """Names of the classes so far of which no test image was there at the end; ``results`` is a results.json."""
+    names, accuracies = results.get("class_names", []), results.get("per_class_accuracy") or {}
+    finished = results.get("tasks", [])[: len(results.get("samples_per_task", []))]
+    learned = [names[class_id] for classes in finished for class_id in classes]
+    return [name for name in learned if name in accuracies and accuracies[name] is None]
 
 
 def mark_failed(directory: Path, reason: str) -> None:

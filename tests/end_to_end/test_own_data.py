@@ -20,6 +20,8 @@ from server_app.clients import class_names
 from server_app.clients.client_info import MAX_CLASSES
 from server_app.errors import RunError
 from server_app.report.runs import load_run
+from server_app.rounds.progress import summary
+from server_app.run_files.paths import untested_classes
 from server_app.transport.base import Reply
 from task.config.parsing import parse
 from task.data.images import UnreadableImage
@@ -758,8 +760,11 @@ def test_the_server_says_who_holds_what_and_what_nobody_can_be_tested_on(
     for file in sorted((nodes / "north" / "ant").iterdir())[1:]:
         file.unlink()
     with caplog.at_level("INFO"):
-        run(keys)
+        results = run(keys)
     assert "no node has held out an image of ant" in caplog.text
+    assert untested_classes(results) == ["ant"]
+    said = "no test image of ant: the numbers are of the other classes"
+    assert summary(Path(keys["output-dir"]) / "run")[1] == said
     assert "north" in caplog.text
     assert "held out  classes  unreadable" in caplog.text
 

@@ -224,6 +224,14 @@ def test_page_says_where_fewer_images_were_evaluated(make_run):
     assert row[2] == "0 (1 measured on fewer test images, as nodes were away)"
 
 
+def test_page_names_the_classes_without_test_images(make_run):
+    accuracies = {"zero": 0.9, "one": 0.75, "two": None, "three": 0.25}
+    folder = make_run(per_class_accuracy=accuracies, samples_per_task=[100, 100, 200])
+    write_report([folder])
+    text = " ".join(page_of(folder).text.split())
+    assert "Not tested: two. There was no test image of this class; the numbers are of the others." in text
+
+
 def test_page_of_a_finished_run_without_test_images_says_so(make_run):
     folder = make_run(done=0, status="finished", metrics={})
     write_report([folder])
