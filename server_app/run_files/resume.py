@@ -9,7 +9,7 @@ import yaml
 from server_app.errors import one_line
 from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import FINISHED, read_results, resolve_output_dir
-from task.config.schema import MAY_CHANGE, Config, keys_affecting, known_keys
+from task.config.schema import APPEARING, MAY_CHANGE, Config, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
@@ -26,7 +26,8 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     Other keys in ``values`` must have their default or the run's value, but for those about waiting, which may differ.
 
     Raises:
-        ConfigError: no such run, a finished one, one without a checkpoint, or another setting than it had.
+        ConfigError: no such run, a finished one to which no task can be added, one without a checkpoint, or another
+            setting than it had.
     """
     if not values.get("resume"):
         return dict(values)
@@ -37,8 +38,13 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     for name, value in values.items():
         if name in keys and name not in free and value not in (keys[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
-    if read_results(directory).get("status") == FINISHED:
-        raise ConfigError(f"resume = {str(directory)!r} is a finished run: there is nothing to resume.")
+    results = read_results(directory)
+    open_ended = saved.get("class-order") == APPEARING and results.get("num_tasks", 0) < saved["num-tasks"]
+    if results.get("status") == FINISHED and not open_ended:
+        raise ConfigError(
+            f"resume = {str(directory)!r} is a finished run: there is nothing to resume. Only one with "
+            f"class-order = {APPEARING!r} goes on with new classes, until it has num-tasks tasks."
+        )
     find_checkpoint(directory / "checkpoint")
     given = {name: values[name] for name in free if values.get(name, keys[name].default) != keys[name].default}
     given |= {"resume": str(directory), "output-dir": str(directory.parent), "run-name": directory.name}

@@ -929,6 +929,25 @@ def test_an_open_ended_run_is_resumed_with_the_classes_it_had(
     assert resumed["tasks"] == [[0, 1, 2, 3], [4], [5]]
 
 
+def test_a_finished_open_ended_run_goes_on_with_classes_that_came_later(
+    keys: Values, nodes: Path, patterns: list[np.ndarray]
+) -> None:
+    """As a run in which they came in time; without new classes nothing changes, and num-tasks is the limit."""
+    values, folder = appearing(keys) | {"num-tasks": 2}, Path(keys["output-dir"])
+    arrives = {2: lambda: store(nodes / "north", 4, patterns[4])}
+    whole = run(values | {"run-name": "whole"}, Changing(parse(values).flat(), arrives))
+    shutil.rmtree(nodes / "north" / "elk")
+    first = run(values | {"run-name": "first"})
+    assert (first["status"], first["tasks"]) == ("finished", [[0, 1, 2, 3]])
+    resume = {"resume": str(folder / "first")}
+    assert without_times(run(resume)) == without_times(first)
+    store(nodes / "north", 4, patterns[4])
+    assert without_times(run(resume)) == without_times(whole)
+    assert (folder / "first" / "model.safetensors").exists()
+    with pytest.raises(ConfigError, match="finished run: there is nothing to resume"):
+        run(resume)
+
+
 def test_a_nodes_device_and_paths_win_over_the_runs(nodes: Path) -> None:
     """The device only where it computes, and a path only where the run reads it: digits need none."""
     node = Node({}, {"name": "a", "partition-id": 0, "device": "cuda:7", "data-dir": str(nodes)})
