@@ -6,7 +6,7 @@ python -m benchmarks.query_cache fppl hepco KEY=VALUE...    some of them, and ru
 "Without" asks the backbone for q(x) in every step, statistics and evaluation, as public code does. Both forms run in
 this process, in turns, on the same data; a round is local training, statistics and evaluation of all clients. With
 augmentation every training step needs a query of its own in both. Seconds are those of this process on the CPU, so that
-other work on the machine does not count; ``--wall`` takes the clock on the wall, as a GPU needs it.
+other work on the machine does not count.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -30,7 +29,6 @@ from task.models import feature_cache as queries
 from task.models.model import Model
 
 CLIENTS, TASKS, ROUNDS = 10, 2, 2
-Clock = Callable[[], float]
 PARTS = ("client_train", "client_statistics", "evaluate")
 # the server phase is not timed
 SHORT: dict[str, dict[str, Scalar]] = {
@@ -39,12 +37,12 @@ SHORT: dict[str, dict[str, Scalar]] = {
 CASES = {"fppl": ("none", "crop"), "hepco": ("none", "crop"), "head-only": ("none", "crop"), "ncm": ("none",)}
 
 
-def seconds(method: str, augmentation: str, keys: dict[str, Scalar], reuse: bool, clock: Clock) -> float:
+def seconds(method: str, augmentation: str, keys: dict[str, Scalar], reuse: bool) -> float:
     """Seconds of one round of a short run, from an empty cache; ``reuse`` says whether queries are kept at all."""
     settings: dict[str, Scalar] = {"method": method, "augmentation": augmentation}
     settings |= {"num-tasks": TASKS, "rounds-per-task": ROUNDS, "num-clients": CLIENTS} | SHORT.get(method, {}) | keys
     without_cache = nullcontext() if reuse else patch.object(Model, "reuses_query", False)
-    with tempfile.TemporaryDirectory() as folder, without_cache, patch("time.perf_counter", clock):
+    with tempfile.TemporaryDirectory() as folder, without_cache, patch("time.perf_counter", time.process_time):
         queries.CACHE = queries.BatchCache(queries.CACHE_BYTES)
         config = parse(settings | {"output-dir": folder, "run-name": "run"})
         directory = run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
@@ -56,19 +54,15 @@ def _main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="METHOD or KEY=VALUE", help="run keys of every run, unquoted")
     parser.add_argument("--repeats", type=int, default=3, help="of each form; the median counts")
-    parser.add_argument("--wall", action="store_true", help="time by the clock on the wall")
     args = parser.parse_args()
-    clock = time.perf_counter if args.wall else time.process_time
     keys = parse_text(dict(word.split("=", 1) for word in args.words if "=" in word))
     methods = [word for word in args.words if "=" not in word] or list(CASES)
     print(f"{CLIENTS} clients, {TASKS} tasks of {ROUNDS} rounds; python {platform.python_version()}, ", end="")
     print(f"torch {torch.__version__}, {platform.machine()}; medians of {args.repeats}")
     print(f"{'method':<10} {'augmentation':<13} {'with, s':>8} {'without, s':>11} {'ratio':>7}")
-    seconds("fppl", "none", keys, True, clock)  # warm up
+    seconds("fppl", "none", keys, True)  # warm up
     for method, augmentation in [(m, a) for m in methods for a in CASES[m]]:
-        pairs = [
-            [seconds(method, augmentation, keys, reuse, clock) for reuse in (True, False)] for _ in range(args.repeats)
-        ]
+        pairs = [[seconds(method, augmentation, keys, reuse) for reuse in (True, False)] for _ in range(args.repeats)]
         cached, uncached = (statistics.median(column) for column in zip(*pairs, strict=True))
         print(
             f"{method:<10} {augmentation:<13} {cached:>8.3f} {uncached:>11.3f} {uncached / cached:>6.2f}x", flush=True

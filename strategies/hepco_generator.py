@@ -1,4 +1,4 @@
-"""HePCo in latent space: the models that teach, the generator of the samples that they teach on (Halbe et al. 2024).
+"""HePCo in latent space: the teacher models, and the generator of their samples (Halbe et al. 2024).
 
 Shapes: J prompted blocks, C models, B samples of D numbers, N prompts of V = 2 L_p D numbers in a pool, S head rows.
 """

@@ -9,7 +9,7 @@ OK, FAILED, MISTAKE = 0, 1, 2  # exit codes; 128 + the signal's number when one 
 
 
 def positive(text: str) -> int:
-    """A whole number from 1, as a type of argparse."""
+    """Parse a whole number from 1 of the command line."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")
@@ -17,7 +17,7 @@ def positive(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """A number above 0, as a type of argparse."""
+    """Parse a number above 0 of the command line."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")

@@ -63,17 +63,17 @@ def plain(text: str, width: int) -> str:
     return (line if len(line) <= width else line[: width - 1] + "…").replace("$", r"\$")
 
 
-def run_figure(width: float, height: float, run: Run, subtitle: str) -> Figure:
-    """A figure of one run; the subtitle begins with the status of a run that has not finished."""
+def run_figure(width: float, height: float, what: str, run: Run, subtitle: str) -> Figure:
+    """A figure of one run, of ``what`` it shows; the subtitle begins with the status of a run that has not finished."""
     status = "" if run.finished else f"{run.status.upper()} · "
-    return make_figure(width, height, run.title, status + subtitle)
+    return make_figure(width, height, f"{run.title}: {what}", status + subtitle)
 
 
 def accuracy_figure(run: Run) -> Figure:
     """Accuracy in % after each task: a thick line over all classes seen so far, a thin one for each task."""
     outcome = {"final_average_accuracy": "final average {:.1f} %", "forgetting": "forgetting {:.1f} points"}
     reached = [words.format(100 * run.metrics[name]) for name, words in outcome.items() if name in run.metrics]
-    figure = run_figure(7.6, 4.8, run, " · ".join([*run.facts, *reached]))
+    figure = run_figure(7.6, 4.8, "accuracy after each task", run, " · ".join([*run.facts, *reached]))
     axes = figure.subplots()
     _draw_tasks(axes, run)
     tasks = np.arange(1, len(run.seen) + 1)
@@ -117,7 +117,7 @@ def matrix_figure(run: Run) -> Figure:
     """The accuracy matrix in % as a heat map, and below it how much of each task was forgotten."""
     count, k = len(run.seen), len(run.matrix)
     side = min(10.0, max(5.0, 2.2 + 0.56 * count))
-    figure = run_figure(side + 0.9, side + 0.5, run, "test accuracy on each task after each task, %")
+    figure = run_figure(side + 0.9, side + 0.5, "forgetting", run, "test accuracy on each task after each task, %")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[max(3, count), 1])
     full = np.full((count, count), np.nan)
     full[:k, :k] = 100 * run.matrix

@@ -39,9 +39,9 @@ def confusion_figure(run: Run) -> Figure:
     percent = 100 * counts / counts.sum(axis=1, keepdims=True).clip(1)
     side = min(10.0, 4.8 + 0.26 * len(order))
     after = f"after task {len(tasks)}: % of the images of a class (row) that were predicted as a class (column)"
-    figure = run_figure(side + 2.0, side + 0.8, run, after)
+    figure = run_figure(side + 2.0, side + 0.8, "confusion", run, after)
     axes = figure.subplots()
-    _draw_counts(axes, percent, 100, "% of the class")
+    _draw_counts(axes, percent, 100, "% of the class, square root scale")
     _name_classes(axes.xaxis, run, tasks)
     _name_classes(axes.yaxis, run, tasks)
     _separate(axes, tasks, both=True)
@@ -56,13 +56,15 @@ def clients_figure(run: Run) -> Figure:
     counts = np.array(list(run.client_counts.values()))[:, order]
     clients, classes = counts.shape
     width, height = min(12.0, 6.8 + 0.2 * classes), min(11.0, 3.6 + 0.2 * clients)
-    figure = run_figure(width, height, run, "training images that a client may learn from, by class")
+    subtitle = "training images that a client may learn from, by class"
+    figure = run_figure(width, height, "who holds what", run, subtitle)
     axes, total = figure.subplots(1, 2, sharey=True, width_ratios=[5, 1])
-    _draw_counts(axes, counts, counts.max(initial=1), "images", beside=total)
+    _draw_counts(axes, counts, counts.max(initial=1), "images, square root scale", beside=total)
     if classes <= NAMED:
         _name_classes(axes.xaxis, run, run.tasks)
     else:
         axes.set_xticks([])
+    axes.set_xlabel("Class, in order of arrival")
     above = axes.secondary_xaxis("top")
     above.set_xticks(*_task_ticks(run.tasks, "task " if len(run.tasks) <= 10 else ""))
     above.tick_params(length=0, labelcolor=INK, labelsize=8.5)
@@ -72,7 +74,7 @@ def clients_figure(run: Run) -> Figure:
     names = [plain(name, 18) for name in run.client_counts]
     axes.set_yticks(range(0, clients, step), names[::step])
     total.barh(range(clients), counts.sum(axis=1), color=COLOURS[0], height=0.8)
-    total.set_xlabel("all tasks")
+    total.set_xlabel("images, all tasks")
     total.xaxis.set_major_locator(MaxNLocator(nbins=3, integer=True))
     style_axes(total)
     total.tick_params(left=False, labelsize=8.5)
@@ -82,8 +84,8 @@ def clients_figure(run: Run) -> Figure:
 def bias_figure(run: Run) -> Figure:
     """Federated bias by task: response entropy of local models, and the distance between their prototypes."""
     drawings = _measured_biases(run)
-    subtitle = "federated bias: local models of a task's last round, before aggregation"
-    figure = run_figure(max(7.0, 4.8 * len(drawings)), 4.4, run, subtitle)
+    subtitle = "local models of a task's last round, before aggregation"
+    figure = run_figure(max(7.0, 4.8 * len(drawings)), 4.4, "federated bias", run, subtitle)
     for axes, draw in zip(figure.subplots(1, len(drawings), squeeze=False)[0], drawings, strict=True):
         draw(axes, run)
         axes.set_xlim(0.6, len(run.seen) + 0.4)

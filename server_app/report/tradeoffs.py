@@ -108,7 +108,7 @@ def _cost_axes(axes: Axes, label: str) -> None:
     axes.set_xlim(low / 1.5, high * 2.2)
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom - 0.07 * (top - bottom), top + 0.1 * (top - bottom))
-    axes.set_yticks([tick for tick in axes.get_yticks() if bottom <= tick <= 100])
+    axes.set_yticks([tick for tick in axes.get_yticks() if bottom <= tick <= min(100, axes.get_ylim()[1])])
     decades = math.log10(high / low)
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 3 else (1.0,)))
     axes.xaxis.set_major_formatter("{x:,.10g}")

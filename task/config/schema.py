@@ -83,7 +83,7 @@ class Config:
     dataset: str = key("digits", "data set; own: each node's, see its data-dir", choices=(*REGISTERED, OWN))
     data_dir: str = key(
         "",
-        "folder (or .npz file) of the data set; a node's own setting goes before it",
+        "folder (or .npz file) of the data set; a node's own setting overrides it",
         only=("dataset", *FROM_PATH, OWN),
         affects="files",
     )
@@ -137,7 +137,7 @@ class Config:
     rounds_per_task: int = key(AUTO, "R: rounds of each task", minimum=1, auto=5)
     local_epochs: int = key(
         5,
-        "E: epochs of a local training; all keys of it are ignored where nothing is trained",
+        "E: epochs of a local training; the keys of local training are ignored where nothing is trained",
         minimum=1,
         affects="local training",
     )
@@ -167,7 +167,12 @@ class Config:
         1.0, "largest norm of a local gradient; 0 = no limit", minimum=0, affects="local training"
     )
 
-    num_clients: int = key(0, "clients; 0 = as many nodes as are connected", minimum=0, maximum=10_000)
+    num_clients: int = key(
+        0,
+        "clients; 0 = all connected nodes (fcil run: 10, or one a folder with dataset=own)",
+        minimum=0,
+        maximum=10_000,
+    )
     clients_per_round: int = key(0, "clients drawn each round; 0 = all", minimum=0)
     partition: str = key(
         "dirichlet", "how training images are divided", choices=PARTITIONS, only=("dataset", *REGISTERED)

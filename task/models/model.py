@@ -349,7 +349,7 @@ def prompt_of(model: Model, kind: type[P]) -> P:
     """The model's prompt as ``kind``, the one that the table gives the method.
 
     Raises:
-        TypeError: it is another one: the row of a method from outside names a prompt that its halves do not fit.
+        TypeError: it is of another kind: the row of a method from outside names a prompt that its code does not expect.
     """
     if not isinstance(model.prompt, kind):
         raise TypeError(f"the prompt is {type(model.prompt).__name__}, the method needs {kind.__name__}")

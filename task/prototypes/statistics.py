@@ -90,7 +90,7 @@ class ClientStatistics:
         return {}
 
     def number_type(self, options: Options) -> type:
-        """Type of the arrays of numbers; the server refuses another one."""
+        """Type of the arrays of numbers that clients send; the server refuses another one."""
         return np.float32
 
     def as_arrays(self, number_type: type = np.float32, /, **tensors: Tensor) -> Arrays:
