@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from client_app.node import random_stream
-from client_app.objectives.base import LocalData
+from client_app.objectives.base import LocalData, Objective
 from client_app.request import Request
 from client_app.secure_aggregation import hide_in_sum
 from client_app.training import train_locally
@@ -75,8 +75,10 @@ def _add_local_update(
     if config.options.statistics_first:
         _add_statistics(answer, request, model, data, labels, mechanism)
     if config.trains_in(request.number("server-round")):
-        answer.metrics |= _fit(request, model, data, torch_rng(config.seed, "local", *stream))
-        answer.arrays = mechanism.arrays(to_arrays(model.trained_state()), packet.arrays)
+        objective = load_class(config.method_row.objective)(config, packet)
+        answer.metrics |= _fit(request, model, objective, data, torch_rng(config.seed, "local", *stream))
+        fixed = np.setdiff1d(np.arange(sum(model.task_sizes)), objective.learned_rows(model).cpu().numpy())
+        answer.arrays = mechanism.arrays(to_arrays(model.trained_state()), packet.arrays, fixed)
     if not config.options.statistics_first:
         if mechanism.noise:
             model.load(answer.arrays or packet.arrays)  # statistics may depend only on what leaves the client
@@ -97,10 +99,11 @@ def load_model(request: Request, scenario: Scenario) -> Model:
     return model
 
 
-def _fit(request: Request, model: Model, data: LocalData, rng: torch.Generator) -> dict[str, float]:
+def _fit(
+    request: Request, model: Model, objective: Objective, data: LocalData, rng: torch.Generator
+) -> dict[str, float]:
     """Train in place; returns loss, accuracy and seconds, with noise the seconds alone."""
     config, started = request.config, time.perf_counter()
-    objective = load_class(config.method_row.objective)(config, request.packet)
     loss, accuracy = train_locally(model, objective, data, config, rng)
     metrics = {} if config.privacy_noise else {"loss": loss, "accuracy": accuracy}
     return metrics | {"seconds-train": time.perf_counter() - started}

@@ -28,9 +28,9 @@ class LocalData:
 class Objective:
     """Softmax cross-entropy over the logits of the client's current classes (FedAvg; HGP, HePCo and others).
 
-    Rows of other classes get no gradient. A method overrides the hooks it needs, and declares the type of its
-    ``options``. ``statistics`` are the arrays that the method's strategy broadcasts; in the first round there may be
-    none.
+    Rows of other classes get no gradient, see :meth:`learned_rows`. A method overrides the hooks it needs, and declares
+    the type of its ``options``. ``statistics`` are the arrays that the method's strategy broadcasts; in the first round
+    there may be none.
     """
 
     options: Options
@@ -43,6 +43,10 @@ class Objective:
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
         """Called before each local epoch, counted from 0; here it moves the statistics to the model's device."""
         self.statistics = {name: value.to(model.device) for name, value in self.statistics.items()}
+
+    def learned_rows(self, model: Model) -> Tensor:
+        """Head rows that the loss can move, int64 [n]; with privacy-noise the others are sent back as they came."""
+        return model.current_rows()
 
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Loss of one step.

@@ -34,6 +34,10 @@ class FedLwFObjective(Objective):
             self.teacher = build_model(self.config, model.task_sizes[:-1]).eval()
             self.teacher.load(self.teacher_arrays)
 
+    def learned_rows(self, model: Model) -> Tensor:
+        """All head rows."""
+        return torch.arange(len(model.head.weight))
+
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Sum over classes, mean over images; logits [B, current classes]."""
         logits, current = model(*inputs), model.current_rows()

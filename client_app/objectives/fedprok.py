@@ -46,6 +46,10 @@ class FedProKObjective(Objective):
         index = nearest_class(self.statistics["means"], means)
         self.nearest, self.shifts = local_rows[index], self.statistics["means"] - means[index]
 
+    def learned_rows(self, model: Model) -> Tensor:
+        """All head rows."""
+        return torch.arange(len(model.head.weight))
+
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean cross-entropy over the batch's real and pseudo features together; logits [B, current classes]."""
         if not self.statistics:

@@ -47,6 +47,11 @@ class InjectedPrototypes(Objective):
         names = {"rows": "class_ids", "means": "means", "variances": "variances"}
         return {name: torch.from_numpy(own[field]) for name, field in names.items()}
 
+    def learned_rows(self, model: Model) -> Tensor:
+        """Those of the classes that compete."""
+        seen = torch.arange(len(model.head.weight))
+        return model.current_rows() if self.options.logits == "current" else seen
+
     def loss(self, model: Model, inputs: Inputs, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Mean over images and injected prototypes alike; logits [B, current classes] are those of the images."""
         features, targets = model.features(*inputs), model.local_targets(rows)

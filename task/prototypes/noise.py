@@ -5,7 +5,8 @@ sent as it is and not protected. With C = privacy-clip, B = privacy-feature-clip
 has noise of z / 2 times its L2 sensitivity:
 
 - what training changed, all arrays as one vector, scaled down to norm C at most: two such vectors, of any data, are at
-  most 2 C apart; deviation z C. This release alone protects even all images of a client at once.
+  most 2 C apart; deviation z C. This release alone protects even all images of a client at once. Head rows that the
+  method's loss cannot move, whatever the images, are sent back as they came: they say nothing, so they get no noise.
 - mean of a class's n features, each scaled down to norm B at most: one image moves it by 2 B / n; deviation z B / n.
 - mean of their squares, or of f f^T: |f f^T - g g^T| <= sqrt(2) B^2, so sqrt(2) B^2 / n; deviation z B^2 / (sqrt(2) n).
 - sums instead of means: the same without the division by n.
@@ -34,6 +35,7 @@ from task.prototypes.gaussians import pack_symmetric, unpack_symmetric
 from task.utils.seeding import numpy_rng
 
 Normal = Callable[[tuple[int, ...]], np.ndarray]  # shape -> independent N(0, 1), float64
+NO_ROWS = np.empty(0, np.int64)
 
 
 def system_normal(shape: tuple[int, ...]) -> np.ndarray:
@@ -69,8 +71,10 @@ class GaussianMechanism:
         normal: Normal = seeded if config.privacy_seeded else system_normal
         return cls(config.privacy_clip, config.privacy_feature_clip, config.privacy_noise, normal)
 
-    def arrays(self, trained: Arrays, sent: Arrays) -> Arrays:
+    def arrays(self, trained: Arrays, sent: Arrays, fixed_rows: np.ndarray = NO_ROWS) -> Arrays:
         """``sent`` + the difference of ``trained`` to it, clipped as one vector and noised; types of ``trained``.
+
+        With noise ``fixed_rows`` of the head, int64 [n], stay as they were sent.
 
         Raises:
             ValueError: the trained arrays hold NaN or infinite values, which cannot be clipped.
@@ -78,14 +82,17 @@ class GaussianMechanism:
         if not self.clip:
             return trained
         steps = {name: a - sent[name].astype(np.float64) for name, a in trained.items()}
+        head = steps.keys() & {"head.weight", "head.bias"} if self.noise else ()
+        for name in head:
+            steps[name][fixed_rows] = 0
         norm = math.sqrt(sum(np.square(step).sum() for step in steps.values()))
         if not math.isfinite(norm):
             raise ValueError("the trained arrays hold NaN or infinite values")
         share = min(1.0, self.clip / norm) if norm else 1.0
-        return {
-            name: (sent[name] + share * step + self.draw(step.shape, self.clip)).astype(trained[name].dtype)
-            for name, step in steps.items()
-        }
+        noised = {name: share * step + self.draw(step.shape, self.clip) for name, step in steps.items()}
+        for name in head:
+            noised[name][fixed_rows] = 0
+        return {name: (sent[name] + step).astype(trained[name].dtype) for name, step in noised.items()}
 
     def features(self, features: Tensor) -> Tensor:
         """Each row of features [N, D] scaled down to norm B at most."""

@@ -67,6 +67,18 @@ def test_noise_in_arrays_has_the_deviation_z_times_c() -> None:
     assert abs(np.corrcoef(noised["a"].ravel(), noised["b"])[0, 1]) < 0.02
 
 
+def test_head_rows_that_training_cannot_move_stay_as_they_were_sent() -> None:
+    """Also where a method moves them nevertheless: then nothing of it leaves the client."""
+    sent = {"head.weight": np.ones((3, 2), np.float32), "head.bias": np.zeros(3, np.float32), "prompt": np.zeros(3)}
+    trained = {"head.weight": sent["head.weight"] + np.float32([[9], [0], [0]]), "head.bias": sent["head.bias"]}
+    trained["prompt"] = sent["prompt"]
+    noised = mechanism(clip=2, noise=1.5).arrays(trained, sent, np.array([0, 1]))
+    for name in ("head.weight", "head.bias"):
+        assert (noised[name][:2] == sent[name][:2]).all()
+        assert (noised[name][2] != sent[name][2]).all()
+    assert (noised["prompt"] != 0).all()
+
+
 def test_noise_in_statistics_has_the_deviations_of_the_docstring() -> None:
     """B = 10, z = 0.5: 0.5 x 10 / n in means, 0.5 x 100 / (sqrt(2) n) in squares."""
     counts = torch.tensor([100, 400]).repeat_interleave(500)
