@@ -129,9 +129,9 @@ def class_share(problem: Problem, *, class_share: float) -> Partition:
 
     A client holds max(1, round(eta |C|)) of the task's |C| classes. Every class has a holder, so that no sample is
     lost: each is first given to one client, in turn; a client's other classes are drawn uniformly. (Classes are then a
-    little more evenly held than if one drew anew until all are.) Where the clients' classes cannot cover the task
-    (M x round(eta |C|) < |C|), all classes are dealt out evenly instead, each to one client: some then hold more than their share. The samples of a
-    class are divided evenly among its holders, without overlap.
+    little more evenly held than if one drew anew until all are.) Where the clients' classes cannot cover the task (M x
+    round(eta |C|) < |C|), all classes are dealt out evenly instead, each to one client: some then hold more than their
+    share. The samples of a class are divided evenly among its holders, without overlap.
     """
     return _deal_by_class(problem, "class-share", lambda num_classes: _share_of(class_share, num_classes))
 
