@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from server_app.errors import LaunchError
-from server_app.run_files.paths import project_folder
+from server_app.run_files.paths import project_folder, read_results
 from server_app.run_files.resume import load_resumed_keys
 from server_app.simulation.superlink import DEFAULT_CLIENTS
 from task.config.parsing import check_values, parse, parse_text
@@ -77,18 +77,41 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         ConfigError: values that are no run, or a run that cannot be resumed.
     """
     if values.get("resume"):
-        return load_resumed_keys({**values, "resume": str(expand_home(str(values["resume"]), "resume").absolute())})
+        keys = load_resumed_keys({**values, "resume": str(expand_home(str(values["resume"]), "resume").absolute())})
+        _require_same_nodes(keys)
+        return keys
     keys = dict(values)
     for name in keys_affecting("files"):  # the workers' working directory is the project's
         if isinstance(keys.get(name), str) and keys[name]:
             keys[name] = _resolve(name, str(keys[name]))
     if not parse(keys).num_clients:
-        from task.data.image_folders import class_folders
-
-        own = keys.get("dataset") == OWN  # simulated nodes with data of their own are the folders in data-dir
-        nodes = class_folders(expand_home(str(keys.get("data-dir") or "nowhere"), "data-dir")) if own else []
-        keys["num-clients"] = len(nodes) or DEFAULT_CLIENTS  # a number, so that the server waits for all of them
+        keys["num-clients"] = len(_node_folders(keys)) or DEFAULT_CLIENTS  # so that the server waits for all of them
     return keys
+
+
+def _node_folders(keys: Mapping[str, Scalar]) -> list[str]:
+    """Simulated nodes with data of their own are the folders in data-dir: their names; empty for other data."""
+    from task.data.image_folders import class_folders
+
+    own = keys.get("dataset") == OWN
+    folders = class_folders(expand_home(str(keys.get("data-dir") or "nowhere"), "data-dir")) if own else []
+    return [folder.name for folder in folders]
+
+
+def _require_same_nodes(keys: Mapping[str, Scalar]) -> None:
+    """Refuse a resume in which a simulated node would get another one's folder: node i is the i-th of them.
+
+    Raises:
+        ConfigError: a node of the run is not among the first num-clients folders.
+    """
+    names = _node_folders(keys)[: int(keys["num-clients"])]
+    before = [str(client["name"]) for client in read_results(Path(str(keys["resume"]))).get("clients", [])]
+    if names and not set(before) <= set(names):
+        raise ConfigError(
+            f"resume = {keys['resume']!r}: the run began with the nodes {', '.join(before)}, the first folders in "
+            f"data-dir = {keys['data-dir']!r} are now {', '.join(names)}. Put back what was there, or start the run "
+            "anew; only in a deployment may nodes come and go."
+        )
 
 
 def require_files(values: Mapping[str, Scalar]) -> None:

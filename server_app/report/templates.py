@@ -96,8 +96,7 @@ Nodes were away. Accuracies on different images differ for that reason too, and 
 {% if run.untested and run.samples | sum %}
 <section class="notice">
 <strong>Not tested: {{ run.untested | join(", ") }}.</strong>
-There was no test image of {{ "this class" if run.untested | length == 1 else "these classes" }}; the numbers are of the
-others.
+No test image of {{ "this class" if run.untested | length == 1 else "these classes" }} was evaluated at the end.
 </section>
 {% endif %}
 {% if status == "finished" and not run.samples | sum %}

@@ -1,11 +1,12 @@
 """A finished round, and a finished run, in words; imports nothing heavy."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from server_app.run_files.paths import read_results, untested_classes
 
+NAMED = 40  # classes
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
 
 
@@ -31,8 +32,18 @@ def summary(directory: Path) -> list[str]:
     metrics, untested = results.get("metrics", {}), untested_classes(results)
     shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
     outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)
-    missing = f"no test image of {', '.join(untested)}: the numbers are of the other classes" if untested else ""
-    return [*filter(None, [outcome, missing]), *(str(directory / n) for n in _RESULTS if (directory / n).exists())]
+    missing = f"without a test image of {_list(untested)}" if untested else ""
+    lost = results.get("tasks_not_learned")
+    unlearned = f"not learned, and not tried again: task {', '.join(map(str, lost))}" if lost else ""
+    return [
+        *filter(None, [outcome, missing, unlearned]),
+        *(str(directory / n) for n in _RESULTS if (directory / n).exists()),
+    ]
+
+
+def _list(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _clock(seconds: float) -> str:

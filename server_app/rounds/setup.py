@@ -129,5 +129,6 @@ def wait_for_new_classes(config: Config, plan: TaskPlan | None, registry: Client
         if extended.tasks[-1]:
             return extended
         if time.monotonic() >= deadline:
+            log.info("no new class has come")
             return None
         time.sleep(min(POLL, max(0.0, deadline - time.monotonic())))

@@ -117,6 +117,9 @@ class Results:
         self.matrix = [[*row, None] for row in self.matrix] + [[None] * len(self.tasks)]
         self.seen, self.distances = [*self.seen, None], [*self.distances, None]
         self.entropies = [*self.entropies, []]
+        if self.confusion:  # until the next evaluation nothing is counted of the new classes
+            more = len(self.class_names) - len(self.confusion)
+            self.confusion = np.pad(np.array(self.confusion), (0, more)).tolist()
 
     def add_training(self, metrics: Sequence[Mapping[str, int | float]], report: RoundReport) -> None:
         """Note the measurements of a round; ``metrics`` are those of each client that has trained."""

@@ -113,7 +113,11 @@ class Config:
         5, "T: tasks that the classes are split into; the most that can come with class-order=appearing", minimum=1
     )
     class_wait: float = key(
-        0.0, "seconds to wait for new classes before the run ends", minimum=0, only=("class-order", APPEARING)
+        0.0,
+        "seconds to wait for new classes before the run ends",
+        minimum=0,
+        only=("class-order", APPEARING),
+        affects="waiting",
     )
     validation_share: float = key(
         0.0,

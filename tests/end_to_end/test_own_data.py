@@ -763,7 +763,7 @@ def test_the_server_says_who_holds_what_and_what_nobody_can_be_tested_on(
         results = run(keys)
     assert "no node has held out an image of ant" in caplog.text
     assert untested_classes(results) == ["ant"]
-    said = "no test image of ant: the numbers are of the other classes"
+    said = "without a test image of ant"
     assert summary(Path(keys["output-dir"]) / "run")[1] == said
     assert "north" in caplog.text
     assert "held out  classes  unreadable" in caplog.text
@@ -946,6 +946,27 @@ def test_a_finished_open_ended_run_goes_on_with_classes_that_came_later(
     assert (folder / "first" / "model.safetensors").exists()
     with pytest.raises(ConfigError, match="finished run: there is nothing to resume"):
         run(resume)
+
+
+def test_a_run_that_stops_within_a_new_task_can_be_looked_at(
+    keys: Values, nodes: Path, patterns: list[np.ndarray]
+) -> None:
+    values, folder = appearing(keys), Path(keys["output-dir"]) / "cut"
+    arrives = {2: lambda: store(nodes / "north", 4, patterns[4]), 4: cut}
+    with pytest.raises(PowerCutError):
+        run(values | {"run-name": "cut"}, Changing(parse(values).flat(), arrives))
+    stopped = load_run(folder)
+    assert (stopped.results["num_tasks"], len(stopped.matrix), stopped.confusion.shape) == (2, 1, (5, 5))
+
+
+def test_in_a_rehearsal_a_resumed_run_has_the_nodes_it_had(
+    keys: Values, nodes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Node i is the i-th folder: with another one before it, a node would silently get another one's images."""
+    run(appearing(keys) | {"run-name": "first"})
+    shutil.copytree(nodes / "north", nodes / "east")
+    assert main(["run", "--in-process", f"resume={Path(keys['output-dir']) / 'first'}"]) == 2
+    assert "only in a deployment may nodes come and go" in capsys.readouterr().err
 
 
 def test_a_nodes_device_and_paths_win_over_the_runs(nodes: Path) -> None:

@@ -229,7 +229,7 @@ def test_page_names_the_classes_without_test_images(make_run):
     folder = make_run(per_class_accuracy=accuracies, samples_per_task=[100, 100, 200])
     write_report([folder])
     text = " ".join(page_of(folder).text.split())
-    assert "Not tested: two. There was no test image of this class; the numbers are of the others." in text
+    assert "Not tested: two. No test image of this class was evaluated at the end." in text
 
 
 def test_page_of_a_finished_run_without_test_images_says_so(make_run):
