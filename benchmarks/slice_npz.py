@@ -2,7 +2,8 @@
 
     python -m benchmarks.slice_npz cifar100.npz slice.npz --classes 20 --train 200 --seed 0
 
-Which classes and images is drawn from the seed; the file's own split (0 = train, 1 = test) stays.
+Which classes and images is drawn from the seed; the file's own split (0 = train, 1 = test) stays. With ``--smallest``
+classes are uneven: from ``--train`` training images down to that many, each class the same share of the one before.
 """
 
 import argparse
@@ -14,8 +15,14 @@ import numpy as np
 from task.utils.seeding import numpy_rng
 
 
-def cut(arrays: dict[str, np.ndarray], classes: int, train: int, test: int, seed: int) -> dict[str, np.ndarray]:
-    """``classes`` classes with at most ``train`` training images and ``test`` test images each."""
+def cut(
+    arrays: dict[str, np.ndarray], classes: int, train: int, test: int, seed: int, smallest: int = 0
+) -> dict[str, np.ndarray]:
+    """``classes`` classes with at most ``train`` training images and ``test`` test images each.
+
+    With ``smallest`` the number of training images falls from class to class, in geometric steps and in a drawn order,
+    from ``train`` to it.
+    """
     rng = numpy_rng(seed, "slice")
     chosen = np.sort(rng.choice(len(arrays["class_names"]), classes, replace=False))
     shuffled = rng.permutation(len(arrays["labels"]))
@@ -23,7 +30,9 @@ def cut(arrays: dict[str, np.ndarray], classes: int, train: int, test: int, seed
     for c, part in product(chosen, (0, 1)):
         members = shuffled[(arrays["labels"][shuffled] == c) & (arrays["split"][shuffled] == part)]
         rank[members] = np.arange(len(members))
-    keep = np.isin(arrays["labels"], chosen) & (rank < np.where(arrays["split"] == 1, test, train))
+    sizes = np.zeros(len(arrays["class_names"]))
+    sizes[rng.permutation(chosen)] = np.geomspace(train, smallest or train, classes).round()
+    keep = np.isin(arrays["labels"], chosen) & (rank < np.where(arrays["split"] == 1, test, sizes[arrays["labels"]]))
     return {
         "images": arrays["images"][keep],
         "labels": np.searchsorted(chosen, arrays["labels"][keep]),
@@ -40,9 +49,11 @@ def _main() -> None:
     parser.add_argument("--train", type=int, default=200)
     parser.add_argument("--test", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--smallest", type=int, default=0, help="training images of the smallest class; 0: all even")
     args = parser.parse_args()
     with np.load(args.source) as file:
-        arrays = cut({name: file[name] for name in file.files}, args.classes, args.train, args.test, args.seed)
+        arrays = {name: file[name] for name in file.files}
+    arrays = cut(arrays, args.classes, args.train, args.test, args.seed, args.smallest)
     np.savez(args.target, allow_pickle=False, **arrays)
     train, test = ((arrays["split"] == part).sum() for part in (0, 1))
     names = len(arrays["class_names"])
