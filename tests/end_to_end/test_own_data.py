@@ -457,6 +457,7 @@ def test_a_task_whose_only_holder_is_out_is_not_learned(keys: Values, caplog: py
     results = run(keys | {"rounds-per-task": 2}, transport)
     assert results["tasks_not_learned"] == [2]
     assert "task 2 is not learned: no client with its images has trained in any of its rounds" in caplog.text
+    assert "not learned, and not tried again: task 2" in summary(Path(keys["output-dir"]) / "run")
 
 
 @pytest.mark.usefixtures("lone")
@@ -967,6 +968,8 @@ def test_in_a_rehearsal_a_resumed_run_has_the_nodes_it_had(
     shutil.copytree(nodes / "north", nodes / "east")
     assert main(["run", "--in-process", f"resume={Path(keys['output-dir']) / 'first'}"]) == 2
     assert "only in a deployment may nodes come and go" in capsys.readouterr().err
+    (nodes / "east").rename(nodes / "zulu")  # behind the others it changes none of their numbers
+    assert main(["run", "--in-process", f"resume={Path(keys['output-dir']) / 'first'}"]) == 0
 
 
 def test_a_nodes_device_and_paths_win_over_the_runs(nodes: Path) -> None:

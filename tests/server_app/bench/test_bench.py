@@ -348,7 +348,7 @@ def test_an_unfinished_run_begins_anew_unless_all_is_as_it_was(write, quick, cap
     (planned.directory / "run.log").write_text("a warning of before\n")
     if missing != "checkpoint":
         write_checkpoint(planned.directory / "checkpoint", 1, {})
-    options = {"--resume": [], "--no-resume": ["--no-resume"]}.get(missing, ["--resume"])
+    options = {"--resume": [], "same code": [], "--no-resume": ["--no-resume"]}.get(missing, ["--resume"])
     assert cli.main(["bench", str(path), *options]) == 0
     resumed = missing not in REASONS
     told = "resumed   head/seed0" if resumed else f"started   head/seed0, not resumed: {REASONS[missing]}"

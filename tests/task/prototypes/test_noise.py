@@ -79,6 +79,18 @@ def test_head_rows_that_training_cannot_move_stay_as_they_were_sent() -> None:
     assert (noised["prompt"] != 0).all()
 
 
+def test_rows_that_stay_have_no_share_in_the_norm() -> None:
+    """Row 0 has moved by 30, all else by 3 and 4: the step is 5 long, and clipped to half of it."""
+    sent = {"head.weight": np.zeros((2, 1)), "prompt": np.zeros(1)}
+    trained = {"head.weight": np.array([[30.0], [3.0]]), "prompt": np.array([4.0])}
+    nothing = GaussianMechanism(2.5, 0, 1, np.zeros)
+    clipped = nothing.arrays(trained, sent, np.array([0]))
+    assert clipped["head.weight"].ravel().tolist() == [0, 1.5]
+    assert clipped["prompt"].tolist() == [2]
+    without_noise = GaussianMechanism(2.5, 0, 0, np.zeros).arrays(trained, sent, np.array([0]))
+    assert without_noise["head.weight"][0, 0] > 2.4
+
+
 def test_noise_in_statistics_has_the_deviations_of_the_docstring() -> None:
     """B = 10, z = 0.5: 0.5 x 10 / n in means, 0.5 x 100 / (sqrt(2) n) in squares."""
     counts = torch.tensor([100, 400]).repeat_interleave(500)
