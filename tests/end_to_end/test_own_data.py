@@ -958,6 +958,7 @@ def test_a_run_that_stops_within_a_new_task_can_be_looked_at(
         run(values | {"run-name": "cut"}, Changing(parse(values).flat(), arrives))
     stopped = load_run(folder)
     assert (stopped.results["num_tasks"], len(stopped.matrix), stopped.confusion.shape) == (2, 1, (5, 5))
+    assert stopped.untested == []
 
 
 def test_in_a_rehearsal_a_resumed_run_has_the_nodes_it_had(
