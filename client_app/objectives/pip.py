@@ -48,7 +48,7 @@ class InjectedPrototypes(Objective):
         return {name: torch.from_numpy(own[field]) for name, field in names.items()}
 
     def learned_rows(self, model: Model) -> Tensor:
-        """Those of the classes that compete."""
+        """Rows of the classes among which the loss chooses."""
         seen = torch.arange(len(model.head.weight))
         return model.current_rows() if self.options.logits == "current" else seen
 

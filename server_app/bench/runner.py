@@ -176,7 +176,7 @@ class Bench:
             return "--no-resume is given"
         run = self._load(planned)
         if run is None or run.results["status"] == FINISHED:
-            return "there is no unfinished run"
+            return "there is no results.json of an unfinished run"
         if name := _other_key(run, planned, keys_affecting(*MAY_CHANGE)) or ", ".join(_other_origin(run, planned)):
             return f"another {name}"
         try:

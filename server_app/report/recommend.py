@@ -30,8 +30,9 @@ def recommend(groups: Sequence[Group]) -> list[str]:
     best, lines, less = ranked[0], [f"Most accurate: {_describe(ranked[0])}."], list[str]()
     equal = [best]
     for group in ranked[1:]:
-        below, (sd, source) = _accuracy(best) - _accuracy(group), noise(best, group)
-        words = f"{_describe(group)}; {100 * below:.1f} points below, noise {100 * sd:.1f}: {source}"
+        (below, where), (sd, source) = _difference(best, group), noise(best, group)
+        points = f"{100 * abs(below):.1f} points {'above' if below < 0 else 'below'}{where}"
+        words = f"{_describe(group)}; {points}, noise {100 * sd:.1f}: {source}"
         if not less and below <= max(POINT, sd) + ROUNDING:
             equal.append(group)
             lines.append(f"Close to it: {words}{SMALL * (sd + ROUNDING < below)}.")
@@ -48,9 +49,7 @@ def noise(best: Group, other: Group) -> tuple[float, str]:
     they classify correctly, the differences of single seeds and images count. Else the noise is that of ``best`` alone:
     its sample standard deviation, and that of a binomial distribution.
     """
-    theirs = {run.results.get("seed"): run for run in other.measured}
-    seeds_of_best = [(run, run.results.get("seed")) for run in best.measured]
-    pairs = [(run, theirs[seed]) for run, seed in seeds_of_best if seed is not None and seed in theirs]
+    pairs = _pairs(best, other)
     over_seeds, seeds = mean_sd(run.metrics[FINAL] - their.metrics[FINAL] for run, their in pairs)[1], len(pairs)
     if seeds < 2:
         over_seeds, seeds = best.mean_sd(FINAL)[1], len(best.measured)
@@ -58,6 +57,26 @@ def noise(best: Group, other: Group) -> tuple[float, str]:
     if math.isnan(over_seeds) or of_images > over_seeds:
         return (0.0, "nothing that was recorded") if math.isnan(of_images) else (of_images, by_images)
     return over_seeds, f"standard deviation over {seeds} seeds"
+
+
+def _pairs(best: Group, other: Group) -> list[tuple[Run, Run]]:
+    """Runs of both groups with the same seed, and so the same class order and clients."""
+    theirs = {run.results.get("seed"): run for run in other.measured}
+    seeds_of_best = [(run, run.results.get("seed")) for run in best.measured]
+    return [(run, theirs[seed]) for run, seed in seeds_of_best if seed is not None and seed in theirs]
+
+
+def _difference(best: Group, other: Group) -> tuple[float, str]:
+    """By how much ``other`` is less accurate, a fraction, and on what in words.
+
+    Seeds differ in difficulty, so those of which only one has a run do not count, unless there is no other.
+    """
+    pairs = _pairs(best, other)
+    if not pairs or len(pairs) == len(best.measured) == len(other.measured):
+        return _accuracy(best) - _accuracy(other), ""
+    common = "the seed" if len(pairs) == 1 else f"the {len(pairs)} seeds"
+    mean, _ = mean_sd(run.metrics[FINAL] - their.metrics[FINAL] for run, their in pairs)
+    return mean, f" on {common} that both have"
 
 
 def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[float, str]:

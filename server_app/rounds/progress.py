@@ -6,7 +6,7 @@ from typing import Any
 
 from server_app.run_files.paths import read_results, untested_classes
 
-NAMED = 40  # classes
+NAMED = 40  # classes or tasks
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
 
 
@@ -27,23 +27,23 @@ def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
 
 
 def summary(directory: Path) -> list[str]:
-    """The outcome of a finished run, the classes that were not tested, and the paths of its files, in lines."""
+    """The outcome of a finished run, what was not tested or not learned, and the paths of its files, in lines."""
     results = read_results(directory)
     metrics, untested = results.get("metrics", {}), untested_classes(results)
     shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
     outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)
     missing = f"without a test image of {_list(untested)}" if untested else ""
     lost = results.get("tasks_not_learned")
-    unlearned = f"not learned, and not tried again: task {', '.join(map(str, lost))}" if lost else ""
+    unlearned = f"not learned, and not tried again: task{'s' * (len(lost) > 1)} {_list(lost)}" if lost else ""
     return [
         *filter(None, [outcome, missing, unlearned]),
         *(str(directory / n) for n in _RESULTS if (directory / n).exists()),
     ]
 
 
-def _list(names: Sequence[str]) -> str:
+def _list(names: Sequence[str | int]) -> str:
     """The first names, and how many more there are."""
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+    return ", ".join(map(str, names[:NAMED])) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _clock(seconds: float) -> str:

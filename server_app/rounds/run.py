@@ -38,7 +38,7 @@ from server_app.rounds.setup import (
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.on_end import require_hook, tell_operator
-from server_app.run_files.paths import FINISHED, lock_run, read_results, require_writable, run_directory
+from server_app.run_files.paths import FINISHED, RUNNING, lock_run, read_results, require_writable, run_directory
 from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_keys, require_same_start
 from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
@@ -353,7 +353,9 @@ class Run:
         self.scenario = lay_out_tasks(self.config, plan, self.registry)
         log_tasks(self.scenario, first=len(plan.tasks) - 1)
         self.results.extend(self.scenario)
+        self.results.status = RUNNING
         self._note_clients()
+        self.results.write()
         return True
 
     def _note_clients(self) -> None:
@@ -380,6 +382,8 @@ class Run:
             ) from error
         vars(self.strategy).update(checkpoint["strategy"])
         self.results.restore(checkpoint["results"])
+        if read_results(self.directory).get("status") == FINISHED:
+            self.results.status = FINISHED  # until new classes come
         require_asked_clients(self.results.privacy, self._asked_path, self.results.rounds)
         log.info("going on after round %d of %d", context.server_round, self.scenario.schedule.total_rounds)
         return context.server_round
@@ -421,7 +425,12 @@ class Run:
         write_checkpoint(self.directory / "checkpoint", context.server_round, state)
 
     def fail(self, error: BaseException) -> None:
-        """Save what there is and why the run ended; a full disk must not hide it."""
+        """Save what there is and why the run ended; a full disk must not hide it.
+
+        A finished run that is stopped while it waits for new classes is still finished.
+        """
+        if read_results(self.directory).get("status") == FINISHED:
+            return
         self.results.status = "failed"
         self.results.error = reason_of(error)
         rounds = self.results.rounds

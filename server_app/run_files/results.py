@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from server_app.run_files.paths import SCHEMA
+from server_app.run_files.paths import RUNNING, SCHEMA
 from server_app.run_files.writers import append_line, keep_lines
 from task.config.schema import Config
 from task.metrics import summarize_measured
@@ -75,7 +75,7 @@ class Results:
         self.away: list[list[int]] = []  # those that nobody evaluated, as nodes were away
         self.rounds: list[RoundReport] = []
         self.seconds = defaultdict(float, dict.fromkeys(PARTS, 0.0))
-        self.started, self.status, self.error = time.perf_counter(), "running", ""
+        self.started, self.status, self.error = time.perf_counter(), RUNNING, ""
         self.cpu_started: float | None = None  # set by start_cpu_clock
         self.absent: list[dict[str, str]] = []
         self.privacy: dict[str, Any] = {}

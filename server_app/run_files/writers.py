@@ -17,7 +17,7 @@ from task.config.schema import Config
 from task.message import Arrays
 from task.models.metadata import ModelMetadata
 from task.utils.atomic import naming, write_atomically
-from task.utils.versions import code_sha256, versions
+from task.utils.versions import SERVER, code_sha256, versions
 
 if TYPE_CHECKING:
     from task.models.model import Model
@@ -72,8 +72,9 @@ def write_config(directory: Path, config: Config, model: "Model", data_sha256: s
 
 
 def origin() -> dict[str, Any]:
-    """SHA-256 of the clients' code, commit and versions of this process, as config.yaml has them."""
-    return {"code-sha256": code_sha256(), "git-revision": _revision(), "versions": versions()}
+    """SHA-256 of the clients' and the server's code, commit and versions of this process, as config.yaml has them."""
+    code = {"code-sha256": code_sha256(), "server-code-sha256": code_sha256(SERVER)}
+    return {**code, "git-revision": _revision(), "versions": versions()}
 
 
 def _revision() -> str:

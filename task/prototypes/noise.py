@@ -77,14 +77,15 @@ class GaussianMechanism:
         With noise ``fixed_rows`` of the head, int64 [n], stay as they were sent.
 
         Raises:
-            ValueError: the trained arrays hold NaN or infinite values, which cannot be clipped.
+            ValueError: the trained arrays hold NaN or infinite values, which cannot be clipped; or training has moved
+                ``fixed_rows``.
         """
         if not self.clip:
             return trained
         steps = {name: a - sent[name].astype(np.float64) for name, a in trained.items()}
         head = steps.keys() & {"head.weight", "head.bias"} if self.noise else ()
-        for name in head:
-            steps[name][fixed_rows] = 0
+        if any(steps[name][fixed_rows].any() for name in head):
+            raise ValueError("training has moved head rows that the objective's learned_rows leaves out")
         norm = math.sqrt(sum(np.square(step).sum() for step in steps.values()))
         if not math.isfinite(norm):
             raise ValueError("the trained arrays hold NaN or infinite values")

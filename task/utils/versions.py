@@ -8,6 +8,8 @@ from pathlib import Path
 
 PACKAGES = ("fcil", "torch", "torchvision", "timm", "numpy", "flwr", "ray")
 
+SERVER = ("server_app", "strategies")  # folders with the code that only the server runs
+
 
 @cache
 def package_version(name: str) -> str:
@@ -29,10 +31,13 @@ def versions() -> dict[str, str]:
 
 
 @cache
-def code_sha256() -> str:
-    """SHA-256 of all code that clients run, sub-folders included; the server refuses a node with another digest."""
+def code_sha256(folders: tuple[str, ...] = ("task", "client_app")) -> str:
+    """SHA-256 of all code in folders of the project, sub-folders included.
+
+    By default it is the code that clients run; the server refuses a node with another digest of it.
+    """
     total = hashlib.sha256()
     root = Path(__file__).parents[2]
-    for path in sorted(p for folder in ("task", "client_app") for p in (root / folder).rglob("*.py")):
+    for path in sorted(p for folder in folders for p in (root / folder).rglob("*.py")):
         total.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return total.hexdigest()

@@ -22,6 +22,7 @@ from server_app.errors import RunError
 from server_app.report.runs import load_run
 from server_app.rounds.progress import summary
 from server_app.run_files.paths import untested_classes
+from server_app.run_files.results import Results
 from server_app.transport.base import Reply
 from task.config.parsing import parse
 from task.data.images import UnreadableImage
@@ -947,6 +948,28 @@ def test_a_finished_open_ended_run_goes_on_with_classes_that_came_later(
     assert (folder / "first" / "model.safetensors").exists()
     with pytest.raises(ConfigError, match="finished run: there is nothing to resume"):
         run(resume)
+
+
+def test_a_finished_run_that_is_stopped_while_it_waits_is_still_finished(
+    keys: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But one that is stopped in a round of the new classes has failed."""
+    folder = Path(keys["output-dir"]) / "first"
+    first = run(appearing(keys) | {"run-name": "first"})
+    resume: Values = {"resume": str(folder), "class-wait": 3600.0}
+
+    def stop(what: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server_app.rounds.setup.time, "sleep", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(resume)
+    assert without_times(results_of(folder)) == without_times(first)
+    store(nodes / "north", 4, patterns[4])
+    monkeypatch.setattr(Results, "write_round", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(resume)
+    assert results_of(folder)["status"] == "failed"
 
 
 def test_a_run_that_stops_within_a_new_task_can_be_looked_at(

@@ -134,6 +134,19 @@ def test_differences_of_single_seeds_count() -> None:
     assert noise(best, group("one", [0.6], 1, 1, seeds=[0], images=10**6))[0] == pytest.approx(0.11)  # of best alone
 
 
+def test_only_seeds_that_both_have_are_compared() -> None:
+    """Seed 1 is easy. On seed 0 both have 60 and 57; by their means 70 and 57 they would be 13 apart."""
+    best = group("best", [0.60, 0.80], 1, 1, seeds=[0, 1], images=10**6)
+    other = group("other", [0.57], 2, 2, seeds=[0], images=10**6)
+    expected = "3.0 points below on the seed that both have, noise 14.1: standard deviation over 2 seeds."
+    assert recommend([best, other])[1].endswith(expected)
+    ahead = group("other", [0.62, 0.9], 2, 2, seeds=[0, 2], images=10**6)
+    late = group("best", [0.60, 0.80, 0.99], 1, 1, seeds=[0, 1, 3], images=10**6)
+    assert "; 2.0 points above on the seed that both have, noise" in recommend([late, ahead])[1]
+    both = group("other", [0.5, 0.6], 2, 2, seeds=[0, 1], images=10**6)
+    assert "; 15.0 points below on the 2 seeds that both have, noise" in recommend([late, both])[1]
+
+
 def test_differences_of_single_images_count() -> None:
     """Of 100 images two are correct with one method only, a difference of 2 points: its noise is sqrt(2) points.
 
