@@ -23,6 +23,7 @@ class Choice:
         values: its keys.
         edges: chosen keys whose value is the smallest or largest of the grid.
         ties: labels of the other points that are as good.
+        images: validation images of a run; 0 if none has finished.
     """
 
     accuracies: dict[str, list[float]]
@@ -30,6 +31,7 @@ class Choice:
     values: dict[str, Scalar]
     edges: list[str]
     ties: list[str]
+    images: int
 
     @property
     def remark(self) -> str:
@@ -62,12 +64,14 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         whole = [label for label, runs in planned.items() if len(accuracies[label]) == len(runs)]
         best = [] if left else _best(whole, accuracies)
         chosen = _break_tie(best, measured)
+        tested = [run.results["samples_per_task"] for name, run in finished.items() if name.startswith(f"{variant}/")]
         values, edges = points.get(chosen, {}), []
         for name, value in values.items():
             numbers = [point[name] for point in points.values() if is_number(point[name])]
             if is_number(value) and value in (min(numbers), max(numbers)):
                 edges.append(name)
-        choices[variant] = Choice(accuracies, chosen, values, edges, [label for label in best if label != chosen])
+        ties, images = [label for label in best if label != chosen], max(map(sum, tested), default=0)
+        choices[variant] = Choice(accuracies, chosen, values, edges, ties, images)
     return choices
 
 
@@ -140,10 +144,12 @@ def _table(selection: Selection, choices: dict[str, Choice], failed: Collection[
         cells = [_cell(choice, label, f"{variant}/{label}", failed) for label in labels]
         rows.append([escape(variant), *cells, choice.chosen or "-", selection.left_out.get(variant, choice.remark)])
     share = sorted({run.config.validation_share for run in selection.suite.runs})
+    images = max(choice.images for choice in choices.values())
+    error = f", {images} images, so that a standard error is up to {50 / images**0.5:.1f} points" if images else ""
     note = (
         f"Final average accuracy on validation images, %, mean over the seeds that have finished; validation-share "
-        f"{', '.join(map(str, share))}. No test image was looked at. A value at the edge of the grid may have a better "
-        f"one beyond it. Failed runs: {', '.join(failed) or 'none'}."
+        f"{', '.join(map(str, share))}{error}. No test image was looked at. A value at the edge of the grid may have "
+        f"a better one beyond it. Failed runs: {', '.join(failed) or 'none'}."
     )
     return markdown_table(head, rows, text=(0, len(head) - 2, len(head) - 1)) + f"\n\n{note}\n"
 

@@ -227,7 +227,10 @@ def test_a_selection_and_what_follows_end_to_end(write, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("started") == 4
     selected = read_results(tmp_path / "out" / "_selection" / "head" / "learning-rate=0.02" / "seed0")
-    assert sum(selected["samples_per_task"]) < 96  # a fifth of the 384 training images, and not the 96 test images
+    images = sum(selected["samples_per_task"])
+    assert images < 96  # a fifth of the 384 training images, and not the 96 test images
+    log = (tmp_path / "out" / "selection.md").read_text()
+    assert f"0.2, {images} images, so that a standard error is up to {50 / images**0.5:.1f} points." in log
     config = yaml.safe_load((tmp_path / "out" / "head" / "seed0" / "config.yaml").read_text())
     assert (config["learning-rate"], config["validation-share"]) == (0.02, 0.0)
     assert "head: learning-rate=0.02 (edge of the grid: learning-rate)" in out
