@@ -22,6 +22,7 @@ TABLES = {  # section of the page -> folder of its runs, and the part of it that
     "Digits": ("digits", ""),
     "100 classes of CIFAR-100": ("cifar100-cpu", "beta-0.5"),
     "All images of CIFAR-100": ("cifar100-closed-form", ""),
+    "Uneven classes of CIFAR-100": ("cifar100-uneven", ""),
     "Spectrograms": ("spectrograms", ""),
     "Letters": ("letters", ""),
 }
