@@ -214,22 +214,22 @@ def test_old_rows_stay_as_they_are_on_a_client_unless_it_learns_old_classes_too(
         assert (answer.arrays[name][old:] != sent.arrays[name][old:]).any()
 
 
-@pytest.mark.parametrize("method", NOISED)
+@pytest.mark.parametrize(("method", "own"), [*((method, {}) for method in NOISED), ("pip", {"pip-logits": "seen"})])
 def test_noise_is_in_the_head_rows_that_training_can_move_and_in_no_others(
-    method: str, tiny: dict, finished: Callable
+    method: str, own: dict[str, Scalar], tiny: dict, finished: Callable
 ) -> None:
     """Noise in other rows would protect nothing, and wash the old classes out in round after round."""
     prompt = METHODS[method].prompts[0]
     needs_features = load_class(METHODS[method].statistics).needs_features
     noise: dict[str, Scalar] = {"privacy-clip": 1.0, "privacy-noise": 1.0}
     noise |= {"privacy-feature-clip": 10.0} if needs_features else {}
-    config = parse(tiny | {"method": method, "prompt": prompt} | noise)
+    config = parse(tiny | {"method": method, "prompt": prompt} | noise | own)
     message = finished(tiny, method, prompt).message
     sent = replace(message, config=message.config | {"run-config": json.dumps(config.for_clients())})
     answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
     old = build_scenario(config).task_sizes(0)[0]
     weight, before = answer.arrays["head.weight"], sent.arrays["head.weight"]
-    assert (weight[:old] == before[:old]).all() == (method not in LEARNS_OLD)
+    assert (weight[:old] == before[:old]).all() == (method not in LEARNS_OLD and not own)
     assert (weight[old:] != before[old:]).all()
 
 
