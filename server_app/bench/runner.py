@@ -270,15 +270,17 @@ class SelectionBench(Bench):
 
     def choices(self) -> dict[str, Choice]:
         """What was chosen so far, by variant."""
+        return choose(self._selection, self._finished(), self._failed_names())
+
+    def _finished(self) -> dict[str, Run]:
         runs = {run.name: finished_run(run) for run in self._suite.runs if run not in self._waiting}
-        finished = {name: run for name, run in runs.items() if run is not None}
-        return choose(self._selection, finished, self._failed_names())
+        return {name: run for name, run in runs.items() if run is not None}
 
     def _failed_names(self) -> list[str]:
         return [run.name for run in self._failed]
 
     def _report(self) -> None:
-        write_selection(self._selection, self.choices(), self._failed_names())
+        write_selection(self._selection, self._finished(), self._failed_names())
 
 
 def finished_run(planned: PlannedRun) -> Run | None:

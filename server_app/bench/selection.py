@@ -23,7 +23,6 @@ class Choice:
         values: its keys.
         edges: chosen keys whose value is the smallest or largest of the grid.
         ties: labels of the other points that are as good.
-        images: validation images of a run; 0 if none has finished.
     """
 
     accuracies: dict[str, list[float]]
@@ -31,7 +30,6 @@ class Choice:
     values: dict[str, Scalar]
     edges: list[str]
     ties: list[str]
-    images: int
 
     @property
     def remark(self) -> str:
@@ -64,14 +62,12 @@ def choose(selection: Selection, finished: dict[str, Run], failed: Collection[st
         whole = [label for label, runs in planned.items() if len(accuracies[label]) == len(runs)]
         best = [] if left else _best(whole, accuracies)
         chosen = _break_tie(best, measured)
-        tested = [run.results["samples_per_task"] for name, run in finished.items() if name.startswith(f"{variant}/")]
         values, edges = points.get(chosen, {}), []
         for name, value in values.items():
             numbers = [point[name] for point in points.values() if is_number(point[name])]
             if is_number(value) and value in (min(numbers), max(numbers)):
                 edges.append(name)
-        ties, images = [label for label in best if label != chosen], max(map(sum, tested), default=0)
-        choices[variant] = Choice(accuracies, chosen, values, edges, ties, images)
+        choices[variant] = Choice(accuracies, chosen, values, edges, [label for label in best if label != chosen])
     return choices
 
 
@@ -114,8 +110,13 @@ def apply_choices(suite: Suite, selection: Selection, choices: dict[str, Choice]
     return replace(suite, runs=runs, others=[o for o in suite.others if o.partition in left], notes=notes)
 
 
-def write_selection(selection: Selection, choices: dict[str, Choice], failed: Collection[str]) -> None:
-    """Write selection.json and selection.md, all figures and what they chose, into the suite's folder."""
+def write_selection(selection: Selection, finished: dict[str, Run], failed: Collection[str]) -> None:
+    """Write selection.json and selection.md, all figures and what they chose, into the suite's folder.
+
+    Arguments as of :func:`choose`.
+    """
+    choices = choose(selection, finished, failed)
+    images = max((sum(run.results["samples_per_task"]) for run in finished.values()), default=0)
     content = {
         "measured_on": "validation images",
         "seeds": sorted({run.seed for run in selection.suite.runs}),
@@ -134,17 +135,16 @@ def write_selection(selection: Selection, choices: dict[str, Choice], failed: Co
     }
     folder = selection.suite.folder.parent
     write_json(folder / "selection.json", content)
-    write_atomically(folder / "selection.md", _table(selection, choices, failed).encode())
+    write_atomically(folder / "selection.md", _table(selection, choices, images, failed).encode())
 
 
-def _table(selection: Selection, choices: dict[str, Choice], failed: Collection[str]) -> str:
+def _table(selection: Selection, choices: dict[str, Choice], images: int, failed: Collection[str]) -> str:
     labels = list(dict.fromkeys(label for points in selection.points.values() for label in points))
     head, rows = ["Variant", *labels, "Chosen", "Remark"], []
     for variant, choice in choices.items():
         cells = [_cell(choice, label, f"{variant}/{label}", failed) for label in labels]
         rows.append([escape(variant), *cells, choice.chosen or "-", selection.left_out.get(variant, choice.remark)])
     share = sorted({run.config.validation_share for run in selection.suite.runs})
-    images = max(choice.images for choice in choices.values())
     error = f", {images} images, so that a standard error is up to {50 / images**0.5:.1f} points" if images else ""
     note = (
         f"Final average accuracy on validation images, %, mean over the seeds that have finished; validation-share "

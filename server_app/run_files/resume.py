@@ -15,7 +15,7 @@ from task.message import Scalar
 from task.methods import register
 from task.utils.files import parse_small
 from task.utils.home import expand_home
-from task.utils.versions import SERVER, code_sha256, versions
+from task.utils.versions import code_and_versions
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +65,7 @@ def require_same_start(directory: Path, backbone_sha256: str, data_sha256: str) 
             f"resume = {str(directory)!r} began with other images: classes, labels or files have changed in "
             f"data-dir = {saved.get('data-dir')!r}. Put back what was there, or start the run anew."
         )
-    now = {"code-sha256": code_sha256(), "server-code-sha256": code_sha256(SERVER), "versions": versions()}
-    if any(saved.get(name) != value for name, value in now.items()):
+    if any(saved.get(name) != value for name, value in code_and_versions().items()):
         log.warning("the run began with other code or versions: it may end otherwise than without the interruption")
 
 

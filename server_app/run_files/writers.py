@@ -17,7 +17,7 @@ from task.config.schema import Config
 from task.message import Arrays
 from task.models.metadata import ModelMetadata
 from task.utils.atomic import naming, write_atomically
-from task.utils.versions import SERVER, code_sha256, versions
+from task.utils.versions import code_and_versions
 
 if TYPE_CHECKING:
     from task.models.model import Model
@@ -73,8 +73,7 @@ def write_config(directory: Path, config: Config, model: "Model", data_sha256: s
 
 def origin() -> dict[str, Any]:
     """SHA-256 of the clients' and the server's code, commit and versions of this process, as config.yaml has them."""
-    code = {"code-sha256": code_sha256(), "server-code-sha256": code_sha256(SERVER)}
-    return {**code, "git-revision": _revision(), "versions": versions()}
+    return code_and_versions() | {"git-revision": _revision()}
 
 
 def _revision() -> str:

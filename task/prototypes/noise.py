@@ -84,11 +84,11 @@ class GaussianMechanism:
             return trained
         steps = {name: a - sent[name].astype(np.float64) for name, a in trained.items()}
         head = steps.keys() & {"head.weight", "head.bias"} if self.noise else ()
-        if any(steps[name][fixed_rows].any() for name in head):
-            raise ValueError("training has moved head rows that the objective's learned_rows leaves out")
         norm = math.sqrt(sum(np.square(step).sum() for step in steps.values()))
         if not math.isfinite(norm):
             raise ValueError("the trained arrays hold NaN or infinite values")
+        if any(steps[name][fixed_rows].any() for name in head):
+            raise ValueError("training has moved head rows that the objective's learned_rows leaves out")
         share = min(1.0, self.clip / norm) if norm else 1.0
         noised = {name: share * step + self.draw(step.shape, self.clip) for name, step in steps.items()}
         for name in head:

@@ -5,10 +5,9 @@ import platform
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("fcil", "torch", "torchvision", "timm", "numpy", "flwr", "ray")
-
-SERVER = ("server_app", "strategies")  # folders with the code that only the server runs
 
 
 @cache
@@ -41,3 +40,9 @@ def code_sha256(folders: tuple[str, ...] = ("task", "client_app")) -> str:
     for path in sorted(p for folder in folders for p in (root / folder).rglob("*.py")):
         total.update(path.relative_to(root).as_posix().encode() + path.read_bytes())
     return total.hexdigest()
+
+
+def code_and_versions() -> dict[str, Any]:
+    """SHA-256 of the clients' and of the server's code, and versions, by their names in config.yaml."""
+    server = code_sha256(("server_app", "strategies"))
+    return {"code-sha256": code_sha256(), "server-code-sha256": server, "versions": versions()}

@@ -334,6 +334,7 @@ REASONS = {
     "checkpoint": "no whole checkpoint",
     "same key": "another batch-size",
     "same code": "another git-revision",
+    "same strategies": "another server-code-sha256",
     "same device": "another device",
 }
 
@@ -342,7 +343,8 @@ REASONS = {
 def test_an_unfinished_run_begins_anew_unless_all_is_as_it_was(write, quick, capsys, missing):
     path = write(variants=[HEAD])
     (planned,) = read_suite(path, {}).runs
-    made_by = origin() | ({"git-revision": "0"} if missing == "same code" else {})
+    other = {"same code": {"git-revision": "0"}, "same strategies": {"server-code-sha256": "0"}}
+    made_by = origin() | other.get(missing, {})
     changed = {"same key": {"batch_size": 3}, "same device": {"device": "cuda"}}.get(missing, {})
     fill(planned, run_results((0.5, 0.5, 0.5), status="failed"), made_by, **changed)
     (planned.directory / "run.log").write_text("a warning of before\n")
