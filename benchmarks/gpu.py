@@ -10,9 +10,9 @@ Each piece leaves one JSON file in the output folder, and a later call goes on w
 ``--minutes`` no piece is started, and a paper's run stops between two clients; the next call resumes it. Minutes: 5.4
 for correct-*, 2.1 for speed-*, 1.8 for bf16-* and 39 for paper-*, so 48.3 in all. On an H100 correct-* took 3.3 and
 bf16-* 0.8, beside other pieces, and two of speed-* 1.0; those of paper-* are estimates. FPPL's run, 15 of them, comes
-last; FedProK's, 8, before it; what comes before these two takes 25.3. At the end all that is there is printed as a
-section of the ledger, with the names of what was not run. Peak memory has the process's caches in it. The two files
-have 55 MB.
+last; FedProK's, 8, before it; what comes before these two takes 25.3. At the end all results of the chosen pieces are
+printed as a section of the ledger, with the names of what was not run. Peak memory has the process's caches in it. The
+two files have 55 MB. An output folder is for one device, one data file and one file of weights.
 
 correct-METHOD  the same small run in fp32 on the CPU and on the GPU. Random numbers that a server draws on its device
                 differ from device to device, so here they are drawn on the CPU in both runs. What remains is rounding.
@@ -25,6 +25,7 @@ paper-METHOD    the preset's rounds, epochs, clients and step sizes with DeiT-Ti
 """
 
 import argparse
+import hashlib
 import json
 import platform
 import shutil
@@ -339,6 +340,24 @@ def environment(device: str) -> dict[str, str]:
     return {"device": name, "versions": f"{versions}, numpy {np.__version__}"}
 
 
+def require_same(setting: Setting) -> None:
+    """Note in the output folder what its results come from.
+
+    Raises:
+        ConfigError: a file is missing, or the folder has results of another device, of other files or of ``--quick``.
+    """
+    path, files = setting.output / "setting.json", {"data": setting.data, "weights": setting.weights}
+    if missing := [str(file) for file in files.values() if file and not file.is_file()]:
+        raise ConfigError(f"{missing[0]} is not a file.")
+    now: dict[str, Any] = {"quick": setting.quick, "device": environment(setting.device)["device"]}
+    now |= {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file}
+    before = json.loads(path.read_text()) if path.exists() else {}
+    if other := [name for name in now if before.get(name, now[name]) != now[name]]:
+        raise ConfigError(f"{setting.output} has results of another {other[0]}: name another --output.")
+    setting.output.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, (json.dumps(before | now, indent=1) + "\n").encode())
+
+
 def measure_pieces(pieces: Sequence[Piece], setting: Setting) -> bool:
     """Do the pieces whose file is missing, until the time is over; returns whether none of them failed."""
     sound = True
@@ -454,7 +473,7 @@ def _main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="images of 100 classes, by benchmarks.slice_npz")
     parser.add_argument("--weights", type=Path, help="weights of DeiT-Ti, a .safetensors file")
-    parser.add_argument("--output", type=Path, default=Path("runs/gpu"), help="folder of the results")
+    parser.add_argument("--output", type=Path, help="folder of the results (default: runs/gpu, with --quick runs/gpu-quick)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which nothing new is started")
     parser.add_argument("--piece", action="append", choices=[p.name for p in PIECES], help="only this one, or several")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N (default: cuda)")
@@ -467,11 +486,11 @@ def _main(arguments: Sequence[str] | None = None) -> int:
         return 0
     device = "cpu" if args.quick else args.device
     deadline = time.monotonic() + 60 * args.minutes
-    output = args.output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
+    output = (args.output or Path("runs/gpu-quick" if args.quick else "runs/gpu")).resolve()
     setting = Setting(device, args.quick, args.data and args.data.resolve(), args.weights, output, deadline)
     try:
         resolve_device(device)
+        require_same(setting)
     except ConfigError as error:
         parser.error(str(error))
     sound = measure_pieces(pieces, setting)

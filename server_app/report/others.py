@@ -67,7 +67,7 @@ def _read(path: Path, datasets: Mapping[str, str]) -> OtherResult:
             "seconds": {"total": content.get("seconds"), "cpu_total": content.get("cpu_seconds")},
         }
         return OtherResult(label, content["source"], partition, build_run(path, {**content, **recorded}))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         raise ConfigError(f"others: {path} cannot be used: {error}") from error
 
 
@@ -79,25 +79,34 @@ def _check(content: Mapping[str, Any], partitions: Sequence[str]) -> None:
         value = content.get(name)
         if not isinstance(value, kind) or not (value.strip() if isinstance(value, str) else value):
             raise ValueError(f"{name} = {content.get(name)!r} must be {_WORDS[kind]}")
-    if not isinstance(seed := content.get("seed"), int | None) or isinstance(seed, bool):
-        raise ValueError(f"seed = {seed!r} must be a whole number")
+    if (seed := content.get("seed")) is not None and not _is_count(seed):
+        raise ValueError(f"seed = {seed!r} must be a whole number, 0 or more")
     for name in _COUNTS:
         value = content.get(name)
         if value is not None and not (is_number(value) and 0 <= value < math.inf):
             raise ValueError(f"{name} = {value!r} must be a number, 0 or more")
+    if not all(isinstance(row, list) for row in content["accuracy_matrix"]):
+        raise ValueError("accuracy_matrix must be a list of lists, one for each task")
     check_matrix(content["accuracy_matrix"])
+    tasks = len(content["accuracy_matrix"])
+    for name in ("per_task_seen_accuracy", "samples_per_task"):
+        value = content.get(name)
+        if value is not None and (not isinstance(value, list) or len(value) != tasks):
+            raise ValueError(f"{name} must have {tasks} numbers, as accuracy_matrix has {tasks} rows")
+    if not all(map(_is_count, content.get("samples_per_task") or [])):
+        raise ValueError("samples_per_task must have whole numbers, 0 or more")
     values = [value for row in content["accuracy_matrix"] for value in row if value is not None]
     values += content.get("per_task_seen_accuracy") or []
     if not all(is_number(value) and 0 <= value <= 1 for value in values):
         raise ValueError("accuracies must be fractions in 0..1, with null above the diagonal")
-    tasks = len(content["accuracy_matrix"])
-    for name in ("per_task_seen_accuracy", "samples_per_task"):
-        if content.get(name) is not None and len(content[name]) != tasks:
-            raise ValueError(f"{name} must have {tasks} numbers, as accuracy_matrix has {tasks} rows")
     _check_above_and_means(content["accuracy_matrix"], content.get("per_task_seen_accuracy") or [])
     if content.get("partition", "") not in partitions:
         there = " or ".join(filter(None, partitions)) or "left out, as the suite has no partitions"
         raise ValueError(f"partition = {content.get('partition', '')!r} must be {there}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_above_and_means(matrix: Sequence[Sequence[float | None]], seen: Sequence[float]) -> None:

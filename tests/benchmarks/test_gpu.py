@@ -34,6 +34,29 @@ def test_pieces_are_kept_and_only_missing_ones_are_measured(
     assert section.endswith("All pieces were run.\n")
 
 
+def test_a_folder_is_for_one_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What --quick left is no result of a paper's run, and other images are another problem."""
+    monkeypatch.setattr(gpu, "PIECES", [gpu.Piece("speed-one", 1, lambda _: {"rows": []})])
+    monkeypatch.setattr(gpu, "resolve_device", lambda device: None)
+    files = [tmp_path / name for name in ("a.npz", "b.npz")]
+    for file in files:
+        file.write_text(file.name)
+    quick, real = [str(tmp_path / name) for name in ("quick", "real")]
+    for arguments in (["--quick", "--output", quick], ["--device", "cpu", "--output", real]):
+        assert gpu._main(arguments) == 0
+    assert gpu._main(["--device", "cpu", "--output", real, "--data", str(files[0])]) == 0
+    for wrong, message in (
+        (["--output", quick], f"{quick} has results of another quick"),
+        (["--output", real, "--data", str(files[1])], f"{real} has results of another data"),
+        (["--output", real, "--data", str(tmp_path / "c.npz")], f"{tmp_path / 'c.npz'} is not a file"),
+    ):
+        with pytest.raises(SystemExit):
+            gpu._main(["--device", "cpu", *wrong])
+        assert message in capsys.readouterr().err
+
+
 def test_a_piece_that_fails_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

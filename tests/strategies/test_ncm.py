@@ -134,6 +134,15 @@ def test_clients_that_answer_in_different_rounds_all_count():
     assert torch.allclose(together.bias, apart.bias, rtol=1e-6, atol=0)
 
 
+def test_reports_of_both_tasks_count_where_a_class_comes_in_both():
+    """Client streams of their own: a client's report of the second task is one more, not in place of the first."""
+    first, second = clients_of(0), clients_of(1)
+    second[0] |= {7: np.full((4, D), 9, np.float32)}
+    head = head_after([answers(first), [], answers(second)])
+    samples = np.concatenate([by_class[7] for by_class in [*first, second[0]] if 7 in by_class])
+    assert head.weight[0].detach().numpy() == pytest.approx(samples.mean(axis=0, dtype=np.float64), rel=1e-5)
+
+
 def test_a_later_task_leaves_earlier_rows_alone():
     first, second = answers(clients_of(0)), answers(clients_of(1))
     before, after = head_after([first, first]), head_after([first, first, second])

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 from strategies.averaging import WeightedMean
+from task.config.parsing import parse
 from task.message import Arrays, Kind, Packet
 from task.methods import ROWS
+from task.scenario.client_data import client_task_data
 from tests.helpers.runs import run
 
 Weight = Callable[[int, int], float]  # of a client's images, and of its rounds of training, this one included
@@ -64,7 +66,9 @@ def test_the_mean_of_a_round_weighs_clients_as_the_paper_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two of three clients with uneven parts train in each of four rounds: ratios of the weights that were used."""
-    weights, should_be, trained = list[float](), list[float](), Counter[int]()
+    uneven = {"partition": "dirichlet", "dirichlet-beta": 0.5, "rounds-per-task": 2, "clients-per-round": 2}
+    keys = tiny | uneven | {"method": method, **keys}
+    weights, should_be, trained, config = list[float](), list[float](), Counter[int](), parse(keys)
 
     class Recording(WeightedMean):
         def add(self, arrays: Arrays, weight: float) -> None:
@@ -72,14 +76,16 @@ def test_the_mean_of_a_round_weighs_clients_as_the_paper_says(
             super().add(arrays, weight)
 
     def note(node: int, kind: Kind, answer: Packet) -> Packet:
+        tasks = range(config.num_tasks)
+        own = {len(client_task_data(config, node, task, 0, holds_pool=True).positions) for task in tasks}
         if kind == "train" and answer.arrays and expected:
+            assert answer.metrics["num-examples"] in own
             trained[node] += 1
             should_be.append(expected(int(answer.metrics["num-examples"]), trained[node]))
         return answer
 
     monkeypatch.setattr("server_app.rounds.aggregation.WeightedMean", Recording)
-    uneven = {"partition": "dirichlet", "dirichlet-beta": 0.5, "rounds-per-task": 2, "clients-per-round": 2}
-    run(tiny | uneven | {"method": method, **keys}, tamper=note)
+    run(keys, tamper=note)
     assert len(weights) == len(should_be) >= (4 if expected else 0)
     assert not expected or expected is alike or len(set(should_be)) > 1
     assert [w / weights[0] for w in weights] == pytest.approx([w / should_be[0] for w in should_be])
