@@ -473,7 +473,7 @@ def _main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="images of 100 classes, by benchmarks.slice_npz")
     parser.add_argument("--weights", type=Path, help="weights of DeiT-Ti, a .safetensors file")
-    parser.add_argument("--output", type=Path, help="folder of the results (default: runs/gpu, with --quick runs/gpu-quick)")
+    parser.add_argument("--output", type=Path, help="folder of the results (default: runs/gpu or runs/gpu-quick)")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which nothing new is started")
     parser.add_argument("--piece", action="append", choices=[p.name for p in PIECES], help="only this one, or several")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N (default: cuda)")

@@ -19,7 +19,7 @@ from task.models.load import configured_backbone
 from task.models.weights import build_vit
 from task.scenario.client_data import ClientTaskData, client_task_data
 from task.scenario.scenario import Scenario, build_scenario
-from task.utils.atomic import write_json
+from task.utils.atomic import write_atomically, write_json
 from task.utils.versions import versions
 
 README = Path(__file__).with_name("problem_readme.md")
@@ -109,7 +109,7 @@ def _write_backbone(config: Config, path: Path) -> dict[str, Any]:
     side = config.image_size or vit.patch_embed.img_size[0]
     if side != vit.patch_embed.img_size[0]:
         vit.set_input_size(img_size=(side, side))
-    safetensors.torch.save_file(vit.state_dict(), path)
+    write_atomically(path, safetensors.torch.save(vit.state_dict()))
     if config.backbone in BUNDLED:
         architecture = read_description(BUNDLED[config.backbone])["architecture"]
         return {"class": "timm.models.VisionTransformer", "arguments": {**architecture, "img_size": side}}

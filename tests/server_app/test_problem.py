@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from server_app.cli.main import main
 from server_app.problem import write_problem
+from server_app.report.others import read_others
 from task.config.parsing import parse
 from task.data.images import Dataset
 from task.models.model import build_model
@@ -130,6 +131,24 @@ def test_the_code_in_the_readme_works_and_prepares_images_as_a_run_does(tiny, tm
     for side in (8, 16, 31):  # enlarged, as it is, made smaller
         images = rng.integers(0, 256, (3, side, side, 1), np.uint8)
         assert torch.equal(names["prepare"](images), prepare(images, backbone))
+
+
+def test_the_folder_comes_before_the_keys(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["problem", "dataset=digits"]) == 2
+    assert "'dataset=digits' is not a folder's name" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_result_in_the_readme_is_one_that_a_suite_takes(tiny, tmp_path):
+    written(tiny, tmp_path / "problem")
+    text = (tmp_path / "problem" / "README.md").read_text()
+    (result,) = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "result.json").write_text(result)
+    (other,) = read_others([tmp_path / "result.json"], {"": "synthetic"})
+    assert other.label == "name of the method (theirs)"
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "problem").iterdir()}
+    assert len(modes) == 1  # a colleague can read all files or none
 
 
 def test_the_seed_and_all_keys_are_there(tiny, tmp_path):

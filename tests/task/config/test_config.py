@@ -1,5 +1,6 @@
 """Run keys: every bad value ends with one message that names the key, the value and what is allowed."""
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -13,9 +14,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_pyproject_lists_every_key_with_its_default() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = tomllib.loads(text)["tool"]["flwr"]["app"]["config"]
     assert listed == defaults()
     assert {k: type(v) for k, v in listed.items()} == {k: type(v) for k, v in defaults().items()}
+    for name, known in known_keys().items():
+        assert re.search(rf"^{name} = .*  # {re.escape(known.rule.help)}$", text, re.MULTILINE), name
 
 
 @pytest.mark.parametrize(
