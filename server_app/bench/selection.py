@@ -116,7 +116,7 @@ def write_selection(selection: Selection, finished: dict[str, Run], failed: Coll
     Arguments as of :func:`choose`.
     """
     choices = choose(selection, finished, failed)
-    images = max((sum(run.results["samples_per_task"]) for run in finished.values()), default=0)
+    fewest = min(finished.values(), key=lambda run: run.effective_images, default=None)
     content = {
         "measured_on": "validation images",
         "seeds": sorted({run.seed for run in selection.suite.runs}),
@@ -135,17 +135,20 @@ def write_selection(selection: Selection, finished: dict[str, Run], failed: Coll
     }
     folder = selection.suite.folder.parent
     write_json(folder / "selection.json", content)
-    write_atomically(folder / "selection.md", _table(selection, choices, images, failed).encode())
+    write_atomically(folder / "selection.md", _table(selection, choices, fewest, failed).encode())
 
 
-def _table(selection: Selection, choices: dict[str, Choice], images: int, failed: Collection[str]) -> str:
+def _table(selection: Selection, choices: dict[str, Choice], fewest: Run | None, failed: Collection[str]) -> str:
     labels = list(dict.fromkeys(label for points in selection.points.values() for label in points))
     head, rows = ["Variant", *labels, "Chosen", "Remark"], []
     for variant, choice in choices.items():
         cells = [_cell(choice, label, f"{variant}/{label}", failed) for label in labels]
         rows.append([escape(variant), *cells, choice.chosen or "-", selection.left_out.get(variant, choice.remark)])
     share = sorted({run.config.validation_share for run in selection.suite.runs})
-    error = f", {images} images, so that a standard error is up to {50 / images**0.5:.1f} points" if images else ""
+    error = ""
+    if fewest and (images := sum(fewest.results["samples_per_task"])):
+        points = 50 / fewest.effective_images**0.5
+        error = f", {images} images, so that a standard error is up to {points:.1f} points"
     note = (
         f"Final average accuracy on validation images, %, mean over the seeds that have finished; validation-share "
         f"{', '.join(map(str, share))}{error}. No test image was looked at. A value at the edge of the grid may have "

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,18 +20,21 @@ SIMILAR = 1.25  # costs that differ by less than this factor count as equal
 def recommend(groups: Sequence[Group]) -> list[str]:
     """Lines of text for one setting: the most accurate group, what is as accurate within noise, and its costs.
 
-    Groups that are below the best by no more than the noise of that difference (:func:`noise`), or by no more than one
-    point, are as accurate as it; of these the cheapest is recommended. Pooled images and results of other code are not
-    ranked.
+    Seeds differ in difficulty: groups are ranked as if all had the same ones (:func:`_adjusted`), and two of them are
+    compared on those that both have. Groups that are below the best by no more than the noise of that difference
+    (:func:`noise`), or by no more than one point, are as accurate as it; of these the cheapest is recommended. Pooled
+    images and results of other code are not ranked.
     """
     able = [group for group in groups if not (group.theirs or group.pooled)]
-    ranked = sorted((group for group in able if group.measured), key=lambda group: -_accuracy(group))
-    if len(ranked) < 2:
+    known = [group for group in able if group.measured]
+    if len(known) < 2:
         return ["No recommendation: it needs two methods with a finished run whose accuracy is known."]
+    ranked = [group for _, group in sorted(zip(_adjusted(known), known, strict=True), key=lambda pair: -pair[0])]
     best, lines, less = ranked[0], [f"Most accurate: {_describe(ranked[0])}."], list[str]()
     equal = [best]
     for group in ranked[1:]:
-        (below, where), (sd, source) = _difference(best, group), noise(best, group)
+        ours, theirs, where = _on_common_seeds(best, group)
+        below, (sd, source) = _accuracy(ours) - _accuracy(theirs), noise(ours, theirs)
         points = f"{100 * abs(below):.1f} points {'above' if below < 0 else 'below'}{where}"
         words = f"{_describe(group)}; {points}, noise {100 * sd:.1f}: {source}"
         if not less and below <= max(POINT, sd) + ROUNDING:
@@ -66,17 +70,31 @@ def _pairs(best: Group, other: Group) -> list[tuple[Run, Run]]:
     return [(run, theirs[seed]) for run, seed in seeds_of_best if seed is not None and seed in theirs]
 
 
-def _difference(best: Group, other: Group) -> tuple[float, str]:
-    """By how much ``other`` is less accurate, a fraction, and on what in words.
+def _adjusted(groups: Sequence[Group]) -> list[float]:
+    """Accuracy of each group as if all had the same seeds, but for a number that is the same for all.
 
-    Seeds differ in difficulty, so those of which only one has a run do not count, unless there is no other.
+    A run's accuracy is taken as a part of its group and a part of its seed, fitted by least squares. With the same
+    seeds, and where seeds are not known or do not connect all groups, the order is that of the mean accuracies.
     """
+    runs = [(i, r.results.get("seed"), r.metrics[FINAL]) for i, group in enumerate(groups) for r in group.measured]
+    seeds = list(dict.fromkeys(seed for _, seed, _ in runs))
+    parts = np.zeros((len(runs), len(groups) + len(seeds)))
+    for row, (i, seed, _) in zip(parts, runs, strict=True):
+        row[[i, len(groups) + seeds.index(seed)]] = 1
+    fitted, _, rank, _ = np.linalg.lstsq(parts, np.array([accuracy for *_, accuracy in runs]))
+    if None in seeds or rank < len(groups) + len(seeds) - 1:
+        return [_accuracy(group) for group in groups]
+    return fitted[: len(groups)].round(9).tolist()
+
+
+def _on_common_seeds(best: Group, other: Group) -> tuple[Group, Group, str]:
+    """Both groups with the runs of the seeds that both have, and words for it; as they are if they share none."""
     pairs = _pairs(best, other)
     if not pairs or len(pairs) == len(best.measured) == len(other.measured):
-        return _accuracy(best) - _accuracy(other), ""
+        return best, other, ""
     common = "the seed" if len(pairs) == 1 else f"the {len(pairs)} seeds"
-    mean, _ = mean_sd(run.metrics[FINAL] - their.metrics[FINAL] for run, their in pairs)
-    return mean, f" on {common} that both have"
+    ours, theirs = ([pair[i] for pair in pairs] for i in range(2))
+    return replace(best, runs=ours), replace(other, runs=theirs), f" on {common} that both have"
 
 
 def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[float, str]:
@@ -84,17 +102,15 @@ def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[flo
 
     ``pairs`` are runs of both groups with the same seed, and so the same test images.
     """
-    by_task = np.array([n for n in best.measured[0].results["samples_per_task"] if n])
-    images = int(by_task.sum())
+    images = sum(best.measured[0].results["samples_per_task"])
     if pairs and all(run.correct and _same_images(run, their) for run, their in pairs):
         variance = np.mean([_variance(run, their) for run, their in pairs])
         return math.sqrt(variance), f"by the draw of the {images:,} test images, the same ones for both"
-    # accuracies of tasks count alike, so that the images of a small task count more than others
-    effective = len(by_task) ** 2 / (1 / by_task).sum() if images else math.nan
     # Laplace's rule: all of a few images right does not mean no noise
     likely = (_accuracy(best) * images + 1) / (images + 2)
     shared = ", roughly: it is not recorded which of the same images each classifies correctly" if pairs else ""
-    return math.sqrt(likely * (1 - likely) / effective), f"by the draw of the {images:,} test images{shared}"
+    variance = likely * (1 - likely) / best.measured[0].effective_images
+    return math.sqrt(variance), f"by the draw of the {images:,} test images{shared}"
 
 
 def _same_images(run: Run, their: Run) -> bool:

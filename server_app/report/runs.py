@@ -104,6 +104,16 @@ class Run:
         return [f"{name} {self.settings[name]}" for name in ("prompt", "seed") if name in self.settings]
 
     @property
+    def effective_images(self) -> float:
+        """Test images of one task that would give an accuracy the noise of this one; NaN if there are none.
+
+        Tasks count alike, so that the images of a small task count more than others: with n_t images of each of T tasks
+        it is T^2 / sum of 1 / n_t.
+        """
+        by_task = [n for n in self.results["samples_per_task"] if n]
+        return len(by_task) ** 2 / sum(1 / n for n in by_task) if by_task else math.nan
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Metrics by name, recorded or computed from the finished tasks; empty before the first one."""
         metrics, seen = {}, self.seen[: len(self.matrix)]

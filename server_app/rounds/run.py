@@ -80,7 +80,7 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
         try:
             run = _run_all(config, transport, directory, initial, told)
         except BaseException as error:
-            tell_operator(config.on_end, directory, error)
+            tell_operator(config.on_end, directory, None if _still_finished(directory, error) else error)
             raise
     try:
         run.draw()
@@ -88,6 +88,11 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
         tell_operator(config.on_end, directory)
     log.info("finished: %s", "\n".join(summary(directory)))
     return directory
+
+
+def _still_finished(directory: Path, error: BaseException) -> bool:
+    """Whether it is a finished run that a signal stopped while it waited for new classes."""
+    return not isinstance(error, Exception) and read_results(directory).get("status") == FINISHED
 
 
 def _run_all(
@@ -382,7 +387,8 @@ class Run:
             ) from error
         vars(self.strategy).update(checkpoint["strategy"])
         self.results.restore(checkpoint["results"])
-        if read_results(self.directory).get("status") == FINISHED:
+        all_rounds = context.server_round == self.scenario.schedule.total_rounds  # no checkpoint was damaged
+        if all_rounds and read_results(self.directory).get("status") == FINISHED:
             self.results.status = FINISHED  # until new classes come
         require_asked_clients(self.results.privacy, self._asked_path, self.results.rounds)
         log.info("going on after round %d of %d", context.server_round, self.scenario.schedule.total_rounds)
@@ -425,11 +431,8 @@ class Run:
         write_checkpoint(self.directory / "checkpoint", context.server_round, state)
 
     def fail(self, error: BaseException) -> None:
-        """Save what there is and why the run ended; a full disk must not hide it.
-
-        A finished run that is stopped while it waits for new classes is still finished.
-        """
-        if read_results(self.directory).get("status") == FINISHED:
+        """Save what there is and why the run ended; a full disk must not hide it."""
+        if _still_finished(self.directory, error):
             return
         self.results.status = "failed"
         self.results.error = reason_of(error)

@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+# what the server computes with; tables, pictures and commands change no result
+SERVER = ("strategies", *(f"server_app/{part}" for part in ("clients", "privacy", "rounds", "run_files", "transport")))
 PACKAGES = ("fcil", "torch", "torchvision", "timm", "numpy", "flwr", "ray")
 
 
@@ -44,5 +46,5 @@ def code_sha256(folders: tuple[str, ...] = ("task", "client_app")) -> str:
 
 def code_and_versions() -> dict[str, Any]:
     """SHA-256 of the clients' and of the server's code, and versions, by their names in config.yaml."""
-    server = code_sha256(("server_app", "strategies"))
+    server = code_sha256(SERVER)
     return {"code-sha256": code_sha256(), "server-code-sha256": server, "versions": versions()}

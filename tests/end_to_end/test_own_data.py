@@ -953,9 +953,10 @@ def test_a_finished_open_ended_run_goes_on_with_classes_that_came_later(
 def test_a_finished_run_that_is_stopped_while_it_waits_is_still_finished(
     keys: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But one that is stopped in a round of the new classes has failed."""
-    folder = Path(keys["output-dir"]) / "first"
+    """But one that is stopped in a round of the new classes, or of one whose checkpoint was damaged, has failed."""
+    folder, told = Path(keys["output-dir"]) / "first", list[BaseException | None]()
     first = run(appearing(keys) | {"run-name": "first"})
+    monkeypatch.setattr("server_app.rounds.run.tell_operator", lambda hook, folder, error: told.append(error))
     resume: Values = {"resume": str(folder), "class-wait": 3600.0}
 
     def stop(what: object) -> None:
@@ -965,11 +966,16 @@ def test_a_finished_run_that_is_stopped_while_it_waits_is_still_finished(
     with pytest.raises(KeyboardInterrupt):
         run(resume)
     assert without_times(results_of(folder)) == without_times(first)
-    store(nodes / "north", 4, patterns[4])
+    assert told == [None]  # the operator is told what the results say
     monkeypatch.setattr(Results, "write_round", stop)
-    with pytest.raises(KeyboardInterrupt):
-        run(resume)
-    assert results_of(folder)["status"] == "failed"
+    damaged = max((folder / "checkpoint").glob("*.ckpt"))
+    whole = damaged.read_bytes()
+    for step in (lambda: damaged.write_bytes(whole[:-5]), lambda: store(nodes / "north", 4, patterns[4])):
+        step()
+        with pytest.raises(KeyboardInterrupt):
+            run(resume)
+        assert results_of(folder)["status"] == "failed"
+        assert isinstance(told[-1], KeyboardInterrupt)
 
 
 def test_a_run_that_stops_within_a_new_task_can_be_looked_at(

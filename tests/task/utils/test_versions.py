@@ -43,6 +43,24 @@ def test_a_node_with_another_file_in_any_folder_is_refused(
         run(tiny, tamper=tamper)
 
 
+@pytest.mark.parametrize(
+    ("changed", "counts"),
+    [("strategies/hgp.py", True), ("server_app/rounds/aggregation.py", True), ("server_app/report/figures.py", False)],
+)
+def test_the_servers_digest_is_of_what_it_computes_with(
+    changed: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("task", "client_app", "strategies", "server_app"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    with open(tmp_path / changed, "a") as file:
+        file.write("# another line\n")
+    now = versions.code_and_versions()
+    monkeypatch.setattr(versions, "__file__", str(tmp_path / "task" / "utils" / "versions.py"))
+    monkeypatch.setattr(versions, "code_sha256", versions.code_sha256.__wrapped__)
+    other = versions.code_and_versions()
+    assert [name for name in now if now[name] != other[name]] == ["server-code-sha256"] * counts
+
+
 def test_a_file_that_moves_changes_the_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(ROOT / "task", tmp_path / "task")
     before = digest_of(tmp_path, monkeypatch)
