@@ -52,7 +52,8 @@ def check_reply(
     packet = reply.packet or Packet()
     for name, value in packet.metrics.items():
         if type(value) not in (int, float) or not abs(value) <= MAX_METRIC:
-            raise InvalidReply(f"{name} is {value!r}; a number of at most {MAX_METRIC:g} was expected")
+            advice = "; lower learning-rate" if name == "loss" else ""
+            raise InvalidReply(f"{name} is {value!r}; a number of at most {MAX_METRIC:g} was expected{advice}")
         if name.startswith("seconds-") and value < 0:
             raise InvalidReply(f"{name} is {value!r}; seconds are not negative")
     if not 0 <= packet.metrics.get("accuracy", 0) <= 1:
