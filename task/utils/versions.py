@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 # what the server computes with; tables, pictures and commands change no result
-SERVER = ("strategies", *(f"server_app/{part}" for part in ("clients", "privacy", "rounds", "run_files", "transport")))
+PARTS = ("clients", "privacy", "rounds", "run_files", "secure_aggregation", "transport")
+SERVER = ("strategies", *(f"server_app/{part}" for part in PARTS))
 PACKAGES = ("fcil", "torch", "torchvision", "timm", "numpy", "flwr", "ray")
 
 
