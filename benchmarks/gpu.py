@@ -346,11 +346,13 @@ def require_same(setting: Setting) -> None:
     Raises:
         ConfigError: a file is missing, or the folder has results of another device, of other files or of ``--quick``.
     """
-    path, files = setting.output / "setting.json", {"data": setting.data, "weights": setting.weights}
+    path, files = setting.output / "setting.txt", {"data": setting.data, "weights": setting.weights}
     if missing := [str(file) for file in files.values() if file and not file.is_file()]:
         raise ConfigError(f"{missing[0]} is not a file.")
     now: dict[str, Any] = {"quick": setting.quick, "device": environment(setting.device)["device"]}
     now |= {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items() if file}
+    if not path.exists() and any(setting.output.glob("*.json")):
+        raise ConfigError(f"{setting.output} has results of which {path.name} is missing: name another --output.")
     before = json.loads(path.read_text()) if path.exists() else {}
     if other := [name for name in now if before.get(name, now[name]) != now[name]]:
         raise ConfigError(f"{setting.output} has results of another {other[0]}: name another --output.")

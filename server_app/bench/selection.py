@@ -116,7 +116,8 @@ def write_selection(selection: Selection, finished: dict[str, Run], failed: Coll
     Arguments as of :func:`choose`.
     """
     choices = choose(selection, finished, failed)
-    fewest = min(finished.values(), key=lambda run: run.effective_images, default=None)
+    known = [run for run in finished.values() if sum(run.results["samples_per_task"])]
+    fewest = min(known, key=lambda run: run.effective_images, default=None)
     content = {
         "measured_on": "validation images",
         "seeds": sorted({run.seed for run in selection.suite.runs}),
@@ -146,8 +147,8 @@ def _table(selection: Selection, choices: dict[str, Choice], fewest: Run | None,
         rows.append([escape(variant), *cells, choice.chosen or "-", selection.left_out.get(variant, choice.remark)])
     share = sorted({run.config.validation_share for run in selection.suite.runs})
     error = ""
-    if fewest and (images := sum(fewest.results["samples_per_task"])):
-        points = 50 / fewest.effective_images**0.5
+    if fewest:
+        images, points = sum(fewest.results["samples_per_task"]), 50 / fewest.effective_images**0.5
         error = f", {images} images, so that a standard error is up to {points:.1f} points"
     note = (
         f"Final average accuracy on validation images, %, mean over the seeds that have finished; validation-share "

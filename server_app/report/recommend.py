@@ -30,8 +30,9 @@ def recommend(groups: Sequence[Group]) -> list[str]:
     if len(known) < 2:
         return ["No recommendation: it needs two methods with a finished run whose accuracy is known."]
     ranked = [group for _, group in sorted(zip(_adjusted(known), known, strict=True), key=lambda pair: -pair[0])]
-    best, lines, less = ranked[0], [f"Most accurate: {_describe(ranked[0])}."], list[str]()
-    equal = [best]
+    best, less, unclear = ranked[0], list[str](), list[str]()
+    how = ", as if all had the same seeds" if _accuracy(best) < max(map(_accuracy, known)) else ""
+    equal, lines = [best], [f"Most accurate{how}: {_describe(best)}."]
     for group in ranked[1:]:
         ours, theirs, where = _on_common_seeds(best, group)
         below, (sd, source) = _accuracy(ours) - _accuracy(theirs), noise(ours, theirs)
@@ -43,7 +44,9 @@ def recommend(groups: Sequence[Group]) -> list[str]:
         else:
             close = "; below twice the noise, so that it may be chance" if below < CLOSE * sd - ROUNDING else ""
             less.append(f"Below it: {words}{close}.")
-    return [*lines, *less[:1], _decide(best, equal), *_doubts(able, ranked)]
+        if below < -max(POINT, sd):
+            unclear.append(f"Not clear yet: {group.label} is {points}.")
+    return [*lines, *less[:1], _decide(best, equal), *unclear, *_doubts(able, ranked)]
 
 
 def noise(best: Group, other: Group) -> tuple[float, str]:
@@ -198,7 +201,7 @@ def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:
         lines.append(
             f"Not all runs are of the same images ({DIGEST} in config.yaml): remove the old ones and run again."
         )
-    if single := [group.label for group in ranked if len(group.measured) == 1]:
+    if single := [g.label for g in ranked if len(g.measured) == 1 or len(_pairs(ranked[0], g)) == 1]:
         which = "each method" if len(single) == len(ranked) else ", ".join(single)
         lines.append(f"One seed only: {which}; another seed may draw another class order and other clients.")
     if missing := [group.label for group in able if not group.finished]:

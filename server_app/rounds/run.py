@@ -387,8 +387,9 @@ class Run:
             ) from error
         vars(self.strategy).update(checkpoint["strategy"])
         self.results.restore(checkpoint["results"])
-        all_rounds = context.server_round == self.scenario.schedule.total_rounds  # no checkpoint was damaged
-        if all_rounds and read_results(self.directory).get("status") == FINISHED:
+        recorded = read_results(self.directory)
+        damaged = context.server_round < len(recorded.get("rounds", []))  # its last checkpoint
+        if recorded.get("status") == FINISHED and not damaged:
             self.results.status = FINISHED  # until new classes come
         require_asked_clients(self.results.privacy, self._asked_path, self.results.rounds)
         log.info("going on after round %d of %d", context.server_round, self.scenario.schedule.total_rounds)

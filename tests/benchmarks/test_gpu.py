@@ -43,7 +43,9 @@ def test_a_folder_is_for_one_setting(
     files = [tmp_path / name for name in ("a.npz", "b.npz")]
     for file in files:
         file.write_text(file.name)
-    quick, real = [str(tmp_path / name) for name in ("quick", "real")]
+    quick, real, old = [str(tmp_path / name) for name in ("quick", "real", "old")]
+    Path(old).mkdir()
+    (tmp_path / "old" / "speed-one.json").write_text("{}")
     for arguments in (["--quick", "--output", quick], ["--device", "cpu", "--output", real]):
         assert gpu._main(arguments) == 0
     assert gpu._main(["--device", "cpu", "--output", real, "--data", str(files[0])]) == 0
@@ -51,6 +53,7 @@ def test_a_folder_is_for_one_setting(
         (["--output", quick], f"{quick} has results of another quick"),
         (["--output", real, "--data", str(files[1])], f"{real} has results of another data"),
         (["--output", real, "--data", str(tmp_path / "c.npz")], f"{tmp_path / 'c.npz'} is not a file"),
+        (["--output", str(old)], f"{old} has results of which setting.txt is missing"),
     ):
         with pytest.raises(SystemExit):
             gpu._main(["--device", "cpu", *wrong])

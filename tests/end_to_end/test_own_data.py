@@ -978,6 +978,29 @@ def test_a_finished_run_that_is_stopped_while_it_waits_is_still_finished(
         assert isinstance(told[-1], KeyboardInterrupt)
 
 
+@pytest.mark.parametrize("error", [RunError("the SuperLink does not answer"), KeyboardInterrupt()])
+def test_a_finished_run_that_fails_while_it_waits_or_lost_its_last_checkpoint_has_failed(
+    keys: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """With one round a task the checkpoint before the damaged one ends a run of fewer classes."""
+    folder = Path(keys["output-dir"]) / "first"
+    values = appearing(keys) | {"run-name": "first", "rounds-per-task": 1}
+    results = run(values, Changing(parse(values).flat(), {1: lambda: store(nodes / "north", 4, patterns[4])}))
+    assert (results["status"], len(results["tasks"])) == ("finished", 2)
+    if isinstance(error, KeyboardInterrupt):
+        shutil.rmtree(nodes / "north" / "elk")
+        newest = max((folder / "checkpoint").glob("*.ckpt"))
+        newest.write_bytes(newest.read_bytes()[:-5])
+
+    def stop(seconds: float) -> None:
+        raise error
+
+    monkeypatch.setattr(server_app.rounds.setup.time, "sleep", stop)
+    with pytest.raises(type(error)):
+        run({"resume": str(folder), "class-wait": 3600.0})
+    assert results_of(folder)["status"] == "failed"
+
+
 def test_a_run_that_stops_within_a_new_task_can_be_looked_at(
     keys: Values, nodes: Path, patterns: list[np.ndarray]
 ) -> None:

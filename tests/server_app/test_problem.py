@@ -135,8 +135,9 @@ def test_the_code_in_the_readme_works_and_prepares_images_as_a_run_does(tiny, tm
 
 def test_the_folder_comes_before_the_keys(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["problem", "dataset=digits"]) == 2
-    assert "'dataset=digits' is not a folder's name" in capsys.readouterr().err
+    for word in ("dataset=digits", "data-dir=a/b"):
+        assert main(["problem", word]) == 2
+        assert f"{word!r} is not a folder's name" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -151,7 +151,7 @@ def test_seeds_of_one_method_only_do_not_decide_who_is_most_accurate() -> None:
     good = group("good", [0.60, 0.61], 2, 2, seeds=[0, 1], images=10**6)
     lucky = group("lucky", [0.50, 0.51, 0.90], 1, 1, seeds=[0, 1, 2], images=10**6)
     lines = recommend([lucky, good])
-    assert lines[0].startswith("Most accurate: good, 60.5")
+    assert lines[0].startswith("Most accurate, as if all had the same seeds: good, 60.5")
     assert "lucky, 63.7 ± 22.8 %" in lines[1]
     assert "; 10.0 points below on the 2 seeds that both have" in lines[1]
     assert lines[2].startswith("Recommended: good:")
@@ -180,6 +180,21 @@ def test_one_more_seed_does_not_turn_the_recommendation() -> None:
 def test_seeds_that_no_two_methods_share_leave_the_means() -> None:
     groups = [group(label, [a], 1, 1, seeds=[s], images=10**6) for s, (label, a) in enumerate((("a", 0.5), ("b", 0.7)))]
     assert recommend(groups)[0].startswith("Most accurate: b")
+
+
+def test_one_that_is_better_on_the_common_seed_is_named() -> None:
+    """C, which has both seeds, makes seed 1 no easier; on seed 0 a is 3 points above the best."""
+    best = group("best", [0.50, 0.70], 1, 1, seeds=[0, 1], images=10**6)
+    groups = [best, group("c", [0.3, 0.3], 1, 1, seeds=[0, 1]), group("a", [0.53], 1, 1, seeds=[0], images=10**6)]
+    lines = recommend(groups)
+    assert "Recommended: best" in lines[3]
+    assert "Not clear yet: a is 3.0 points above on the seed that both have." in lines
+    assert lines[-1].startswith("One seed only: a;")
+
+
+def test_one_seed_in_common_is_one_seed() -> None:
+    groups = [group(n, [0.6, a], 1, 1, seeds=[0, s], images=10**6) for n, a, s in (("a", 0.62, 1), ("b", 0.5, 2))]
+    assert recommend([*groups, group("c", [0.3, 0.3, 0.3], 1, 1, seeds=[0, 1, 2])])[-1].startswith("One seed only: b;")
 
 
 def test_differences_of_single_images_count() -> None:
@@ -351,4 +366,7 @@ def test_where_one_seed_has_no_processor_time_the_clock_counts_for_all() -> None
 
 def test_images_of_unequal_tasks_are_worth_less() -> None:
     """Of 40 and 4 images in two tasks 2^2 / (1 / 40 + 1 / 4) = 14.5 count."""
-    assert group("x", [0.5], 1, 1, samples=[40, 4]).runs[0].effective_images == pytest.approx(160 / 11)
+    run = group("x", [0.5], 1, 1, samples=[40, 4]).runs[0]
+    assert run.effective_images == pytest.approx(160 / 11)
+    run.results["samples_per_task"] = [40, 0, 4]  # a task without test images
+    assert run.effective_images == pytest.approx(160 / 11)

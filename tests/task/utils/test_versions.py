@@ -45,7 +45,11 @@ def test_a_node_with_another_file_in_any_folder_is_refused(
 
 @pytest.mark.parametrize(
     ("changed", "counts"),
-    [("strategies/hgp.py", True), ("server_app/rounds/aggregation.py", True), ("server_app/report/figures.py", False)],
+    [
+        ("strategies/hgp.py", True),
+        *((f"server_app/{part}/__init__.py", True) for part in versions.PARTS),
+        ("server_app/report/figures.py", False),
+    ],
 )
 def test_the_servers_digest_is_of_what_it_computes_with(
     changed: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
