@@ -66,7 +66,7 @@ from task.models.device import resolve_device
 from task.models.metadata import MODEL
 from task.models.model import build_model
 from task.models.preprocessing import prepare
-from task.utils.atomic import write_atomically
+from task.utils.atomic import write_atomically, write_json
 from task.utils.seeding import numpy_rng, torch_rng
 
 Keys = dict[str, Scalar]
@@ -357,7 +357,7 @@ def require_same(setting: Setting) -> None:
     if other := [name for name in now if before.get(name, now[name]) != now[name]]:
         raise ConfigError(f"{setting.output} has results of another {other[0]}: name another --output.")
     setting.output.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, (json.dumps(before | now, indent=1) + "\n").encode())
+    write_json(path, before | now)
 
 
 def measure_pieces(pieces: Sequence[Piece], setting: Setting) -> bool:

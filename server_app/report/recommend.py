@@ -36,15 +36,16 @@ def recommend(groups: Sequence[Group]) -> list[str]:
     for group in ranked[1:]:
         ours, theirs, where = _on_common_seeds(best, group)
         below, (sd, source) = _accuracy(ours) - _accuracy(theirs), noise(ours, theirs)
+        limit = max(POINT, sd) + ROUNDING
         points = f"{100 * abs(below):.1f} points {'above' if below < 0 else 'below'}{where}"
         words = f"{_describe(group)}; {points}, noise {100 * sd:.1f}: {source}"
-        if not less and below <= max(POINT, sd) + ROUNDING:
+        if not less and below <= limit:
             equal.append(group)
             lines.append(f"Close to it: {words}{SMALL * (sd + ROUNDING < below)}.")
         else:
             close = "; below twice the noise, so that it may be chance" if below < CLOSE * sd - ROUNDING else ""
             less.append(f"Below it: {words}{close}.")
-        if below < -max(POINT, sd):
+        if below < -limit:
             unclear.append(f"Not clear yet: {group.label} is {points}.")
     return [*lines, *less[:1], _decide(best, equal), *unclear, *_doubts(able, ranked)]
 

@@ -180,6 +180,8 @@ def test_one_more_seed_does_not_turn_the_recommendation() -> None:
 def test_seeds_that_no_two_methods_share_leave_the_means() -> None:
     groups = [group(label, [a], 1, 1, seeds=[s], images=10**6) for s, (label, a) in enumerate((("a", 0.5), ("b", 0.7)))]
     assert recommend(groups)[0].startswith("Most accurate: b")
+    pair = [group(label, [a], 1, 1, seeds=[0]) for label, a in (("a", 0.5), ("c", 0.4))]
+    assert recommend([*pair, group("b", [0.45], 1, 1, seeds=[1])])[0].startswith("Most accurate: a")
 
 
 def test_one_that_is_better_on_the_common_seed_is_named() -> None:

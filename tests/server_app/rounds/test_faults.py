@@ -68,6 +68,7 @@ BAD: dict[str, tuple[Change, str]] = {
     "seconds that are no number": (lambda p: p.metrics.update({"seconds-train": np.nan}), "seconds-train is nan"),
     "seconds whose sum overflows": (lambda p: p.metrics.update({"seconds-train": 1e308}), "seconds-train is 1e+308"),
     "a loss of too many digits": (lambda p: p.metrics.update({"loss": 10**400}), "loss is 1000"),
+    "a loss that has exploded": (lambda p: p.metrics.update({"loss": 1e30}), "was expected; lower learning-rate"),
     "a reason that repaints the screen": (lambda p: p.config.update({"error": "\x1b[2J" + "x" * 10**6}), "[2Jxxx"),
     "a list for a loss": (lambda p: p.metrics.update({"loss": [1.0, 2.0]}), "loss is [1.0, 2.0]"),
     "a text for an accuracy": (lambda p: p.metrics.update({"accuracy": "high"}), "accuracy is 'high'"),
