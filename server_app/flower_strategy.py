@@ -93,6 +93,10 @@ class FCILStrategy(Strategy):
         """The run keys with the arguments of :meth:`start`."""
         values = dict(self._values)
         tasks, rounds = self.config.num_tasks, self.config.rounds_per_task
+        if num_rounds is not None and self.config.leaves_adaptation_open:
+            raise ValueError(
+                f"num_rounds = {num_rounds} cannot be divided: give {self.config.method}_adaptation_rounds a number too"
+            )
         num_rounds = num_rounds and num_rounds - self.config.adaptation_rounds
         if num_rounds is not None and num_rounds != tasks * rounds:
             if "rounds-per-task" in values or num_rounds % tasks:

@@ -17,6 +17,7 @@ from task.models.bundled import BUNDLED, read_description
 from task.models.feature_cache import batches
 from task.models.load import configured_backbone
 from task.models.weights import build_vit
+from task.scenario.adaptation import choose_adaptation_rounds, count_first_images, set_adaptation_rounds
 from task.scenario.client_data import ClientTaskData, client_task_data
 from task.scenario.scenario import Scenario, build_scenario
 from task.utils.atomic import write_atomically, write_json
@@ -35,6 +36,8 @@ def write_problem(config: Config, folder: Path) -> list[Path]:
         OSError: something cannot be written.
     """
     _require_writable(config, folder)
+    if config.leaves_adaptation_open:
+        config = set_adaptation_rounds(config, choose_adaptation_rounds(count_first_images(config), config))
     scenario = build_scenario(config)
     rounds = list(_rounds(config, scenario))  # before anything is written: an error names the key
     description = _describe(config, scenario)

@@ -281,6 +281,12 @@ class FedRDAOptions(AFCLOptions):
     head: str = key("regularised", "see afcl-head", choices=("ridge", "discriminant", "regularised"))
     depth: float = key(0.75, "share of the blocks after which the class token is a feature too", minimum=0, maximum=1)
     dtype: str = key("fp16", "type of the numbers that travel", choices=("fp64", "fp32", "fp16"))
+    adaptation_rounds: int = key(
+        AUTO,
+        "see afcl-adaptation-rounds; auto or 0: 5 to 20, so that a client takes 60 steps on average",
+        minimum=0,
+        auto=0,
+    )
     frozen_features: bool = key(True, "see afcl-frozen-features")
 
 

@@ -34,6 +34,7 @@ from server_app.rounds.setup import (
     log_tasks,
     plan_tasks,
     prepare_features,
+    settle_adaptation,
     wait_for_new_classes,
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
@@ -58,6 +59,7 @@ from task.models.evaluation import count_pairs, predict_classes
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import build_model
 from task.scenario.client_data import has_fixed_images
+from task.scenario.scenario import build_scenario
 from task.scenario.task_plan import TaskPlan
 
 log = logging.getLogger(__name__)
@@ -140,10 +142,13 @@ class Run:
         self.plan: TaskPlan | None = checkpoint["plan"] if checkpoint else None
         planned = self.plan.class_names if self.plan else ()
         self.config, self.registry = connect_clients(config, transport, planned)
-        self.strategy: Strategy = load_class(self.config.method_row.strategy)(self.config)
         if not checkpoint:
             self.plan = plan_tasks(self.config, self.registry.clients)
         self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
+        asked, saved = self.config, checkpoint["keys"] if checkpoint else {}
+        self.config = settle_adaptation(asked, self.registry.clients, self.scenario, saved)
+        self.scenario = build_scenario(self.config, self.plan)
+        self.strategy: Strategy = load_class(self.config.method_row.strategy)(self.config)
         log_tasks(self.scenario)
         dataset, name = self.scenario.dataset, config.dataset
         self._data_sha256 = "" if config.own_data else data_digest(dataset, whole_files=not is_published(name))
@@ -162,7 +167,7 @@ class Run:
         else:
             locks.enter_context(lock_run(directory))
             run_directory(self.config)  # another run of this name may have come first
-            write_config(directory, self.config, self.model, self._data_sha256)
+            write_config(directory, asked, self.model, self._data_sha256)
             self.finished_rounds = 0
         self._tensorboard = open_tensorboard(config, directory, self.finished_rounds)
         self._drawer = ReportDrawer(directory, self.results.leave_out_cpu)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import wait_for_nodes
@@ -15,8 +15,10 @@ from task.data.digests import describe_repeated
 from task.data.images import Dataset
 from task.data.load import default_augmentation, require_readable
 from task.keys import ConfigError
+from task.message import Scalar
 from task.models.feature_cache import store_queries
 from task.models.model import Model, build_model
+from task.scenario.adaptation import choose_adaptation_rounds, count_first_images, set_adaptation_rounds
 from task.scenario.client_data import client_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan, first_task_plan
@@ -102,6 +104,24 @@ def lay_out_tasks(config: Config, plan: TaskPlan | None, registry: ClientRegistr
         if unplanned and config.class_order != APPEARING:
             log.warning("not in the plan of this run, so left out: %s", ", ".join(unplanned))
     return build_scenario(config, plan)
+
+
+def settle_adaptation(
+    config: Config, clients: Sequence[ClientInfo], scenario: Scenario, saved: Mapping[str, Scalar]
+) -> Config:
+    """The run keys with the number of rounds of adaptation, if that depends on the clients' images.
+
+    ``saved`` are the keys of the run that is resumed: there it has been chosen already.
+    """
+    if not config.leaves_adaptation_open:
+        return config
+    if saved:
+        return set_adaptation_rounds(config, int(saved[f"{config.method}-adaptation-rounds"]))
+    first = scenario.schedule.current_classes(0)
+    own = [int(client.class_counts[first].sum()) for client in clients]
+    number = choose_adaptation_rounds(own if config.own_data else count_first_images(config), config)
+    log.info("%d rounds of adaptation come first", number)
+    return set_adaptation_rounds(config, number)
 
 
 def log_tasks(scenario: Scenario, first: int = 0) -> None:

@@ -79,7 +79,7 @@ def _check_method(config: Config) -> None:
     if config.federated_bias and (config.method_row.adapts or not config.trains_locally):
         raise ConfigError(f"federated-bias = True is not possible: {config.method!r} trains no model in every task.")
     name = f"{config.method_row.name}-adaptation-rounds"
-    if config.method_row.adapts and config.prompt == "none" and config.flat()[name] != defaults()[name]:
+    if config.method_row.adapts and config.prompt == "none" and config.flat()[name] not in (0, defaults()[name]):
         raise ConfigError(f"{name} = {config.flat()[name]} would be ignored: it needs a prompt to adapt, not none.")
 
 

@@ -309,9 +309,19 @@ class Config:
         return METHODS[self.method]
 
     @property
+    def adapts(self) -> bool:
+        """Whether clients train in the first rounds of the first task only."""
+        return self.method_row.adapts and self.prompt != "none"
+
+    @property
     def adaptation_rounds(self) -> int:
-        """Rounds of the first task, before all others, in which a method that adapts trains its prompt."""
-        return self.options.adaptation_rounds if self.method_row.adapts and self.prompt != "none" else 0
+        """Rounds of the first task, before all others, in which a method that adapts trains; 0 while that is open."""
+        return self.options.adaptation_rounds if self.adapts else 0
+
+    @property
+    def leaves_adaptation_open(self) -> bool:
+        """Whether the number of these rounds depends on the clients' images, which are not known yet."""
+        return self.adapts and not self.adaptation_rounds
 
     def trains_in(self, server_round: int) -> bool:
         """Whether clients train in a round of the run, counted from 1."""
@@ -330,7 +340,7 @@ class Config:
     @property
     def trains_locally(self) -> bool:
         """Whether clients ever train."""
-        return self.trains_in(1)
+        return self.adapts if self.method_row.adapts else self.trains_in(1)
 
     @property
     def trains_backbone(self) -> bool:

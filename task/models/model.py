@@ -379,7 +379,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         config.precision,
         _build_head(config, backbone.dim * (1 + len(early_blocks) + appends_query)),
         early_blocks,
-        Head(backbone.dim, config.seed, init=config.head_init) if config.adaptation_rounds else None,
+        Head(backbone.dim, config.seed, init=config.head_init) if config.adapts else None,
         appends_query,
         config.trains_backbone,
         config.prompt_projected,

@@ -710,6 +710,22 @@ def test_a_run_is_resumed_without_a_node_whose_disk_is_gone(keys: Values, nodes:
     assert results["absent"][0]["reason"].startswith("it has no image")
 
 
+def test_rounds_of_adaptation_are_those_of_the_nodes_images(
+    keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """North and south have 36 training images of the first task, west none; on resume south has none either."""
+    caplog.set_level(logging.INFO)
+    adapting = keys | {"method": "fedrda", "batch-size": 7}  # 6 steps a round
+    with pytest.raises(PowerCutError):
+        run(adapting, Changing(parse(adapting).flat(), {3: cut}))
+    assert "10 rounds of adaptation come first" in caplog.messages
+    assert load_run(Path(keys["output-dir"]) / "run").settings["fedrda-adaptation-rounds"] == 0
+    empty(nodes / "south")
+    results = run({"resume": str(Path(keys["output-dir"]) / "run")})
+    assert [r["task"] for r in results["rounds"]] == [1] * 11 + [2]
+    assert [len(r["participants"]) for r in results["rounds"]] == [3] * 2 + [2] * 10
+
+
 def spell(folder: Path, name: str, spelling: str) -> None:
     """A node calls a class otherwise."""
     (folder / name).rename(folder / spelling)

@@ -84,6 +84,7 @@ SCENARIOS: dict[str, tuple[int, Values]] = {
     "images drawn anew in each round": (4, {"partition": "split-ratio", "split-ratio": 0.5}),
     "running statistics": (2, RESNET | {"image-size": 9, "num-clients": 2, "clients-per-round": 1, "num-tasks": 1}),
     "as many clients as nodes": (4, {"num-clients": 0}),
+    "rounds of adaptation by the images": (10, {"method": "fedrda", "batch-size": 6}),  # 8 of them
 }
 
 

@@ -31,6 +31,16 @@ CASES = [
 ]
 
 
+def test_rounds_of_adaptation_are_those_of_the_run(tiny, tmp_path):
+    values = tiny | {"method": "fedrda", "batch-size": 10}
+    _, problem, _, indices = written(values, tmp_path / "problem")
+    results = run(values)
+    assert len(results["rounds"]) > 2 + 5
+    assert problem["participants"] == [entry["participants"] for entry in results["rounds"]]
+    assert problem["config"]["fedrda-adaptation-rounds"] == len(results["rounds"]) - 2
+    assert f"task1-round{len(results['rounds']) - 1}-client-0000" in indices
+
+
 def written(values, folder):
     """What is written of a problem, read with NumPy and json."""
     config = parse(values)

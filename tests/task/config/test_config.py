@@ -153,7 +153,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
     | {"afcl-depth": 0.0, "afcl-sketch": 0, "afcl-dtype": "fp32", "afcl-adaptation-rounds": 5},
     "fedrda": {"rounds-per-task": 1, "fedrda-head": "regularised", "prompt": "lora", "prompt-length": 4}
     | {"fedrda-depth": 0.75, "fedrda-dtype": "fp16", "fedrda-shrinkage": 0.0, "fedrda-own-covariance": 0.1}
-    | {"fedrda-rank": 32, "fedrda-adaptation-rounds": 5},
+    | {"fedrda-rank": 32, "fedrda-adaptation-rounds": 0},
 }
 
 

@@ -131,7 +131,8 @@ def test_a_model_that_has_adapted_passes_no_test_image_twice(tiny, passes, promp
 @pytest.mark.parametrize("augmentation", ["none", "crop"])
 def test_frozen_features_cost_one_pass_an_image_and_local_steps_none(tiny, passes, augmentation):
     """FedRDA with LoRA trains two epochs, then sends statistics twice: the adapted pass is repeated, the frozen not."""
-    config = parse(tiny | {"method": "fedrda", "augmentation": augmentation, "local-epochs": 2})
+    keys = {"method": "fedrda", "augmentation": augmentation, "local-epochs": 2, "fedrda-adaptation-rounds": 1}
+    config = parse(tiny | keys)
     answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
     number = answer.metrics["num-examples"]
     assert (sum(passes[False]), sum(passes[True])) == (0, 2 * number)  # a round of adaptation sends no statistics
