@@ -6,7 +6,6 @@ from pathlib import Path
 from server_app.cli.common import OK
 from server_app.run_keys import complete_run_keys, read_words
 from task.config.parsing import parse
-from task.config.schema import known_keys
 from task.keys import ConfigError
 
 
@@ -25,7 +24,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 def _run_command(args: argparse.Namespace) -> int:
     from server_app.problem import write_problem
 
-    if str(args.out).partition("=")[0] in known_keys():
+    name, equals, _ = str(args.out).partition("=")
+    if equals and "/" not in name:
         raise ConfigError(f"{str(args.out)!r} is not a folder's name: the folder to write comes first, then run keys.")
     print(*write_problem(parse(complete_run_keys(read_words(args.words))), args.out), sep="\n")
     return OK

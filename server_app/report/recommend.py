@@ -14,14 +14,15 @@ POINT = 0.01  # smaller differences in accuracy count as none
 SMALL = "; differences below one point count as none"
 CLOSE = 2.0  # differences below so many standard deviations may be chance
 ROUNDING = 1e-9  # one image of a few is as large a difference as its noise
+AS_IF = ", as if all had the same seeds"
 SIMILAR = 1.25  # costs that differ by less than this factor count as equal
 
 
 def recommend(groups: Sequence[Group]) -> list[str]:
     """Lines of text for one setting: the most accurate group, what is as accurate within noise, and its costs.
 
-    Seeds differ in difficulty: groups are ranked as if all had the same ones (:func:`_adjusted`), and two of them are
-    compared on those that both have. Groups that are below the best by no more than the noise of that difference
+    Seeds differ in difficulty: groups are ranked as if all had the same ones (:func:`_adjusted`), and each is compared
+    with the best on those that both have. Groups that are below the best by no more than the noise of that difference
     (:func:`noise`), or by no more than one point, are as accurate as it; of these the cheapest is recommended. Pooled
     images and results of other code are not ranked.
     """
@@ -29,13 +30,12 @@ def recommend(groups: Sequence[Group]) -> list[str]:
     known = [group for group in able if group.measured]
     if len(known) < 2:
         return ["No recommendation: it needs two methods with a finished run whose accuracy is known."]
-    ranked = [group for _, group in sorted(zip(_adjusted(known), known, strict=True), key=lambda pair: -pair[0])]
-    best, less, unclear = ranked[0], list[str](), list[str]()
-    how = ", as if all had the same seeds" if _accuracy(best) < max(map(_accuracy, known)) else ""
+    ranked = sorted(zip(_adjusted(known), known, strict=True), key=lambda pair: -pair[0])
+    (level, best), less, unclear = ranked[0], list[str](), list[str]()
+    how = AS_IF if _accuracy(best) < max(map(_accuracy, known)) - ROUNDING else ""
     equal, lines = [best], [f"Most accurate{how}: {_describe(best)}."]
-    for group in ranked[1:]:
-        ours, theirs, where = _on_common_seeds(best, group)
-        below, (sd, source) = _accuracy(ours) - _accuracy(theirs), noise(ours, theirs)
+    for their_level, group in ranked[1:]:
+        below, where, (sd, source) = _compare(best, group, level - their_level)
         limit = max(POINT, sd) + ROUNDING
         points = f"{100 * abs(below):.1f} points {'above' if below < 0 else 'below'}{where}"
         words = f"{_describe(group)}; {points}, noise {100 * sd:.1f}: {source}"
@@ -46,8 +46,8 @@ def recommend(groups: Sequence[Group]) -> list[str]:
             close = "; below twice the noise, so that it may be chance" if below < CLOSE * sd - ROUNDING else ""
             less.append(f"Below it: {words}{close}.")
         if below < -limit:
-            unclear.append(f"Not clear yet: {group.label} is {points}.")
-    return [*lines, *less[:1], _decide(best, equal), *unclear, *_doubts(able, ranked)]
+            unclear.append(f"Not clear yet: {group.label} is {points}, though {best.label} is ranked first.")
+    return [*lines, *less[:1], _decide(best, equal), *unclear, *_doubts(able, [group for _, group in ranked])]
 
 
 def noise(best: Group, other: Group) -> tuple[float, str]:
@@ -75,30 +75,44 @@ def _pairs(best: Group, other: Group) -> list[tuple[Run, Run]]:
 
 
 def _adjusted(groups: Sequence[Group]) -> list[float]:
-    """Accuracy of each group as if all had the same seeds, but for a number that is the same for all.
+    """Accuracy of each group as if all had the same seeds.
 
-    A run's accuracy is taken as a part of its group and a part of its seed, fitted by least squares. With the same
-    seeds, and where seeds are not known or do not connect all groups, the order is that of the mean accuracies.
+    A run's accuracy is taken as a part of its group and a part of its seed, fitted by least squares. Parts of seeds are
+    drawn to 0 a very little: so they have the mean 0 wherever seeds are not connected by groups, and groups that share
+    no seed with any other keep their mean accuracies, as do runs whose seed is not known.
     """
-    runs = [(i, r.results.get("seed"), r.metrics[FINAL]) for i, group in enumerate(groups) for r in group.measured]
-    seeds = list(dict.fromkeys(seed for _, seed, _ in runs))
-    parts = np.zeros((len(runs), len(groups) + len(seeds)))
-    for row, (i, seed, _) in zip(parts, runs, strict=True):
-        row[[i, len(groups) + seeds.index(seed)]] = 1
-    fitted, _, rank, _ = np.linalg.lstsq(parts, np.array([accuracy for *_, accuracy in runs]))
-    if None in seeds or rank < len(groups) + len(seeds) - 1:
-        return [_accuracy(group) for group in groups]
+    runs = [(i, run) for i, group in enumerate(groups) for run in group.measured]
+    keys = [n if (seed := run.results.get("seed")) is None else f"seed {seed}" for n, (_, run) in enumerate(runs)]
+    seeds = list(dict.fromkeys(keys))
+    parts = np.zeros((len(runs) + len(seeds), len(groups) + len(seeds)))
+    parts[len(runs) :, len(groups) :] = 1e-5 * np.eye(len(seeds))
+    for row, (i, _), key in zip(parts, runs, keys, strict=False):
+        row[[i, len(groups) + seeds.index(key)]] = 1
+    accuracies = [run.metrics[FINAL] for _, run in runs] + [0.0] * len(seeds)
+    fitted, *_ = np.linalg.lstsq(parts, np.array(accuracies))
     return fitted[: len(groups)].round(9).tolist()
 
 
-def _on_common_seeds(best: Group, other: Group) -> tuple[Group, Group, str]:
-    """Both groups with the runs of the seeds that both have, and words for it; as they are if they share none."""
+def _compare(best: Group, other: Group, gap: float) -> tuple[float, str, tuple[float, str]]:
+    """How far ``other`` is below, on which seeds, and the noise of that: on those that both have.
+
+    ``gap`` is the difference as if all had the same seeds, which is taken if they share none.
+    """
     pairs = _pairs(best, other)
-    if not pairs or len(pairs) == len(best.measured) == len(other.measured):
-        return best, other, ""
+    if not pairs:
+        plain = abs(_accuracy(best) - _accuracy(other) - gap) < ROUNDING
+        return gap, "" if plain else AS_IF, noise(best, other)
+    ours, theirs = replace(best, runs=[run for run, _ in pairs]), replace(other, runs=[run for _, run in pairs])
     common = "the seed" if len(pairs) == 1 else f"the {len(pairs)} seeds"
-    ours, theirs = ([pair[i] for pair in pairs] for i in range(2))
-    return replace(best, runs=ours), replace(other, runs=theirs), f" on {common} that both have"
+    all_of_both = len(pairs) == len(best.measured) == len(other.measured)
+    where = "" if all_of_both else f" on {common} that both have"
+    return _accuracy(ours) - _accuracy(theirs), where, noise(ours, theirs)
+
+
+def _shares_too_few(best: Group, other: Group) -> bool:
+    """Whether two groups have fewer than two seeds in common, though each has two; or none, as far as is known."""
+    known = all(run.results.get("seed") is not None for run in [*best.measured, *other.measured])
+    return known and len(_pairs(best, other)) < (2 if len(best.measured) > 1 < len(other.measured) else 1)
 
 
 def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[float, str]:
@@ -202,9 +216,11 @@ def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:
         lines.append(
             f"Not all runs are of the same images ({DIGEST} in config.yaml): remove the old ones and run again."
         )
-    if single := [g.label for g in ranked if len(g.measured) == 1 or len(_pairs(ranked[0], g)) == 1]:
+    if single := [group.label for group in ranked if len(group.measured) == 1]:
         which = "each method" if len(single) == len(ranked) else ", ".join(single)
         lines.append(f"One seed only: {which}; another seed may draw another class order and other clients.")
+    if few := [group.label for group in ranked[1:] if _shares_too_few(best, group)]:
+        lines.append(f"Compared with {best.label} on one common seed or none: {', '.join(few)}.")
     if missing := [group.label for group in able if not group.finished]:
         lines.append(f"Not ranked, as no run has finished: {', '.join(missing)}.")
     if unknown := [group.label for group in able if group.finished and not group.measured]:

@@ -145,7 +145,7 @@ def test_the_code_in_the_readme_works_and_prepares_images_as_a_run_does(tiny, tm
 
 def test_the_folder_comes_before_the_keys(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for word in ("dataset=digits", "data-dir=a/b"):
+    for word in ("dataset=digits", "data-dir=a/b", "datset=digits"):
         assert main(["problem", word]) == 2
         assert f"{word!r} is not a folder's name" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -190,13 +190,60 @@ def test_one_that_is_better_on_the_common_seed_is_named() -> None:
     groups = [best, group("c", [0.3, 0.3], 1, 1, seeds=[0, 1]), group("a", [0.53], 1, 1, seeds=[0], images=10**6)]
     lines = recommend(groups)
     assert "Recommended: best" in lines[3]
-    assert "Not clear yet: a is 3.0 points above on the seed that both have." in lines
+    assert "Not clear yet: a is 3.0 points above on the seed that both have, though best is ranked first." in lines
     assert lines[-1].startswith("One seed only: a;")
 
 
-def test_one_seed_in_common_is_one_seed() -> None:
+@pytest.mark.parametrize(
+    ("accuracy", "images"),
+    [
+        (0.50 + 0.015, 100),  # 1.5 points above, but within the noise of 100 images
+        (0.50 + 0.008, 10**6),  # above by more than the noise, but less than a point
+        (0.50 - 0.03, 10**6),
+    ],
+)
+def test_one_that_is_not_above_by_much_is_not_named(accuracy: float, images: int) -> None:
+    best = group("best", [0.50, 0.70], 1, 1, seeds=[0, 1], images=images)
+    groups = [best, group("c", [0.3, 0.3], 1, 1, seeds=[0, 1]), group("a", [accuracy], 1, 1, seeds=[0], images=images)]
+    assert "Not clear yet" not in "".join(recommend(groups))
+
+
+def test_one_common_seed_is_told_and_none_too() -> None:
     groups = [group(n, [0.6, a], 1, 1, seeds=[0, s], images=10**6) for n, a, s in (("a", 0.62, 1), ("b", 0.5, 2))]
-    assert recommend([*groups, group("c", [0.3, 0.3, 0.3], 1, 1, seeds=[0, 1, 2])])[-1].startswith("One seed only: b;")
+    groups += [group("c", [0.3, 0.3, 0.3], 1, 1, seeds=[0, 1, 2]), group("d", [0.2, 0.2], 1, 1, seeds=[7, 8])]
+    assert recommend(groups)[-1] == "Compared with a on one common seed or none: b, d."
+    lines = recommend([group("best", [0.8], 1, 1, seeds=[0]), groups[2], group("d", [0.2], 1, 1, seeds=[1])])
+    assert lines[-2].startswith("One seed only: best, d;")  # c has three
+    assert lines[-1] == "Compared with best on one common seed or none: d."  # that of c is the only one of best
+
+
+def test_a_method_without_common_seeds_does_not_turn_the_ranking() -> None:
+    """Good is 10 points above lucky on both seeds that they share; other has a seed of its own."""
+    good = group("good", [0.60, 0.61], 2, 2, seeds=[0, 1], images=10**6)
+    lucky = group("lucky", [0.50, 0.51, 0.95], 1, 1, seeds=[0, 1, 2], images=10**6)
+    lines = recommend([good, lucky, group("other", [0.3], 1, 1, seeds=[3], images=10**6)])
+    assert lines[0].startswith("Most accurate, as if all had the same seeds: good, 60.5")
+    assert "Recommended: good: the next one is below it by more than the noise." in lines
+
+
+def test_two_that_share_no_seed_are_compared_through_a_third() -> None:
+    """C is 10 points better on seeds 2 and 3, so b, which has only these, is as if 5 points below a."""
+    a, b = (group(n, values, 1, 1, seeds=s, images=10**6) for n, values, s in (
+        ("a", [0.60, 0.61], [0, 1]), ("b", [0.65, 0.66], [2, 3])
+    ))  # fmt: skip
+    lines = recommend([a, b, group("c", [0.3, 0.31, 0.4, 0.41], 1, 1, seeds=[0, 1, 2, 3], images=10**6)])
+    assert lines[0].startswith("Most accurate, as if all had the same seeds: a, 60.5")
+    assert lines[1].startswith("Below it: b, 65.5 ± 0.7 % for 1 MB and 1 core-minutes; 5.0 points below, as if all had")
+    assert lines[2].startswith("Recommended: a:")
+    assert lines[-1] == "Compared with a on one common seed or none: b."
+
+
+def test_equal_means_are_not_ranked_by_rounding() -> None:
+    """Their three accuracies are the same in another order, and their mean differs in the last bit."""
+    groups = [group(n, values, 1, 1, seeds=[0, 1, 2]) for n, values in (
+        ("a", [0.0375, 0.5, 0.555]), ("b", [0.5, 0.555, 0.0375])
+    )]  # fmt: skip
+    assert recommend(groups)[0].startswith("Most accurate: ")
 
 
 def test_differences_of_single_images_count() -> None:
