@@ -722,6 +722,7 @@ def test_rounds_of_adaptation_are_those_of_the_nodes_images(
     assert load_run(Path(keys["output-dir"]) / "run").settings["fedrda-adaptation-rounds"] == 0
     empty(nodes / "south")
     results = run({"resume": str(Path(keys["output-dir"]) / "run")})
+    assert results["adaptation_rounds"] == 10
     assert [r["task"] for r in results["rounds"]] == [1] * 11 + [2]
     assert [len(r["participants"]) for r in results["rounds"]] == [3] * 2 + [2] * 10
 
