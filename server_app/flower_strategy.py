@@ -95,7 +95,8 @@ class FCILStrategy(Strategy):
         tasks, rounds = self.config.num_tasks, self.config.rounds_per_task
         if num_rounds is not None and self.config.leaves_adaptation_open:
             raise ValueError(
-                f"num_rounds = {num_rounds} cannot be divided: give {self.config.method}_adaptation_rounds a number too"
+                f"num_rounds = {num_rounds} cannot be divided among the tasks, as the number of rounds of adaptation "
+                f"depends on the clients' images: give {self.config.method_row.name}_adaptation_rounds a number"
             )
         num_rounds = num_rounds and num_rounds - self.config.adaptation_rounds
         if num_rounds is not None and num_rounds != tasks * rounds:

@@ -283,7 +283,7 @@ class FedRDAOptions(AFCLOptions):
     dtype: str = key("fp16", "type of the numbers that travel", choices=("fp64", "fp32", "fp16"))
     adaptation_rounds: int = key(
         AUTO,
-        "see afcl-adaptation-rounds; auto or 0: 5 to 20, so that a client takes 60 steps on average",
+        "see afcl-adaptation-rounds; auto or 0: as many as make 60 local steps, 5 to 20; 5 with privacy-noise",
         minimum=0,
         auto=0,
     )

@@ -33,6 +33,7 @@ from server_app.simulation.processes import (
     start_process,
 )
 from server_app.simulation.superlink import POLL
+from task.config.checks import USUAL_ROUNDS
 from task.config.schema import FROM_PATH, MAY_CHANGE, SAME_RESULT, defaults, keys_affecting
 from task.keys import ConfigError
 from task.message import Scalar
@@ -306,8 +307,11 @@ def finished_run(planned: PlannedRun) -> Run | None:
 
 def _other_key(run: Run, planned: PlannedRun, ignored: Collection[str]) -> str | None:
     """The first run key whose value is another one in a saved run than in the suite, but for those ``ignored``."""
-    saved = _saved_keys(run)
-    return next((k for k, value in planned.config.flat().items() if k not in ignored and saved[k] != value), None)
+    saved, config = _saved_keys(run), planned.config
+    name = f"{config.method_row.name}-adaptation-rounds"
+    if not config.adapts and saved.get(name) in USUAL_ROUNDS:
+        ignored = {*ignored, name}  # of a run of an earlier version
+    return next((k for k, value in config.flat().items() if k not in ignored and saved[k] != value), None)
 
 
 def _other_origin(run: Run, planned: PlannedRun) -> list[str]:

@@ -77,20 +77,23 @@ def _pairs(best: Group, other: Group) -> list[tuple[Run, Run]]:
 def _adjusted(groups: Sequence[Group]) -> list[float]:
     """Accuracy of each group as if all had the same seeds.
 
-    A run's accuracy is taken as a part of its group and a part of its seed, fitted by least squares. Parts of seeds are
-    drawn to 0 a very little: so they have the mean 0 wherever seeds are not connected by groups, and groups that share
-    no seed with any other keep their mean accuracies, as do runs whose seed is not known.
+    A run's accuracy is taken as a part of its group and a part of its seed, fitted by least squares. What the fit
+    leaves open is how groups compare that share no seed, not even through others: the parts of the seeds of each such
+    set have the mean 0, so that a group alone keeps its mean accuracy. A seed that is not known is one of its own.
     """
     runs = [(i, run) for i, group in enumerate(groups) for run in group.measured]
     keys = [n if (seed := run.results.get("seed")) is None else f"seed {seed}" for n, (_, run) in enumerate(runs)]
     seeds = list(dict.fromkeys(keys))
-    parts = np.zeros((len(runs) + len(seeds), len(groups) + len(seeds)))
-    parts[len(runs) :, len(groups) :] = 1e-5 * np.eye(len(seeds))
-    for row, (i, _), key in zip(parts, runs, keys, strict=False):
-        row[[i, len(groups) + seeds.index(key)]] = 1
-    accuracies = [run.metrics[FINAL] for _, run in runs] + [0.0] * len(seeds)
-    fitted, *_ = np.linalg.lstsq(parts, np.array(accuracies))
-    return fitted[: len(groups)].round(9).tolist()
+    of_group = np.eye(len(groups))[[i for i, _ in runs]]
+    of_seed = np.eye(len(seeds))[[seeds.index(key) for key in keys]]
+    accuracies = np.array([run.metrics[FINAL] for _, run in runs])
+    fitted, *_ = np.linalg.lstsq(np.hstack([of_group, of_seed]), accuracies)
+    level, difficulty = np.split(fitted, [len(groups)])
+    has = of_group.T @ of_seed > 0
+    linked = has @ has.T
+    for _ in groups:
+        linked = linked @ linked
+    return [round(float(level[i] + difficulty[row @ has].mean()), 9) for i, row in enumerate(linked)]
 
 
 def _compare(best: Group, other: Group, gap: float) -> tuple[float, str, tuple[float, str]]:

@@ -111,12 +111,12 @@ def settle_adaptation(
 ) -> Config:
     """The run keys with the number of rounds of adaptation, if that depends on the clients' images.
 
-    ``saved`` are the keys of the run that is resumed: there it has been chosen already.
+    ``saved`` are the keys of the run that is resumed, which has chosen it already.
     """
     if not config.leaves_adaptation_open:
         return config
     if saved:
-        return set_adaptation_rounds(config, int(saved[f"{config.method}-adaptation-rounds"]))
+        return set_adaptation_rounds(config, int(saved[f"{config.method_row.name}-adaptation-rounds"]))
     first = scenario.schedule.current_classes(0)
     own = [int(client.class_counts[first].sum()) for client in clients]
     number = choose_adaptation_rounds(own if config.own_data else count_first_images(config), config)

@@ -249,7 +249,6 @@ class Results:
             **{key: getattr(self.config, key) for key in ("method", "prompt", "dataset", "seed")},
             "num_tasks": len(self.tasks),
             "rounds_per_task": self.config.rounds_per_task,
-            **({"adaptation_rounds": n} if (n := self.config.adaptation_rounds) else {}),
             "class_order": [c for classes in self.tasks for c in classes],
             "class_names": list(self.class_names),
             "tasks": self.tasks,

@@ -59,11 +59,12 @@ def _complete_lines(path: Path) -> list[bytes]:
     return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def write_config(directory: Path, config: Config, model: "Model", data_sha256: str) -> None:
-    """Write config.yaml: run keys, device and image size, SHA-256 of backbone and images, and :func:`origin`."""
+def write_config(directory: Path, config: Config, model: "Model", data_sha256: str, adaptation_rounds: int) -> None:
+    """Write config.yaml: run keys, what was used for auto, SHA-256 of backbone and images, and :func:`origin`."""
+    used = {"device": str(model.device), "image-size": model.backbone.image_size}
     content = {
         **config.flat(),
-        "used": {"device": str(model.device), "image-size": model.backbone.image_size},
+        "used": used | ({"adaptation-rounds": adaptation_rounds} if adaptation_rounds else {}),
         "backbone-sha256": model.backbone.sha256,
         "data-sha256": data_sha256,
         **origin(),

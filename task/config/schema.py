@@ -315,12 +315,12 @@ class Config:
 
     @property
     def adaptation_rounds(self) -> int:
-        """Rounds of the first task, before all others, in which a method that adapts trains; 0 while that is open."""
+        """Rounds of the first task, before all others, in which a method that adapts trains; 0 until that is chosen."""
         return self.options.adaptation_rounds if self.adapts else 0
 
     @property
     def leaves_adaptation_open(self) -> bool:
-        """Whether the number of these rounds depends on the clients' images, which are not known yet."""
+        """Whether the server is still to choose the number of these rounds, by the clients' images."""
         return self.adapts and not self.adaptation_rounds
 
     def trains_in(self, server_round: int) -> bool:

@@ -9,14 +9,17 @@ from task.config.schema import Config
 from task.scenario.client_data import client_task_data
 
 FEWEST, MOST = 5, 20  # rounds
-STEPS = 60  # of a client, on average: chosen on validation images of seven data sets, see docs/methods/fedrda.md
+STEPS = 60  # chosen on validation images of seven data sets, see docs/methods/fedrda.md
 
 
 def choose_adaptation_rounds(images: Sequence[int], config: Config) -> int:
-    """Rounds after which a client has taken STEPS local steps on average, but FEWEST at least and MOST at most.
+    """As many rounds as make STEPS local steps of the average client, but FEWEST at least and MOST at most.
 
-    ``images`` are those of each client in the first task; a client without any takes no step and does not count.
+    With ``privacy-noise`` FEWEST, as every round is one more release. ``images`` are those of each client in the first
+    task; a client without any takes no step and does not count.
     """
+    if config.privacy_noise:
+        return FEWEST
     steps = [config.local_epochs * math.ceil(number / config.batch_size) for number in images if number]
     return min(max(math.ceil(STEPS / fmean(steps)), FEWEST), MOST) if steps else FEWEST
 

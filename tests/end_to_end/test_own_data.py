@@ -719,10 +719,11 @@ def test_rounds_of_adaptation_are_those_of_the_nodes_images(
     with pytest.raises(PowerCutError):
         run(adapting, Changing(parse(adapting).flat(), {3: cut}))
     assert "10 rounds of adaptation come first" in caplog.messages
-    assert load_run(Path(keys["output-dir"]) / "run").settings["fedrda-adaptation-rounds"] == 0
+    settings = load_run(Path(keys["output-dir"]) / "run").settings
+    assert settings["fedrda-adaptation-rounds"] == 0
+    assert settings["used.adaptation-rounds"] == 10
     empty(nodes / "south")
     results = run({"resume": str(Path(keys["output-dir"]) / "run")})
-    assert results["adaptation_rounds"] == 10
     assert [r["task"] for r in results["rounds"]] == [1] * 11 + [2]
     assert [len(r["participants"]) for r in results["rounds"]] == [3] * 2 + [2] * 10
 

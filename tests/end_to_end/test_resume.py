@@ -426,6 +426,17 @@ def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -
         METHODS.pop(name, None)
 
 
+def test_a_method_from_outside_that_adapts_keeps_its_number_of_rounds(tiny: Values) -> None:
+    name = "tests.strategies.outside_method:ADAPTING"
+    try:
+        folder = interrupt(tiny | {"method": name, "batch-size": 10}, cut_in_round=2)
+        METHODS.pop(name)
+        results = run({"resume": str(folder)})
+        assert [r["task"] for r in results["rounds"]] == [1] * 10 + [2]  # 64 images a client, 7 steps: 9 rounds
+    finally:
+        METHODS.pop(name, None)
+
+
 def test_another_version_of_the_code_is_named(tiny: Values, caplog: pytest.LogCaptureFixture) -> None:
     _, interrupted = two_runs(tiny)
     folder = interrupt(interrupted, cut_in_round=3)

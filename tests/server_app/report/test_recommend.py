@@ -238,6 +238,23 @@ def test_two_that_share_no_seed_are_compared_through_a_third() -> None:
     assert lines[-1] == "Compared with a on one common seed or none: b."
 
 
+@pytest.mark.parametrize("seeds", [[7, 8, 9], [None] * 3])
+def test_one_that_shares_no_seed_keeps_its_mean(seeds: list[int | None]) -> None:
+    a, c = (group(n, v, 1, 1, seeds=[0, 1, 2]) for n, v in (("a", [0.70, 0.76, 0.73]), ("c", [0.52, 0.50, 0.55])))
+    b = group("b", [0.60, 0.58, 0.66], 1, 1, seeds=seeds)
+    lines = recommend([c, b, a])
+    assert lines[0].startswith("Most accurate: a, 73.0")
+    assert "; 11.7 points below, noise" in lines[1]  # 73.0 - 61.3
+
+
+def test_equal_means_of_other_seeds_stay_in_order() -> None:
+    x, z = (group(n, v, 1, 1, seeds=[0, 1, 2]) for n, v in (("x", [0.6, 0.7, 0.8]), ("z", [0.5, 0.3, 0.1])))
+    y = group("y", [0.7, 0.7, 0.7], 1, 1, seeds=[5, 6, 7])
+    lines = recommend([x, y, z])
+    assert lines[0].startswith("Most accurate: x, 70.0")
+    assert "as if" not in "".join(lines)
+
+
 def test_equal_means_are_not_ranked_by_rounding() -> None:
     """Their three accuracies are the same in another order, and their mean differs in the last bit."""
     groups = [group(n, values, 1, 1, seeds=[0, 1, 2]) for n, values in (

@@ -26,6 +26,12 @@ def test_rounds_of_adaptation(images, epochs, batch, rounds):
     assert choose_adaptation_rounds(images, config) == rounds
 
 
+def test_noise_is_not_spent_on_more_rounds():
+    config = parse({"method": "fedrda", "fedrda-head": "discriminant", "privacy-noise": 1.0, "privacy-clip": 1.0}
+        | {"privacy-feature-clip": 1.0})  # fmt: skip
+    assert choose_adaptation_rounds([1, 2], config) == 5
+
+
 @pytest.mark.parametrize("partition", ["iid", "quantity"])
 def test_images_of_the_first_round_are_those_of_the_first_task(tiny, partition):
     config = parse(tiny | {"method": "fedrda", "partition": partition})
@@ -53,3 +59,4 @@ def test_only_a_method_that_adapts_leaves_them_open():
     for keys in ({"method": "fedrda", "prompt": "none"}, {"method": "afcl", "prompt": "lora"}, {"method": "hgp"}):
         assert not parse(keys).leaves_adaptation_open
     assert not parse({"method": "fedrda", "prompt": "none"}).trains_locally
+    assert not parse({"method": "fedrda", "prompt": "none", "fedrda-adaptation-rounds": 5}).adapts  # of an old model
