@@ -81,6 +81,7 @@ TINY_HEPCO: Keys = {"hepco-generator-steps": 2, "hepco-prompt-steps": 2, "hepco-
 BY_METHOD: dict[str, Keys] = {"fedlwf": {"optimizer": "sgd"}}
 FEDRDA: Keys = {  # which has no preset, as it has no paper
     "method": "fedrda",
+    "fedrda-adaptation-rounds": 5,
     "prompt": "lora",
     "num-tasks": 10,
     "num-clients": 10,
