@@ -103,7 +103,7 @@ def _compare(best: Group, other: Group, gap: float) -> tuple[float, str, tuple[f
     """
     pairs = _pairs(best, other)
     if not pairs:
-        plain = abs(_accuracy(best) - _accuracy(other) - gap) < ROUNDING
+        plain = abs(_accuracy(best) - _accuracy(other) - gap) < 2 * ROUNDING  # both parts of the gap are rounded
         return gap, "" if plain else AS_IF, noise(best, other)
     ours, theirs = replace(best, runs=[run for run, _ in pairs]), replace(other, runs=[run for _, run in pairs])
     common = "the seed" if len(pairs) == 1 else f"the {len(pairs)} seeds"
