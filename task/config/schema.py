@@ -315,13 +315,13 @@ class Config:
 
     @property
     def adaptation_rounds(self) -> int:
-        """Rounds of the first task, before all others, in which a method that adapts trains; 0 until that is chosen."""
-        return self.options.adaptation_rounds if self.adapts else 0
+        """Rounds of the first task, before all others, in which a method that adapts trains; 1 until that is chosen."""
+        return max(self.options.adaptation_rounds, 1) if self.adapts else 0
 
     @property
     def leaves_adaptation_open(self) -> bool:
         """Whether the server is still to choose the number of these rounds, by the clients' images."""
-        return self.adapts and not self.adaptation_rounds
+        return self.adapts and not self.options.adaptation_rounds
 
     def trains_in(self, server_round: int) -> bool:
         """Whether clients train in a round of the run, counted from 1."""
@@ -340,7 +340,7 @@ class Config:
     @property
     def trains_locally(self) -> bool:
         """Whether clients ever train."""
-        return self.adapts if self.method_row.adapts else self.trains_in(1)
+        return self.trains_in(1)
 
     @property
     def trains_backbone(self) -> bool:

@@ -427,7 +427,7 @@ def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -
 
 
 def test_a_method_from_outside_that_adapts_keeps_its_number_of_rounds(tiny: Values) -> None:
-    name = "tests.strategies.outside_method:ADAPTING"
+    name = "tests.strategies.adapting_method:ROW"
     try:
         folder = interrupt(tiny | {"method": name, "batch-size": 10}, cut_in_round=2)
         METHODS.pop(name)

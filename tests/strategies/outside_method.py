@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from client_app.objectives.base import Objective
 from strategies.base import Strategy, join_statistics
 from task.keys import key
-from task.method_options import FedRDAOptions, Method, Options
-from task.methods import CROSS_ENTROPY, SCATTER
+from task.method_options import Method, Options
 from task.prototypes.gaussians import merge_means
 
 
@@ -54,14 +53,4 @@ class MeansAsHead(Strategy):
 
 here = __name__
 MEANS = "task.prototypes.statistics:MeanStatistics"
-ADAPTING = Method(
-    "adapting",
-    ("lora",),
-    CROSS_ENTROPY,
-    SCATTER,
-    "strategies.afcl:AFCL",
-    FedRDAOptions,
-    {"rounds-per-task": 1},
-    adapts=True,
-)
 ROW = Method("pulled", ("shared",), f"{here}:Pulled", MEANS, f"{here}:MeansAsHead", PulledOptions)
