@@ -118,8 +118,8 @@ def settle_adaptation(
     if saved:
         return set_adaptation_rounds(config, int(saved[f"{config.method_row.name}-adaptation-rounds"]))
     first = scenario.schedule.current_classes(0)
-    own = [int(client.class_counts[first].sum()) for client in clients]
-    number = choose_adaptation_rounds(own if config.own_data else count_first_images(config), config)
+    images = [int(c.class_counts[first].sum()) for c in clients] if config.own_data else count_first_images(config)
+    number = choose_adaptation_rounds(images, config)
     log.info("%d rounds of adaptation come first", number)
     return set_adaptation_rounds(config, number)
 
