@@ -98,14 +98,15 @@ class FCILStrategy(Strategy):
                 f"num_rounds = {num_rounds} cannot be divided among the tasks, as the number of rounds of adaptation "
                 f"depends on the clients' images: give {self.config.method_row.name}_adaptation_rounds a number"
             )
-        num_rounds = num_rounds and num_rounds - self.config.adaptation_rounds
-        if num_rounds is not None and num_rounds != tasks * rounds:
-            if "rounds-per-task" in values or num_rounds % tasks:
+        first = self.config.adaptation_rounds
+        if num_rounds is not None and num_rounds != first + tasks * rounds:
+            if "rounds-per-task" in values or num_rounds <= first or (num_rounds - first) % tasks:
+                before = f"{first} rounds of adaptation and " if first else ""
                 raise ValueError(
-                    f"num_rounds = {num_rounds} does not fit: num_tasks = {tasks} times rounds_per_task = {rounds} "
-                    f"is {tasks * rounds}"
+                    f"num_rounds = {num_rounds} does not fit: {before}num_tasks = {tasks} times rounds_per_task = "
+                    f"{rounds} is {first + tasks * rounds}"
                 )
-            values["rounds-per-task"] = num_rounds // tasks
+            values["rounds-per-task"] = (num_rounds - first) // tasks
         if timeout is not None:
             values["round-timeout"] = float(timeout)
         return parse(values)

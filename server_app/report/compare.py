@@ -173,9 +173,14 @@ def _differ(name: str, runs: Sequence[Run]) -> bool:
 
 
 def _setting(run: Run, name: str) -> object:
-    """A run key's value; of num-tasks, which is a limit where classes appear, how many tasks there were."""
-    limit = name == "num-tasks" and run.settings.get("class-order") == APPEARING
-    return run.results["num_tasks"] if limit else run.settings.get(name, "unknown")
+    """A run key's value; of num-tasks, which is a limit where classes appear, how many tasks there were.
+
+    Of rounds of adaptation 0 without a prompt to adapt: what stands there is the default of some version.
+    """
+    if name == "num-tasks" and run.settings.get("class-order") == APPEARING:
+        return run.results["num_tasks"]
+    adapts_nothing = name.endswith("-adaptation-rounds") and run.settings.get("prompt") == "none"
+    return 0 if adapts_nothing else run.settings.get(name, "unknown")
 
 
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:

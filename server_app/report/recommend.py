@@ -90,10 +90,15 @@ def _adjusted(groups: Sequence[Group]) -> list[float]:
     fitted, *_ = np.linalg.lstsq(np.hstack([of_group, of_seed]), accuracies)
     level, difficulty = np.split(fitted, [len(groups)])
     has = of_group.T @ of_seed > 0
-    linked = has @ has.T
+    return [round(float(level[i] + difficulty[row @ has].mean()), 9) for i, row in enumerate(_linked(groups))]
+
+
+def _linked(groups: Sequence[Group]) -> np.ndarray:
+    """Whether two groups have a seed in common, or are linked by groups that have: bool [G, G] of G groups."""
+    linked = np.array([[a is b or bool(_pairs(a, b)) for a in groups] for b in groups])
     for _ in groups:
         linked = linked @ linked
-    return [round(float(level[i] + difficulty[row @ has].mean()), 9) for i, row in enumerate(linked)]
+    return linked
 
 
 def _compare(best: Group, other: Group, gap: float) -> tuple[float, str, tuple[float, str]]:
@@ -222,6 +227,11 @@ def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:
     if single := [group.label for group in ranked if len(group.measured) == 1]:
         which = "each method" if len(single) == len(ranked) else ", ".join(single)
         lines.append(f"One seed only: {which}; another seed may draw another class order and other clients.")
+    apart = [group.label for group, linked in zip(ranked, _linked(ranked)[0], strict=True) if not linked]
+    if apart and all(run.results.get("seed") is not None for run in runs):
+        lines.append(
+            f"No seed links {best.label} with {', '.join(apart)}: their seeds are taken to be equally hard on average."
+        )
     if few := [group.label for group in ranked[1:] if _shares_too_few(best, group)]:
         lines.append(f"Compared with {best.label} on one common seed or none: {', '.join(few)}.")
     if missing := [group.label for group in able if not group.finished]:

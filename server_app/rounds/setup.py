@@ -115,8 +115,9 @@ def settle_adaptation(
     """
     if not config.leaves_adaptation_open:
         return config
-    if saved:
-        return set_adaptation_rounds(config, int(saved[f"{config.method_row.name}-adaptation-rounds"]))
+    chosen = saved.get(f"{config.method_row.name}-adaptation-rounds")
+    if chosen is not None:
+        return set_adaptation_rounds(config, int(chosen))
     first = scenario.schedule.current_classes(0)
     images = [int(c.class_counts[first].sum()) for c in clients] if config.own_data else count_first_images(config)
     number = choose_adaptation_rounds(images, config)

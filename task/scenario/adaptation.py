@@ -15,6 +15,8 @@ STEPS = 60  # chosen on validation images of seven data sets, see docs/methods/f
 def choose_adaptation_rounds(images: Sequence[int], config: Config) -> int:
     """As many rounds as make STEPS local steps of the average client, but FEWEST at least and MOST at most.
 
+    A client that is not drawn in each of them, by ``clients-per-round``, takes fewer steps.
+
     With ``privacy-noise`` FEWEST, as every round is one more release. ``images`` are those of each client in the first
     task; a client without any takes no step and does not count.
     """

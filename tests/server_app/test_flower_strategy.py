@@ -78,6 +78,11 @@ def test_strategy_refuses_what_it_cannot_do():
         HGP(num_tasks=5).start(grid, ArrayRecord(), num_rounds=7)
     with pytest.raises(ValueError, match="num_rounds = 10 does not fit"):
         HGP(num_tasks=5, rounds_per_task=3).start(grid, ArrayRecord(), num_rounds=10)
+    adapting = {"method": "fedrda", "fedrda_adaptation_rounds": 5, "num_tasks": 2}
+    words = "num_rounds = {} does not fit: 5 rounds of adaptation and num_tasks = 2 times rounds_per_task = 1 is 7"
+    for number in (3, 8):
+        with pytest.raises(ValueError, match=words.format(number)):
+            FCILStrategy(**adapting).start(grid, ArrayRecord(), num_rounds=number)
     with pytest.raises(ValueError, match="images: give fedrda_adaptation_rounds a number"):
         FCILStrategy(method="fedrda", num_tasks=5).start(grid, ArrayRecord(), num_rounds=10)
     with pytest.raises(ValueError, match="lr"):

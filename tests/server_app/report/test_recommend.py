@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server_app.report.compare import Group, comparison_table
-from server_app.report.recommend import noise, recommend
+from server_app.report.recommend import _adjusted, noise, recommend
 from server_app.report.runs import build_run
 
 
@@ -211,7 +211,10 @@ def test_one_that_is_not_above_by_much_is_not_named(accuracy: float, images: int
 def test_one_common_seed_is_told_and_none_too() -> None:
     groups = [group(n, [0.6, a], 1, 1, seeds=[0, s], images=10**6) for n, a, s in (("a", 0.62, 1), ("b", 0.5, 2))]
     groups += [group("c", [0.3, 0.3, 0.3], 1, 1, seeds=[0, 1, 2]), group("d", [0.2, 0.2], 1, 1, seeds=[7, 8])]
-    assert recommend(groups)[-1] == "Compared with a on one common seed or none: b, d."
+    assert recommend(groups)[-2:] == [
+        "No seed links a with d: their seeds are taken to be equally hard on average.",
+        "Compared with a on one common seed or none: b, d.",
+    ]
     lines = recommend([group("best", [0.8], 1, 1, seeds=[0]), groups[2], group("d", [0.2], 1, 1, seeds=[1])])
     assert lines[-2].startswith("One seed only: best, d;")  # c has three
     assert lines[-1] == "Compared with best on one common seed or none: d."  # that of c is the only one of best
@@ -238,6 +241,13 @@ def test_two_that_share_no_seed_are_compared_through_a_third() -> None:
     assert lines[-1] == "Compared with a on one common seed or none: b."
 
 
+def test_methods_are_linked_through_two_others() -> None:
+    """Seed 1 is 0.2 easier than seed 0 by b's runs, and seed 2 by 0.1 harder than seed 1 by c's: -0.1, 0.1 and 0."""
+    accuracies = {"a": {0: 0.5}, "b": {0: 0.4, 1: 0.6}, "c": {1: 0.55, 2: 0.45}, "d": {2: 0.52}}
+    groups = [group(n, list(of.values()), 1, 1, seeds=list(of)) for n, of in accuracies.items()]
+    assert _adjusted(groups) == pytest.approx([0.6, 0.5, 0.45, 0.52])
+
+
 @pytest.mark.parametrize("seeds", [[7, 8, 9], [None] * 3])
 def test_one_that_shares_no_seed_keeps_its_mean(seeds: list[int | None]) -> None:
     a, c = (group(n, v, 1, 1, seeds=[0, 1, 2]) for n, v in (("a", [0.70, 0.76, 0.73]), ("c", [0.52, 0.50, 0.55])))
@@ -261,6 +271,13 @@ def test_equal_means_are_not_ranked_by_rounding() -> None:
         ("a", [0.0375, 0.5, 0.555]), ("b", [0.5, 0.555, 0.0375])
     )]  # fmt: skip
     assert recommend(groups)[0].startswith("Most accurate: ")
+
+
+def test_equal_methods_stay_in_order() -> None:
+    """The fit of the second one is larger by its last bit."""
+    first, second = (group(n, [0.16, 0.54, 0.43], 1, 1, seeds=[0, 1, 2]) for n in ("first", "second"))
+    third = group("third", [0.2, 0.11, 0.85], 1, 1, seeds=[0, 1, 3])
+    assert recommend([first, second, third])[0].startswith("Most accurate, as if all had the same seeds: first,")
 
 
 def test_differences_of_single_images_count() -> None:

@@ -723,6 +723,21 @@ def test_settings_that_differ_part_the_groups(make_run):
     }
 
 
+def test_a_run_without_adaptation_is_the_same_whatever_its_rounds_of_it_were(make_run):
+    """Its saved number is the default of the version that ran it."""
+    saved = [("none", 5), ("none", 0), ("lora", 5), ("lora", 0)]
+    folders = [
+        make_run(f"{prompt}-{number}", method="fedrda", config={"prompt": prompt, "fedrda-adaptation-rounds": number})
+        for prompt, number in saved
+    ]
+    groups = group_runs([load_run(folder) for folder in folders])
+    assert sorted([run.folder.name for run in group.runs] for group in groups) == [
+        ["lora-0"],
+        ["lora-5"],
+        ["none-5", "none-0"],
+    ]
+
+
 def test_prompt_is_found_without_a_config(make_run):
     folders = [make_run("a", method="fedavg", prompt="shared"), make_run("b", method="fedavg", prompt="none")]
     labels = [group.label for group in group_runs([load_run(folder) for folder in folders])]

@@ -1,10 +1,16 @@
 """How many rounds a method adapts for, where the key leaves it open: worked out by hand."""
 
+from dataclasses import dataclass, replace
+
 import numpy as np
 import pytest
 
 from task.config.parsing import parse
+from task.keys import ConfigError, key
+from task.method_options import FedRDAOptions, Options
+from task.methods import METHODS
 from task.scenario.adaptation import choose_adaptation_rounds, count_first_images, set_adaptation_rounds
+from task.scenario.client_data import client_task_data
 from task.scenario.scenario import build_scenario
 
 
@@ -32,13 +38,14 @@ def test_noise_is_not_spent_on_more_rounds():
     assert choose_adaptation_rounds([1, 2], config) == 5
 
 
-@pytest.mark.parametrize("partition", ["iid", "quantity"])
+@pytest.mark.parametrize("partition", ["iid", "quantity", "dirichlet"])
 def test_images_of_the_first_round_are_those_of_the_first_task(tiny, partition):
     config = parse(tiny | {"method": "fedrda", "partition": partition})
-    labels, scenario = build_scenario(config).dataset.train_labels, build_scenario(config)
-    images = count_first_images(config)
-    assert len(images) == 3
-    assert sum(images) == np.isin(labels, scenario.schedule.current_classes(0)).sum()
+    scenario = build_scenario(config)
+    held = [client_task_data(config, m, task=0, round=0).positions for m in range(3)]
+    assert count_first_images(config) == [len(positions) for positions in held]
+    labels = scenario.dataset.train_labels
+    assert sorted(labels[np.concatenate(held)]) == sorted(labels[np.isin(labels, scenario.schedule.tasks[0])])
 
 
 def test_images_drawn_anew_are_counted_as_drawn(tiny):
@@ -60,3 +67,30 @@ def test_only_a_method_that_adapts_leaves_them_open():
         assert not parse(keys).leaves_adaptation_open
     assert not parse({"method": "fedrda", "prompt": "none"}).trains_locally
     assert not parse({"method": "fedrda", "prompt": "none", "fedrda-adaptation-rounds": 5}).adapts  # of an old model
+
+
+@dataclass(frozen=True)
+class ThreeRounds(FedRDAOptions):
+    """A method from outside with a default of its own."""
+
+    adaptation_rounds: int = key(3, "rounds of adaptation", minimum=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "row"), [(ThreeRounds, {}), (FedRDAOptions, {"outside-adaptation-rounds": 3})], ids=["option", "row"]
+)
+def test_a_method_from_outside_may_have_its_own_number(monkeypatch, options, row):
+    outside = replace(METHODS["fedrda"], name="outside", options=options, defaults=row)
+    monkeypatch.setitem(METHODS, "outside", outside)
+    assert parse({"method": "outside", "prompt": "lora"}).adaptation_rounds == 3
+    assert parse({"method": "outside", "prompt": "none"}).adaptation_rounds == 0
+    with pytest.raises(ConfigError, match="outside-adaptation-rounds = 4 would be ignored"):
+        parse({"method": "outside", "prompt": "none", "outside-adaptation-rounds": 4})
+
+
+def test_a_method_from_outside_that_adapts_needs_a_number():
+    with pytest.raises(ConfigError, match="adapts: its options need a field adaptation_rounds"):
+        parse({"method": f"{__name__}:NUMBERLESS"})
+
+
+NUMBERLESS = replace(METHODS["fedrda"], name="numberless", options=Options)
