@@ -44,7 +44,11 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Dataset:
-    """Labels are int64 and index ``class_names``; ``augmentation`` is the default for these images."""
+    """Labels are int64 and index ``class_names``; ``augmentation`` is the default for these images.
+
+    ``train_groups``, int64, has the same number for training images that belong together, such as those of one patient;
+    None if nothing is known of that.
+    """
 
     class_names: tuple[str, ...]
     train_images: Images
@@ -52,6 +56,7 @@ class Dataset:
     test_images: Images
     test_labels: np.ndarray
     augmentation: str = "crop-flip"
+    train_groups: np.ndarray | None = None
 
     @cached_property
     def image_shape(self) -> tuple[int, int]:

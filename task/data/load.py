@@ -63,6 +63,8 @@ def require_readable(dataset: Dataset, name: str) -> None:
     """
     if is_published(name):
         return
+    if dataset.train_groups is not None:
+        log.info("images of one group or sub-folder stay together: all for training or all for the test")
     log.info("reading %d images", len(dataset.train_labels) + len(dataset.test_labels))
     problems = find_unreadable(dataset.train_images) + find_unreadable(dataset.test_images)
     if problems:

@@ -1,9 +1,11 @@
 """Data sets: what they hold, how they are split, and what a broken path says."""
 
+import logging
 import os
 import re
 import shutil
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -13,8 +15,8 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from task.config.parsing import parse
-from task.data.images import Dataset
-from task.data.load import load_dataset
+from task.data.images import Dataset, ImageFiles, Images, Subset
+from task.data.load import load_dataset, require_readable
 from task.data.splits import draw_held_out, split_validation
 from task.keys import ConfigError
 from task.scenario.scenario import build_scenario
@@ -25,6 +27,20 @@ def write_npz(path: Path, **changes: np.ndarray | None) -> str:
     arrays = {"images": rng.integers(0, 256, (40, 8, 8, 3), np.uint8), "labels": np.arange(40) % 4} | changes
     np.savez(path, **{name: a for name, a in arrays.items() if a is not None})
     return str(path)
+
+
+def write_images(folder: Path, count: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        Image.fromarray(np.full((20, 30, 3), i, np.uint8)).save(folder / f"{i}.png")
+
+
+def file_paths(images: Images) -> list[str]:
+    if isinstance(images, Subset):
+        paths = file_paths(images.source)
+        return [paths[i] for i in images.positions]
+    assert isinstance(images, ImageFiles)
+    return list(images.paths)
 
 
 def write_folder(root: Path, classes: int = 2, images: int = 10) -> Path:
@@ -60,6 +76,77 @@ def test_held_out_share_of_every_class() -> None:
 def test_of_a_class_of_two_images_one_is_held_out_and_of_one_none(share: float) -> None:
     mask = draw_held_out(np.array([0, 0, 2]), share, 0, "test")
     assert [int(mask[:2].sum()), int(mask[2])] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("labels", "groups", "held_out"),
+    [
+        ([0] * 20 + [1] * 10, [*np.arange(20) // 4, *range(5, 15)], [4, 2]),  # five of four images, ten single ones
+        ([0, 1] * 10, np.arange(20) // 4, [2, 2]),  # five patients, two images of each class
+        ([0] * 60, [0] * 50 + [1] * 10, [10]),  # 12 are wanted: 10 are nearer than 50
+        ([0] * 60, [0] * 30 + [1] * 30, [30]),  # none is nearer than 0, but one is needed
+        ([0] * 10 + [1] * 10, [7] * 20, [2, 2]),  # one for all: by images
+        ([0] * 10 + [1] * 10, [7] * 10 + [*range(5), *range(5)], [2, 2]),  # the same for the first class
+        ([0, 0, 1, 1, 1], [0, 0, 0, 1, 1], [1, 1]),  # class 0 is of one group; of class 1 either one or two
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_are_not_divided(labels: list[int], groups: Sequence[int], held_out: list[int], seed: int) -> None:
+    of, group = np.array(labels), np.array(groups)
+    mask = draw_held_out(of, 0.2, seed, "test", group)
+    assert np.bincount(of[mask]).tolist() == held_out
+    whole = [c for c in range(of.max() + 1) if len(set(group[of == c])) > 1]
+    divided = set(group[mask & np.isin(of, whole)]) & set(group[~mask & np.isin(of, whole)])
+    assert not divided
+
+
+def test_every_class_keeps_a_training_image_however_groups_lie() -> None:
+    for seed in range(50):
+        rng = np.random.default_rng(seed)
+        labels, groups = rng.integers(0, 4, 40), rng.integers(0, 6, 40)
+        mask = draw_held_out(labels, 0.5, seed, "test", groups)
+        assert (np.bincount(labels[~mask], minlength=4) > 0).all()
+
+
+def test_images_of_one_sub_folder_stay_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two classes with five patients of four images, of two visits each, and five images of nobody."""
+    for c in range(2):
+        for patient in range(5):
+            for visit in range(2):
+                write_images(tmp_path / f"class{c}" / f"patient{patient}" / f"visit{visit}", 2)
+        write_images(tmp_path / f"class{c}", 5)
+    full = load_dataset("folder", str(tmp_path), 16, 0.0, 0)
+    less = split_validation(full, 0.25, seed=0)
+    patients = [
+        {path.split("/patient")[1][0] for path in file_paths(images) if "patient" in path}
+        for images in (full.test_images, less.test_images, less.train_images)
+    ]
+    assert sorted(patients[0] | patients[1] | patients[2]) == list("01234")
+    assert sum(map(len, patients)) == 5
+    assert np.bincount(full.test_labels).tolist() == [5, 5]  # a fifth of 25
+    assert np.bincount(less.test_labels).tolist() == [5, 5]  # a quarter of 20
+    caplog.set_level(logging.INFO)
+    require_readable(full, "folder")
+    assert "images of one group or sub-folder stay together: all for training or all for the test" in caplog.messages
+
+
+def test_training_folders_of_a_given_split_have_groups_too(tmp_path: Path) -> None:
+    write_folder(tmp_path / "test", images=2)
+    for c in range(2):
+        for patient in range(2):
+            write_images(tmp_path / "train" / f"class{c}" / f"patient{patient}", 5)
+    less = split_validation(load_dataset("folder", str(tmp_path), 16, 0.0, 0), 0.2, seed=0)
+    assert len({Path(path).parent.name for path in file_paths(less.test_images)}) == 1
+    assert np.bincount(less.test_labels).tolist() == [5, 5]
+
+
+@pytest.mark.parametrize("kind", [int, str])
+def test_groups_of_an_npz_stay_together(tmp_path: Path, kind: type) -> None:
+    groups = np.array([kind(n) for n in np.arange(40) // 8])  # five of eight images, two of each class
+    data = load_dataset("npz", write_npz(tmp_path / "a.npz", groups=groups), 32, 0.0, 0)
+    assert np.bincount(data.test_labels).tolist() == [2, 2, 2, 2]
+    assert isinstance(data.test_images, Subset)
+    assert len(set(data.test_images.positions // 8)) == 1
 
 
 def test_validation_replaces_the_test_set_with_training_images() -> None:
@@ -120,6 +207,8 @@ def test_unusable_folders_of_arrays(tmp_path: Path) -> None:
         ({"labels": np.arange(40) * 10**15}, "leave no number out"),
         ({"split": np.zeros(40)}, "0 of its 40 images are test images (split = 1)"),
         ({"split": np.eye(40)}, "a number for each of the 40 labels, 1 for a test image"),
+        ({"groups": np.arange(39)}, "groups must be a whole number or a text for each of the 40 labels"),
+        ({"groups": np.zeros(40)}, "the same for images that belong together; it is float64 [40]"),
         ({"labels": np.arange(40) % 4 + 1, "class_names": np.array(["a", "b"])}, "and there are 2 class_names"),
         ({"class_names": np.array([["ant"], ["bee"], ["cat"], ["dog"]])}, "of shape [4, 1]"),
         ({"class_names": np.array(["ant", "bee", "ant", "dog"])}, "shown, not ['ant']"),
