@@ -85,6 +85,7 @@ def test_of_a_class_of_two_images_one_is_held_out_and_of_one_none(share: float) 
         ([0, 1] * 10, np.arange(20) // 4, [2, 2]),  # five patients, two images of each class
         ([0] * 60, [0] * 50 + [1] * 10, [10]),  # 12 are wanted: 10 are nearer than 50
         ([0] * 60, [0] * 30 + [1] * 30, [30]),  # none is nearer than 0, but one is needed
+        ([0] * 70, [0] * 40 + [1] * 30, [30]),  # the smallest
         ([0] * 10 + [1] * 10, [7] * 20, [2, 2]),  # one for all: by images
         ([0] * 10 + [1] * 10, [7] * 10 + [*range(5), *range(5)], [2, 2]),  # the same for the first class
         ([0, 0, 1, 1, 1], [0, 0, 0, 1, 1], [1, 1]),  # class 0 is of one group; of class 1 either one or two
