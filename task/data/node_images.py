@@ -168,9 +168,11 @@ def _choose_held_out(split: bool, files: tuple[str, ...], trained: AbstractSet[s
     marked = select_by_digest([os.fsencode(groups[name]) for name in files])
     held_out = [name for name, mark in zip(files, marked, strict=True) if mark and groups[name] not in used]
     # each class needs a training file: if all would be held out, the first one is trained on, and what belongs to it
-    for class_name in set(_classes_of(split, files)) - set(_classes_of(split, sorted(set(files) - set(held_out)))):
-        first = groups[min(name for name in held_out if name.startswith(f"{class_name}/"))]
-        held_out = [name for name in held_out if groups[name] != first]
+    counts = Counter(_classes_of(split, files))
+    for class_name in sorted(counts.keys() - set(_classes_of(split, sorted(set(files) - set(held_out))))):
+        of_class = [name for name in held_out if name.startswith(f"{class_name}/")]
+        if len(of_class) == counts[class_name]:  # what another class needed may have been enough
+            held_out = [name for name in held_out if groups[name] != groups[min(of_class)]]
     return tuple(held_out)
 
 
