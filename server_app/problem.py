@@ -132,6 +132,9 @@ def _write_data(dataset: Dataset, folder: Path) -> None:
                 all_images[written : written + len(batch)] = images[batch]
                 written += len(batch)
         labels = np.concatenate([dataset.train_labels, dataset.test_labels])
-        names = np.array(dataset.class_names, np.str_)
-        np.savez(folder / "data.npz", images=all_images, labels=labels, split=split, class_names=names)
+        names, groups = np.array(dataset.class_names, np.str_), dataset.train_groups
+        more: dict[str, Any] = {}
+        if groups is not None:  # no test image is in the group of a training image
+            more["groups"] = np.append(groups, groups.max() + 1 + np.arange(len(dataset.test_labels)))
+        np.savez(folder / "data.npz", images=all_images, labels=labels, split=split, class_names=names, **more)
         del all_images  # some systems delete no file that is mapped

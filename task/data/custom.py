@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path, PurePath
+from pathlib import Path
 from zipfile import ZipInfo
 
 import numpy as np
@@ -22,8 +22,8 @@ _ARRAYS = ("images", "labels", "split", "groups", "class_names")  # others in an
 def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dataset:
     """Arrays: images uint8 [N, H, W, 3] or [N, H, W] and labels [N].
 
-    Optional are class names, split [N] (1 = test), and groups [N], numbers or texts: images of one group, such as those
-    of one patient, are never divided.
+    Optional are class names, split [N] (1 = test), and groups [N], whole numbers or texts: images of one group, such as
+    those of one patient, are either training or test images, all of them.
 
     ``path`` is an .npz file, of which these are read into memory, or a folder of images.npy, labels.npy, split.npy,
     groups.npy and class_names.txt (one name per line), whose images are memory-mapped: only those that are used are
@@ -31,7 +31,8 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     a digest of each image, or of its group, so that training images stay training images when the file grows.
 
     Raises:
-        ConfigError: missing, unreadable, of the wrong shapes or types, or names or split that do not fit the labels.
+        ConfigError: missing, unreadable, of the wrong shapes or types, names, groups or split that do not fit the
+            labels, or a split that divides a group.
     """
     try:
         arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
@@ -48,8 +49,9 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     names = arrays.get("class_names", np.arange(labels.max() + 1))
     if "split" in arrays:
         test = _read_split(arrays["split"], labels, path)
+        _refuse_divided(groups, test, path)
     elif by_content:
-        test = select_by_digest(_contents(images, labels, arrays.get("groups")))
+        test = select_by_digest(_contents(images, arrays.get("groups")))
     else:
         test = draw_held_out(labels, HELD_OUT, 0, "npz", groups)
     if not by_content and (test.all() or not test.any()):
@@ -59,23 +61,29 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     return split_dataset(test, images, labels, tuple(map(str, names)), groups=groups)
 
 
-def _contents(images: np.ndarray, labels: np.ndarray, groups: np.ndarray | None) -> Iterator[bytes]:
-    """What decides by its digest which images are held out: their pixels, or the group in a class that has several."""
+def _contents(images: np.ndarray, groups: np.ndarray | None) -> Iterator[bytes]:
+    """What decides by its digest whether an image is held out: its pixels, or the text of its group."""
     if groups is None:
         return (image.tobytes() for image in images)
-    pairs = {(label, str(group)) for label, group in zip(labels.tolist(), groups, strict=True)}
-    several = Counter(label for label, _ in pairs)
-    rows = zip(images, labels.tolist(), groups, strict=True)
-    return (str(group).encode() if several[label] > 1 else image.tobytes() for image, label, group in rows)
+    return (str(group).encode("utf-8", "surrogatepass") for group in groups)
 
 
 def _read_groups(groups: np.ndarray, labels: np.ndarray, path: Path) -> np.ndarray:
-    if groups.shape != labels.shape or groups.dtype.kind not in "biuUS":
+    if groups.shape != labels.shape or groups.dtype.kind not in "biuU":
         raise ConfigError(
             f"data-dir = {str(path)!r}: groups must be a whole number or a text for each of the {len(labels)} labels, "
             f"the same for images that belong together; it is {groups.dtype} {list(groups.shape)}."
         )
     return np.unique(groups, return_inverse=True)[1].astype(np.int64)
+
+
+def _refuse_divided(groups: np.ndarray | None, test: np.ndarray, path: Path) -> None:
+    if groups is not None and (divided := np.intersect1d(groups[test], groups[~test])).size:
+        first = np.flatnonzero(groups == divided[0])
+        raise ConfigError(
+            f"data-dir = {str(path)!r}: its split divides {divided.size} of its groups, such as that of the images "
+            f"{first[:5].tolist()}: images of one group must be all for training or all for the test."
+        )
 
 
 def _read_split(split: np.ndarray, labels: np.ndarray, path: Path) -> np.ndarray:
@@ -163,9 +171,6 @@ def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray
 def folder(path: Path, side: int, max_pixels: int) -> Dataset:
     """A folder per class of image files; train/ and test/ above them are used when both are there.
 
-    Files in a sub-folder of a class, such as those of one patient, are one group, together with those in sub-folders of
-    this name in other classes: they are never divided.
-
     Raises:
         ConfigError: no such folder, no class in it, a class without images or with a name that cannot be shown, or
             different classes in train/ and test/.
@@ -175,25 +180,13 @@ def folder(path: Path, side: int, max_pixels: int) -> Dataset:
         raise ConfigError(f"data-dir = {str(path)!r}: {problem} for dataset 'folder'.")
     if not ((path / "train").is_dir() and (path / "test").is_dir()):
         names, images, labels = _scan(path, side, max_pixels)
-        groups = _group_by_folder(images.paths, path)
-        held_out = draw_held_out(labels, HELD_OUT, 0, "folder", groups)
-        return split_dataset(held_out, images, labels, names, groups=groups)
+        return split_dataset(draw_held_out(labels, HELD_OUT, 0, "folder"), images, labels, names)
     names, train, train_labels = _scan(path / "train", side, max_pixels)
     test_names, test, test_labels = _scan(path / "test", side, max_pixels)
     if names != test_names:
         odd = sorted(set(names) ^ set(test_names))
         raise ConfigError(f"data-dir = {str(path)!r}: train/ and test/ differ in the classes {odd}.")
-    groups = _group_by_folder(train.paths, path / "train")
-    return Dataset(names, train, train_labels, test, test_labels, train_groups=groups)
-
-
-def _group_by_folder(files: Sequence[str], path: Path) -> np.ndarray | None:
-    """The same number for files in sub-folders of one name directly below class folders; None if there is none."""
-    inside = [PurePath(file).relative_to(path).parts[1:] for file in files]
-    if all(len(parts) == 1 for parts in inside):
-        return None
-    names = [parts[0] if len(parts) > 1 else f"{n}/" for n, parts in enumerate(inside)]  # no folder is called so
-    return np.unique(names, return_inverse=True)[1].astype(np.int64)
+    return Dataset(names, train, train_labels, test, test_labels)
 
 
 def _scan(path: Path, side: int, max_pixels: int) -> tuple[tuple[str, ...], ImageFiles, np.ndarray]:

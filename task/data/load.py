@@ -46,9 +46,10 @@ def load_dataset(
             names = [dataset.class_names[c] for c in missing[:5]]
             asked = f", validation-share = {validation_share:g}" if validation_share else ""
             kind = "validation" if validation_share else "test"
+            together = "" if dataset.train_groups is None else ", and images of one of its groups stay together"
             raise ConfigError(
                 f"data-dir = {data_dir!r}{asked}: too few images of {names}; each class needs one for training and one "
-                f"as {kind} image, at least."
+                f"as {kind} image, at least{together}."
             )
     return dataset
 
@@ -63,8 +64,6 @@ def require_readable(dataset: Dataset, name: str) -> None:
     """
     if is_published(name):
         return
-    if dataset.train_groups is not None:
-        log.info("images of one group or sub-folder stay together: all for training or all for the test")
     log.info("reading %d images", len(dataset.train_labels) + len(dataset.test_labels))
     problems = find_unreadable(dataset.train_images) + find_unreadable(dataset.test_images)
     if problems:

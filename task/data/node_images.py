@@ -7,7 +7,6 @@ import logging
 import os
 import time
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager, suppress
@@ -125,8 +124,7 @@ def open_inventory(inventory: Inventory, side: int, max_pixels: int = MAX_PIXELS
     """The images of an inventory with the node's own class names and ids.
 
     Without train/ and test/ about a fifth of the files is held out, by a digest of their names, but none that was
-    trained on before. Files in a sub-folder of a class, such as those of one patient, are held out together, by a
-    digest of its name. At least one file of each class is trained on.
+    trained on before. At least one file of each class is trained on.
 
     Raises:
         ConfigError: an .npz file that cannot be used, or a class name that is not printable.
@@ -163,31 +161,12 @@ def _classes_of(split: bool, files: Sequence[str]) -> list[str]:
 def _choose_held_out(split: bool, files: tuple[str, ...], trained: AbstractSet[str]) -> tuple[str, ...]:
     if split:
         return tuple(name for name in files if name.startswith("test/"))
-    groups = dict(zip(files, _groups_of(files), strict=True))
-    used = trained | {_sub_folder(name) for name in trained}
-    marked = select_by_digest([os.fsencode(groups[name]) for name in files])
-    held_out = [name for name, mark in zip(files, marked, strict=True) if mark and groups[name] not in used]
-    # each class needs a training file: if all would be held out, the first one is trained on, and what belongs to it
-    counts = Counter(_classes_of(split, files))
-    for class_name in sorted(counts.keys() - set(_classes_of(split, sorted(set(files) - set(held_out))))):
-        of_class = [name for name in held_out if name.startswith(f"{class_name}/")]
-        if len(of_class) == counts[class_name]:  # what another class needed may have been enough
-            held_out = [name for name in held_out if groups[name] != groups[min(of_class)]]
+    marked = select_by_digest([os.fsencode(name) for name in files])
+    held_out = [name for name, mark in zip(files, marked, strict=True) if mark and name not in trained]
+    # each class needs a training file: if all would be held out, the first one is trained on
+    for class_name in set(_classes_of(split, files)) - set(_classes_of(split, sorted(set(files) - set(held_out)))):
+        held_out.remove(min(name for name in held_out if name.startswith(f"{class_name}/")))
     return tuple(held_out)
-
-
-def _sub_folder(name: str) -> str:
-    """The folder directly below its class folder that a file is in, such as a patient's; the file itself if in none."""
-    parts = PurePosixPath(name).parts
-    return parts[1] if len(parts) > 2 else name
-
-
-def _groups_of(files: Sequence[str]) -> list[str]:
-    """What each file belongs to: its sub-folder, or itself in a class that has one sub-folder and nothing else."""
-    folders = [_sub_folder(name) for name in files]
-    classes = _classes_of(False, files)
-    in_class = Counter(class_name for class_name, _ in set(zip(classes, folders, strict=True)))
-    return [folder if in_class[c] > 1 else name for name, folder, c in zip(files, folders, classes, strict=True)]
 
 
 def _list_files(root: Path, split: bool) -> tuple[list[str], list[str]]:

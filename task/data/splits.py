@@ -1,6 +1,7 @@
 """Reproducible splits of a data set into training, validation and test images."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterable
 
 import numpy as np
@@ -24,7 +25,8 @@ def draw_held_out(
         seed: of the draw.
         purpose: another one gives another draw.
         groups: int64 [N]; images with the same number, such as those of one patient, are all marked or none is. Then
-            the shares are as near as groups allow. Classes whose images are all of one group are divided by images.
+            the shares are as near as groups allow, and a class may have none if its groups are those of other classes
+            too. Classes whose images are all of one group are divided by images.
     """
     counts = np.bincount(labels)
     wanted = np.clip(np.round(share * counts), np.minimum(counts - 1, 1), counts - 1).astype(np.int64)
@@ -66,14 +68,16 @@ def _draw_groups(labels: np.ndarray, groups: np.ndarray, wanted: np.ndarray, rng
         classes, sizes = parts[group]
         return not mask[members[group][0]] and bool((held[classes] + sizes < counts[classes]).all())
 
-    order = rng.permutation(len(members)).tolist()
-    for group in order:
+    of_class: dict[int, list[int]] = defaultdict(list)
+    for group in rng.permutation(len(members)).tolist():
         classes, sizes = parts[group]
+        for c in classes.tolist():
+            of_class[c].append(group)
         gap = wanted[classes] - held[classes]
         if spares(group) and np.abs(gap - sizes).sum() < np.abs(gap).sum():
             hold_out(group)
-    for c in np.flatnonzero((held == 0) & (wanted > 0)):
-        if able := [group for group in order if c in parts[group][0] and spares(group)]:
+    for c in np.flatnonzero(wanted).tolist():
+        if not held[c] and (able := [group for group in of_class[c] if spares(group)]):
             hold_out(min(able, key=lambda group: len(members[group])))
     return mask
 

@@ -41,6 +41,17 @@ def test_rounds_of_adaptation_are_those_of_the_run(tiny, tmp_path):
     assert f"task1-round{len(results['rounds']) - 1}-client-0000" in indices
 
 
+def test_groups_of_the_images_are_written_too(tiny, tmp_path):
+    rng = np.random.default_rng(0)
+    images, labels, groups = rng.integers(0, 256, (80, 16, 16, 3), np.uint8), np.arange(80) % 2, np.arange(80) // 8
+    np.savez(tmp_path / "a.npz", images=images, labels=labels, groups=groups)
+    values = tiny | {"dataset": "npz", "data-dir": str(tmp_path / "a.npz"), "image-size": 16}
+    _, _, data, _ = written(values, tmp_path / "problem")
+    test = data["split"] == 1
+    assert np.unique(data["groups"][~test], return_counts=True)[1].tolist() == [8] * 8
+    assert len(set(data["groups"][test])) == test.sum() == 16
+
+
 def written(values, folder):
     """What is written of a problem, read with NumPy and json."""
     config = parse(values)
