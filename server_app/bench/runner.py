@@ -33,7 +33,7 @@ from server_app.simulation.processes import (
     start_process,
 )
 from server_app.simulation.superlink import POLL
-from task.config.checks import USUAL_ROUNDS
+from task.config.checks import unread_rounds
 from task.config.schema import FROM_PATH, MAY_CHANGE, SAME_RESULT, defaults, keys_affecting
 from task.keys import ConfigError
 from task.message import Scalar
@@ -309,7 +309,7 @@ def _other_key(run: Run, planned: PlannedRun, ignored: Collection[str]) -> str |
     """The first run key whose value is another one in a saved run than in the suite, but for those ``ignored``."""
     saved, config = _saved_keys(run), planned.config
     name = f"{config.method_row.name}-adaptation-rounds"
-    if not config.adapts and saved.get(name) in USUAL_ROUNDS:
+    if not config.adapts and saved.get(name) in unread_rounds(config):
         ignored = {*ignored, name}  # of a run of an earlier version
     return next((k for k, value in config.flat().items() if k not in ignored and saved[k] != value), None)
 

@@ -8,7 +8,7 @@ from task.keys import AUTO, ConfigError
 from task.methods import METHODS, load_class
 from task.prompt_kinds import PROMPTS
 
-USUAL_ROUNDS = (0, 5)  # of adaptation, also without a prompt: FedRDA's defaults, now and in earlier versions
+_USUAL_ROUNDS = (0, 5)  # of adaptation: FedRDA's defaults, now and in earlier versions
 MAX_SECURE_CLIENTS = 300  # in a round; the server opens a sum of 100 in about 20 s, and the time grows with the cube
 
 
@@ -80,9 +80,14 @@ def _check_method(config: Config) -> None:
     if config.federated_bias and (config.method_row.adapts or not config.trains_locally):
         raise ConfigError(f"federated-bias = True is not possible: {config.method!r} trains no model in every task.")
     name = f"{config.method_row.name}-adaptation-rounds"
-    usual = (*USUAL_ROUNDS, type(config.options).adaptation_rounds, config.method_row.defaults.get(name))
-    if config.method_row.adapts and not config.adapts and config.options.adaptation_rounds not in usual:
+    if config.method_row.adapts and not config.adapts and config.options.adaptation_rounds not in unread_rounds(config):
         raise ConfigError(f"{name} = {config.flat()[name]} would be ignored: it needs a prompt to adapt, not none.")
+
+
+def unread_rounds(config: Config) -> tuple[object, ...]:
+    """Rounds of adaptation that a run without a prompt to adapt may have, as some version had them by default."""
+    row = config.method_row
+    return *_USUAL_ROUNDS, type(config.options).adaptation_rounds, row.defaults.get(f"{row.name}-adaptation-rounds")
 
 
 def _check_backbone(config: Config) -> None:
