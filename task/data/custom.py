@@ -69,7 +69,7 @@ def _contents(images: np.ndarray, groups: np.ndarray | None) -> Iterator[bytes]:
 
 
 def _read_groups(groups: np.ndarray, labels: np.ndarray, path: Path) -> np.ndarray:
-    if groups.shape != labels.shape or groups.dtype.kind not in "biuU":
+    if groups.shape != labels.shape or groups.dtype.kind not in "iuU":
         raise ConfigError(
             f"data-dir = {str(path)!r}: groups must be a whole number or a text for each of the {len(labels)} labels, "
             f"the same for images that belong together; it is {groups.dtype} {list(groups.shape)}."
