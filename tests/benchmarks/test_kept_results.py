@@ -25,6 +25,7 @@ TABLES = {  # section of the page -> folder of its runs, and the part of it that
     "Uneven classes of CIFAR-100": ("cifar100-uneven", ""),
     "Spectrograms": ("spectrograms", ""),
     "Letters": ("letters", ""),
+    "Emoji": ("emoji", ""),
 }
 PARTITIONS = {
     "Dirichlet 0.5": "beta-0.5",
