@@ -179,8 +179,8 @@ def _setting(run: Run, name: str) -> object:
     """
     if name == "num-tasks" and run.settings.get("class-order") == APPEARING:
         return run.results["num_tasks"]
-    adapts_nothing = name.endswith("-adaptation-rounds") and run.settings.get("prompt") == "none"
-    return 0 if adapts_nothing else run.settings.get(name, "unknown")
+    unread = name == f"{run.results['method']}-adaptation-rounds" and run.settings.get("prompt") == "none"
+    return 0 if unread else run.settings.get(name, "unknown")
 
 
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
