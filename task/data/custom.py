@@ -40,7 +40,7 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
         what = "folder of .npy files" if path.is_dir() else ".npz file"
         reason = " ".join(str(error).split())
         if isinstance(error, ValueError) and "pickle" in reason:  # NumPy advises to run the code that a file may hold
-            reason = "it is damaged, or holds more than arrays of numbers and texts"
+            reason = "it is damaged, or holds more than arrays of numbers and texts; np.array(values, str) makes texts"
         raise ConfigError(f"data-dir = {str(path)!r} is not a readable {what} ({reason}).") from error
     if "class_names" in arrays:
         _check_names(arrays["class_names"], path)
