@@ -13,6 +13,7 @@ from server_app.bench.suite import read_suite
 from task.config.parsing import parse
 from task.methods import METHODS
 from task.models.load import build_backbone
+from task.scenario.adaptation import choose_adaptation_rounds
 
 
 def test_pieces_are_kept_and_only_missing_ones_are_measured(
@@ -154,10 +155,13 @@ def test_the_minutes_of_the_docstring_add_up() -> None:
 
 
 def test_the_run_of_fedrda_is_that_of_the_suite() -> None:
+    """It states the 5 rounds of adaptation that auto chooses there: a client has 100 images, 7 steps an epoch."""
     suite = read_suite(gpu.ROOT / "suites" / "cifar100-cpu.yaml", {})
     (planned,) = (r for r in suite.runs if (r.variant, r.partition, r.seed) == ("fedrda", "beta-0.5", 0))
     keys, expected = parse(gpu.FEDRDA).flat(), planned.config.flat()
-    apart = {name for name, value in keys.items() if value != expected[name]}
+    rounds = choose_adaptation_rounds([100] * 10, planned.config)
+    assert keys["fedrda-adaptation-rounds"] == rounds == 5
+    apart = {name for name, value in keys.items() if value != (expected | {"fedrda-adaptation-rounds": rounds})[name]}
     assert apart == {"dataset", "data-dir", "backbone", "image-size", "output-dir", "run-name"}
 
 
