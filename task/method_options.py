@@ -8,6 +8,8 @@ from typing import Literal
 from task.keys import AUTO, Key, key, keys_of
 from task.message import Scalar
 
+CLASS_TOKEN, PATCHES = "class-token", "patches"  # what of an earlier block is a feature
+
 
 @dataclass(frozen=True)
 class Options:
@@ -19,7 +21,8 @@ class Options:
     covariance = "diagonal"  # form in which a class covariance travels: diagonal, full or low-rank
     rank = 1  # of the low-rank covariance
     random_features = 0  # number of random features under the head; 0 = the backbone's own features
-    depth = 0.0  # after this share of the blocks the class token is a feature too; 0 = after the last block only
+    depth = 0.0  # after this share of the blocks another feature is taken; 0 = after the last block only
+    early_feature = CLASS_TOKEN  # what that is: class-token, or patches, the mean of the patch tokens
     adaptation_rounds = 0  # rounds in which a method that adapts trains its prompt
     frozen_features = False  # whether the feature without prompt stands beside that of an adapted prompt
     features = "every-task"  # tasks in which prompt and trained backbone learn: every-task or first-task
@@ -250,7 +253,12 @@ class AFCLOptions(Options):
         maximum=20_000,
     )
     depth: float = key(
-        0.0, "share of the blocks after which the class token is a feature too; 0 = the last only", minimum=0, maximum=1
+        0.0, "share of the blocks after which another feature is taken; 0 = after the last only", minimum=0, maximum=1
+    )
+    early_feature: str = key(
+        CLASS_TOKEN,
+        "what that feature is: class-token, or patches: the mean of the patch tokens",
+        choices=(CLASS_TOKEN, PATCHES),
     )
     sketch: int = key(
         0,
@@ -279,7 +287,8 @@ class FedRDAOptions(AFCLOptions):
     """Keys of FedRDA, the project's own method: a regularised discriminant on features of an adapted prompt."""
 
     head: str = key("regularised", "see afcl-head", choices=("ridge", "discriminant", "regularised"))
-    depth: float = key(0.75, "share of the blocks after which the class token is a feature too", minimum=0, maximum=1)
+    depth: float = key(0.5, "see afcl-depth", minimum=0, maximum=1)
+    early_feature: str = key(PATCHES, "see afcl-early-feature", choices=(CLASS_TOKEN, PATCHES))
     dtype: str = key("fp16", "type of the numbers that travel", choices=("fp64", "fp32", "fp16"))
     adaptation_rounds: int = key(
         AUTO,

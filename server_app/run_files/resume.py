@@ -9,7 +9,7 @@ import yaml
 from server_app.errors import one_line
 from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import FINISHED, read_results, resolve_output_dir
-from task.config.schema import APPEARING, MAY_CHANGE, Config, keys_affecting, known_keys
+from task.config.schema import APPEARING, MAY_CHANGE, Config, complete_saved, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
@@ -98,4 +98,4 @@ def _read_saved_keys(directory: Path) -> dict[str, Scalar]:
     if missing:
         lacks = ", ".join(sorted(missing))
         raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run, it lacks {lacks}.")
-    return saved
+    return complete_saved(saved)

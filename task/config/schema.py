@@ -8,7 +8,7 @@ from typing import Any
 
 from task.keys import AUTO, ConfigError, Key, key, keys_of
 from task.message import Scalar
-from task.method_options import Options
+from task.method_options import CLASS_TOKEN, Options
 from task.methods import METHODS, Method
 from task.prompt_kinds import PROMPTS
 
@@ -407,6 +407,13 @@ def keys_affecting(*categories: str) -> list[str]:
 def defaults() -> dict[str, Scalar]:
     """Every run key with its default, as in pyproject.toml."""
     return {name: k.default for name, k in known_keys().items()}
+
+
+def complete_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Run keys that a run or a model has recorded; one that its version did not know yet is as it was then."""
+    method = saved.get("method")
+    known = f"{method}-depth" in saved
+    return ({f"{method}-early-feature": CLASS_TOKEN} if known else {}) | dict(saved)
 
 
 def missing_setting(key: Key, values: Mapping[str, Scalar], keys: Mapping[str, Key]) -> str:

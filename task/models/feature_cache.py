@@ -4,7 +4,7 @@ q(x) depends on the image and the frozen backbone only, so test images, statisti
 need it once. Its last bits depend on the batch in which it is computed. In memory, therefore, whole batches are cached,
 and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
 of the images, BATCH at once; a run that uses the disk takes every query from there, also the run that computes them.
-So results do not depend on what is cached. The class token after three quarters of the blocks is stored beside each
+So results do not depend on what is cached. The mean patch token after half of the blocks is stored beside each
 query: it costs no further pass, and FedRDA with prompt=none reads both. Where a prompt learns in the first task only,
 f(x) of test images is kept in memory too.
 """
@@ -25,9 +25,9 @@ from torch import Tensor
 
 from task.data.images import Dataset, ImageFiles, Images, resolve_source
 from task.models.feature_store import stored_features
-from task.models.model import Model, early_blocks, to_arrays
+from task.models.model import Model, early_features, to_arrays
 from task.models.preprocessing import prepare
-from task.models.vit import Backbone
+from task.models.vit import Backbone, Early
 from task.utils.versions import package_version
 
 log = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 BATCH = 64  # images of one pass without gradient; of more, the activations leave the cache of a processor
 CACHE_BYTES = 2**28  # of cached queries in a process: 87,000 queries at D = 768
 WORTH_STORING = 1000  # images of a data set: the queries of fewer are computed in seconds
-EARLY_DEPTH = 0.75  # share of the blocks whose class token is stored too: fedrda-depth, where nobody sets it
+EARLY_DEPTH = 0.5  # share of the blocks after which the mean patch token is stored too, as FedRDA reads it
 PROGRESS = 10.0  # seconds between two lines in the log
 # a change of one of these files may change q(x)
 CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")
 
-Arithmetic = tuple[str, tuple[int, ...], int, int]  # precision, early blocks, lengths of q(x) and f(x)
+Arithmetic = tuple[str, tuple[Early, ...], int, int]  # precision, early features, lengths of q(x) and f(x)
 
 
 class Inputs(NamedTuple):
@@ -82,7 +82,7 @@ class BatchCache:
         ``prompt`` tells prompts apart, where it depends on them.
         """
         digest = hashlib.sha256(positions.tobytes()).digest() + prompt
-        arithmetic = (model.precision, model.early_blocks, model.query_width, model.width)
+        arithmetic = (model.precision, model.early, model.query_width, model.width)
         key = (id(images), id(model.backbone), arithmetic, digest)
         batch = self._pop(key)
         if not batch or not batch.belongs_to(images, model.backbone):
@@ -100,7 +100,7 @@ class BatchCache:
 
 
 CACHE = BatchCache(CACHE_BYTES)
-_TABLES: dict[tuple[int, int, str, tuple[int, ...], int], CachedBatch] = {}  # of data sets that are stored on disk
+_TABLES: dict[tuple[int, int, str, tuple[Early, ...], int], CachedBatch] = {}  # of data sets that are stored on disk
 
 
 @torch.no_grad()
@@ -163,21 +163,19 @@ def _is_stored(model: Model, source: Images) -> bool:
     return bool(model.stored_as) and len(source) >= WORTH_STORING
 
 
-def _stored_blocks(model: Model) -> tuple[int, ...]:
-    """Blocks whose class token is stored beside that of the last one."""
-    if model.query_blocks or not model.backbone.has_class_token:
-        return model.query_blocks
-    return tuple(early_blocks(EARLY_DEPTH, model.backbone))
+def _stored_early(model: Model) -> tuple[Early, ...]:
+    """What of earlier blocks is stored beside the last feature."""
+    return model.query_early or tuple(early_features(EARLY_DEPTH, True, model.backbone))
 
 
 def _table(model: Model, source: Images) -> Tensor:
     """q(x) of all images, memory-mapped [N, width] on the CPU."""
-    blocks = _stored_blocks(model)
-    key = (id(source), id(model.backbone), model.precision, blocks, torch.get_num_threads())
+    early = _stored_early(model)
+    key = (id(source), id(model.backbone), model.precision, early, torch.get_num_threads())
     table = _TABLES.get(key)
     if not table or not table.belongs_to(source, model.backbone):
         about = {"belongs-to": model.stored_as, "number": str(len(source))}
-        shape = (len(source), model.backbone.dim * (1 + len(blocks)))
+        shape = (len(source), model.backbone.dim * (1 + len(early)))
         features = stored_features(_identity(model, source), about, shape, lambda: _compute_all(model, source))
         table = _TABLES[key] = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
     return table.features[:, : model.query_width]
@@ -196,7 +194,7 @@ def _identity(model: Model, source: Images) -> dict[str, str]:
         "image-size": str(backbone.image_size),
         "normalisation": str(normalisation),
         "precision": model.precision,
-        "early-blocks": str(_stored_blocks(model)),
+        "early": str([tuple(feature) for feature in _stored_early(model)]),
         "batch": str(BATCH),
         "processor": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor,
         "versions": " ".join(f"{name} {package_version(name)}" for name in ("torch", "timm", "pillow")),
@@ -222,12 +220,12 @@ def image_digest(images: Images) -> str:
 @torch.no_grad()
 def _compute_all(model: Model, source: Images) -> Tensor:
     """What is stored of all images, in batches of BATCH, float32 [N, D * (1 + early blocks)]; logs how far it is."""
-    blocks = _stored_blocks(model)
-    table = torch.empty(len(source), model.backbone.dim * (1 + len(blocks)))
+    early = _stored_early(model)
+    table = torch.empty(len(source), model.backbone.dim * (1 + len(early)))
     log.info("features of %d images are computed once, for all runs on %s", len(source), model.stored_as)
     logged = started = time.monotonic()
     for batch in batches(np.arange(len(source))):
-        table[batch] = model.query(prepare(source[batch], model.backbone), blocks).cpu()
+        table[batch] = model.query(prepare(source[batch], model.backbone), early).cpu()
         if time.monotonic() > logged + PROGRESS:
             logged = time.monotonic()
             log.info("features of %d images: %d done after %.0f s", len(source), batch[-1] + 1, logged - started)

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from task.config.schema import FROM_PATH, Config
 from task.keys import AUTO, ConfigError
 from task.message import Arrays
+from task.method_options import PATCHES
 from task.methods import load_class
 from task.models.load import configured_backbone
-from task.models.vit import Backbone
+from task.models.vit import Backbone, Early
 from task.models.weights import find_misfits
 from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
@@ -104,7 +105,7 @@ class Model(nn.Module):
         seed: of the head's initial values and projection.
         precision: fp32 or bf16, of the backbone's arithmetic.
         head: classifier of features [B, width].
-        early_blocks: blocks, counted from 0, whose class token is a part of the features too.
+        early: what of blocks before the last is a part of the features too.
         local_head: classifier of features [B, D] for clients that train the prompt in the first task only.
         appends_query: whether q(x) is a part of the features of a prompted model too.
         trains_backbone: train, and send, a copy of the backbone.
@@ -119,7 +120,7 @@ class Model(nn.Module):
         seed: int,
         precision: str,
         head: Head | None = None,
-        early_blocks: Sequence[int] = (),
+        early: Sequence[Early] = (),
         local_head: Head | None = None,
         appends_query: bool = False,
         trains_backbone: bool = False,
@@ -132,7 +133,7 @@ class Model(nn.Module):
         self.trained_backbone = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
         self.prompt, self.head = prompt, head or Head(backbone.dim, seed)
         self.local_head = local_head
-        self.early_blocks = tuple(early_blocks)
+        self.early = tuple(early)
         self.appends_query = appends_query
         self.task_sizes: list[int] = []
         self._rows: Tensor
@@ -192,36 +193,36 @@ class Model(nn.Module):
         """Index of each head row in :meth:`current_rows`, int64 like ``rows``."""
         return torch.searchsorted(self._rows, rows)
 
-    def query(self, images: Tensor, early_blocks: Sequence[int] | None = None) -> Tensor:
+    def query(self, images: Tensor, early: Sequence[Early] | None = None) -> Tensor:
         """q(x): normalised images [B, 3, H, W] -> features without prompt [B, query_width]; no gradient.
 
-        ``early_blocks``, if given, replaces the model's own.
+        ``early``, if given, replaces the model's own.
         """
-        blocks = self.query_blocks if early_blocks is None else early_blocks
+        early = self.query_early if early is None else early
         with torch.no_grad(), self._autocast():
-            return self.backbone(images, early_blocks=blocks).float()
+            return self.backbone(images, early=early).float()
 
     @property
-    def query_blocks(self) -> tuple[int, ...]:
-        """Early blocks whose class token is a part of q(x): none if there is a prompt, as nothing reads them then."""
-        return () if self.prompted else self.early_blocks
+    def query_early(self) -> tuple[Early, ...]:
+        """What of earlier blocks is a part of q(x): nothing if there is a prompt, as nothing reads it then."""
+        return () if self.prompted else self.early
 
     @property
     def query_width(self) -> int:
-        """Length of q(x): D, and D more for each of ``query_blocks``."""
-        return self.backbone.dim * (1 + len(self.query_blocks))
+        """Length of q(x): D, and D more for each of ``query_early``."""
+        return self.backbone.dim * (1 + len(self.query_early))
 
     @property
     def width(self) -> int:
-        """Length of a feature: D, D more for each of ``early_blocks`` and D more for ``appends_query``."""
-        return self.backbone.dim * (1 + len(self.early_blocks) + self.appends_query)
+        """Length of a feature: D, D more for each of ``early`` and D more for ``appends_query``."""
+        return self.backbone.dim * (1 + len(self.early) + self.appends_query)
 
     @cached_property
     def longest_input(self) -> float:
         """No input of the head's linear layer has a larger L2 norm; infinite if the backbone trains."""
         if self.trained_backbone is not None:
             return math.inf
-        early = len(self.early_blocks) * self.backbone.dim  # each of norm sqrt(D)
+        early = len(self.early) * self.backbone.dim  # each of norm sqrt(D)
         longest = math.sqrt(self.backbone.longest**2 * (1 + self.appends_query) + early)
         projection = self.head.projection
         if projection is None:
@@ -263,11 +264,11 @@ class Model(nn.Module):
         return torch.cat([self._prompted_features(images, query), query], dim=1)
 
     def _prompted_features(self, images: Tensor, query: Tensor | None) -> Tensor:
-        """The part of f(x) that the prompt changes, [B, D * (1 + early blocks)]."""
+        """The part of f(x) that the prompt changes, [B, D * (1 + early)]."""
         if query is None and self.prompt.needs_query:
             query = self.query(images)
         with self._autocast():
-            return self.backbone(images, self.prompt(query), self.projects, self.early_blocks).float()
+            return self.backbone(images, self.prompt(query), self.projects, self.early).float()
 
     def forward(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only.
@@ -370,15 +371,15 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
             f"prompt-blocks = {config.prompt_blocks!r} is not possible: {config.backbone} has {backbone.depth} blocks."
         )
     prompt = load_class(PROMPTS[config.prompt].path)(config, backbone.dim)
-    early_blocks = _early_blocks(config, backbone)
+    early = _early(config, backbone)
     appends_query = config.options.frozen_features and config.prompt != "none"
     model = Model(
         backbone,
         prompt,
         config.seed,
         config.precision,
-        _build_head(config, backbone.dim * (1 + len(early_blocks) + appends_query)),
-        early_blocks,
+        _build_head(config, backbone.dim * (1 + len(early) + appends_query)),
+        early,
         Head(backbone.dim, config.seed, init=config.head_init) if config.adapts else None,
         appends_query,
         config.trains_backbone,
@@ -401,18 +402,19 @@ def _build_head(config: Config, dim: int) -> Head:
     return Head(dim, config.seed, options.random_features, config.head_init, trained)
 
 
-def _early_blocks(config: Config, backbone: Backbone) -> list[int]:
-    """The block after which the class token is a feature too, counted from 0; none if that is the last."""
-    blocks = early_blocks(config.options.depth, backbone)
-    if blocks and not backbone.has_class_token:
-        key = f"{config.method_row.name}-depth"
+def _early(config: Config, backbone: Backbone) -> list[Early]:
+    options = config.options
+    early = early_features(options.depth, options.early_feature == PATCHES, backbone)
+    if early and options.early_feature != PATCHES and not backbone.has_class_token:
+        name = config.method_row.name
         raise ConfigError(
-            f"{key} = {config.options.depth:g} needs a class token, which {config.backbone!r} lacks: write {key}=0."
+            f"{name}-early-feature = {options.early_feature!r} is not possible: {config.backbone!r} has no class "
+            f"token. Write {PATCHES}, or {name}-depth=0."
         )
-    return blocks
+    return early
 
 
-def early_blocks(depth: float, backbone: Backbone) -> list[int]:
-    """The block that ends the share ``depth`` of all blocks, counted from 0; an empty list if it is the last."""
+def early_features(depth: float, patches: bool, backbone: Backbone) -> list[Early]:
+    """The feature after the share ``depth`` of all blocks; an empty list if no block or all come before it."""
     block = round(depth * backbone.depth) - 1
-    return [block] if 0 <= block < backbone.depth - 1 else []
+    return [Early(block, patches)] if 0 <= block < backbone.depth - 1 else []

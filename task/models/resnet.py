@@ -6,7 +6,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from task.models.vit import Backbone, digest
+from task.models.vit import Backbone, Early, digest
 from task.models.weights import load_strictly, read_weights
 from task.prompts.base import PromptVectors
 
@@ -24,7 +24,7 @@ class ResNet18(Backbone):
         images: Tensor,
         prompted: PromptVectors | None = None,
         projects: bool = False,
-        early_blocks: Sequence[int] = (),
+        early: Sequence[Early] = (),
     ) -> Tensor:
         """Normalised images [B, 3, H, W] -> features [B, 512]: the pooled last layer. It has no blocks to prompt."""
         return self.network(images)

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,13 @@ from task.models.weights import build_vit
 from task.prompts.base import PromptVectors
 
 MOST_PATCHES = 64  # along a side: 1,024 pixels with patches of 16; attention holds the square of their number
+
+
+class Early(NamedTuple):
+    """A feature taken after a block before the last: its class token, or the mean of its patch tokens."""
+
+    block: int  # counted from 0
+    patches: bool = False
 
 
 class PrefixAttention(nn.Module):
@@ -138,26 +146,30 @@ class ViT(Backbone):
         images: Tensor,
         prompted: PromptVectors | None = None,
         projects: bool = False,
-        early_blocks: Sequence[int] = (),
+        early: Sequence[Early] = (),
     ) -> Tensor:
-        """Normalised images [B, 3, H, W] -> features [B, D]: the class token after the final norm.
+        """Normalised images [B, 3, H, W] -> features [B, D (1 + early)]: the class token after the final norm.
 
-        Behind it comes the class token after each of ``early_blocks`` (counted from 0), normalised to mean 0 and
-        variance 1: early features help where images are far from those of pre-training.
+        Behind it comes each of ``early``, normalised to mean 0 and variance 1: such features help where images are far
+        from those of pre-training.
 
         A ViT for which timm has another pooling gives that pooled feature. ``projects``: see :class:`PrefixAttention`.
 
         Without ``prompted`` this is q(x): timm's forward_features and pre-logits head. With it, the last block computes
         the class token only, as nothing reads the others: the same feature but for rounding.
         """
-        tokens = list[Tensor]()
+        before = list[Tensor]()
         with ExitStack() as stack:
-            for block in (self.vit.blocks[i] for i in early_blocks):
-                hook = block.register_forward_hook(lambda block, inputs, output: tokens.append(output[:, 0]))
+            for block, patches in early:
+                read = self._mean_patch if patches else _class_token
+                hook = self.vit.blocks[block].register_forward_hook(lambda _, __, x, read=read: before.append(read(x)))
                 stack.callback(hook.remove)
             stack.enter_context(self._holding(prompted or {}, projects))
             feature = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
-        return torch.cat([feature, *(F.layer_norm(token, token.shape[-1:]) for token in tokens)], dim=1)
+        return torch.cat([feature, *(F.layer_norm(x, x.shape[-1:]) for x in before)], dim=1)
+
+    def _mean_patch(self, tokens: Tensor) -> Tensor:
+        return tokens[:, self.vit.num_prefix_tokens :].mean(dim=1)
 
     @contextmanager
     def _holding(self, prompted: PromptVectors, projects: bool) -> Iterator[None]:
@@ -181,6 +193,10 @@ class ViT(Backbone):
             last.first_only = last.block.attn.first_only = False
             for block in blocks:
                 block.block.attn.prefix = block.block.attn.change = block.tokens = None
+
+
+def _class_token(tokens: Tensor) -> Tensor:
+    return tokens[:, 0]
 
 
 def _longest_output(vit: VisionTransformer) -> float:

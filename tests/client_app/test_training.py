@@ -38,7 +38,7 @@ class Pixels(nn.Module):
         self.register_buffer("mean", torch.full((1, 3, 1, 1), mean))
         self.register_buffer("std", torch.full((1, 3, 1, 1), std))
 
-    def forward(self, images, prefixes=None, projects=False, early_blocks=()):
+    def forward(self, images, prefixes=None, projects=False, early=()):
         return images.flatten(1)
 
 

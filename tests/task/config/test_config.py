@@ -150,9 +150,21 @@ PUBLISHED: dict[str, dict[str, object]] = {
     "head-only": {"learning-rate": 0.01, "prompt": "none"},
     "ncm": {"rounds-per-task": 1},
     "afcl": {"rounds-per-task": 1, "afcl-ridge": 0.0, "afcl-random-features": 0, "afcl-head": "ridge", "prompt": "none"}
-    | {"afcl-depth": 0.0, "afcl-sketch": 0, "afcl-dtype": "fp32", "afcl-adaptation-rounds": 5},
+    | {
+        "afcl-depth": 0.0,
+        "afcl-early-feature": "class-token",
+        "afcl-sketch": 0,
+        "afcl-dtype": "fp32",
+        "afcl-adaptation-rounds": 5,
+    },
     "fedrda": {"rounds-per-task": 1, "fedrda-head": "regularised", "prompt": "lora", "prompt-length": 4}
-    | {"fedrda-depth": 0.75, "fedrda-dtype": "fp16", "fedrda-shrinkage": 0.0, "fedrda-own-covariance": 0.1}
+    | {
+        "fedrda-depth": 0.5,
+        "fedrda-early-feature": "patches",
+        "fedrda-dtype": "fp16",
+        "fedrda-shrinkage": 0.0,
+        "fedrda-own-covariance": 0.1,
+    }
     | {"fedrda-rank": 32, "fedrda-adaptation-rounds": 0},
 }
 

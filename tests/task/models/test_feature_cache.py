@@ -17,7 +17,7 @@ from task.models import feature_cache as queries
 from task.models.evaluation import confusion_counts, extract_features
 from task.models.feature_cache import BatchCache, cached_query
 from task.models.model import Model, build_model
-from task.models.vit import ViT
+from task.models.vit import Early, ViT
 from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
 from task.scenario.scenario import build_scenario
@@ -42,9 +42,9 @@ def passes(monkeypatch):
     seen = {False: [], True: []}
     original = ViT.forward
 
-    def counted(self, images, prompted=None, projects=False, early_blocks=()):
+    def counted(self, images, prompted=None, projects=False, early=()):
         seen[bool(prompted)].append(len(images))
-        return original(self, images, prompted, projects, early_blocks)
+        return original(self, images, prompted, projects, early)
 
     monkeypatch.setattr(ViT, "forward", counted)
     return seen
@@ -245,7 +245,7 @@ def test_queries_belong_to_the_blocks_whose_tokens_they_hold() -> None:
     backbone, prompt = ViT(vit, (0.5,) * 3, (0.25,) * 3), Prompt(prompt_config(), 0)
     images = np.random.default_rng(0).integers(0, 255, (4, 8, 8, 3), np.uint8)
     first, second = (
-        cached_query(Model(backbone, prompt, 0, "fp32", early_blocks=[block]), images, np.arange(4)) for block in (0, 1)
+        cached_query(Model(backbone, prompt, 0, "fp32", early=[Early(block)]), images, np.arange(4)) for block in (0, 1)
     )
     assert first is not None
     assert second is not None

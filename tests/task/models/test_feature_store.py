@@ -32,7 +32,7 @@ from task.models.evaluation import extract_features
 from task.models.feature_cache import cached_query, image_digest
 from task.models.feature_store import clear_store, list_stored, stored_features
 from task.models.model import Model, build_model
-from task.models.vit import ViT
+from task.models.vit import Early, ViT
 from task.models.weights import build_vit
 from task.scenario.scenario import build_scenario
 from task.utils.versions import package_version
@@ -67,10 +67,10 @@ def passed(monkeypatch):
     sizes = []
     original = ViT.forward
 
-    def counted(self, images, prompted=None, projects=False, early_blocks=()):
+    def counted(self, images, prompted=None, projects=False, early=()):
         if not prompted:
             sizes.append(len(images))
-        return original(self, images, prompted, projects, early_blocks)
+        return original(self, images, prompted, projects, early)
 
     monkeypatch.setattr(ViT, "forward", counted)
     return sizes
@@ -203,7 +203,8 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("normalisation", "mean", of_backbone("mean", torch.full((1, 3, 1, 1), 0.1))),
     ("normalisation", "std", of_backbone("std", torch.full((1, 3, 1, 1), 0.1))),
     ("precision", "precision", of_model("precision", "bf16")),
-    ("early-blocks", "a block", of_model("early_blocks", (0,))),
+    ("early", "a block", of_model("early", (Early(0),))),
+    ("early", "what of it", of_model("early", (Early(2, patches=False),))),
     ("batch", "size", put(feature_cache, "BATCH", 128)),
     ("processor", "threads", put(torch, "get_num_threads", lambda: 99)),
     ("processor", "machine", put(platform, "machine", lambda: "another")),

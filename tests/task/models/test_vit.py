@@ -26,7 +26,7 @@ from task.keys import ConfigError
 from task.models import weights as module
 from task.models.load import configured_backbone, load_backbone
 from task.models.model import build_model
-from task.models.vit import ViT, digest, load_vit
+from task.models.vit import Early, ViT, digest, load_vit
 from task.prompts.shared import SharedPrompt
 from tests.helpers.prompts import prompt_config
 
@@ -633,23 +633,26 @@ def test_random_weights_are_drawn_with_the_seed(name):
     assert digests[0] == digests[2] != digests[1]
 
 
-@pytest.mark.parametrize("early", [[0], [1], [0, 1], [2]])
+@pytest.mark.parametrize("patches", [False, True])
+@pytest.mark.parametrize("blocks", [[0], [1], [0, 1], [2]])
 @pytest.mark.parametrize("variant", ["plain", "layer scale"])
-def test_early_features_are_class_tokens_of_their_block_normalised(variant, early):
+def test_early_features_are_of_their_block_and_normalised(variant, blocks, patches):
     """Tokens by a hook on timm's own model; mean 0 and variance 1 in float64 NumPy. The last feature keeps its bits."""
+    early = [Early(block, patches) for block in blocks]
     images, tokens = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)), {}
     vit = tiny_vit(depth=3, **VARIANTS[variant])
     for i, block in enumerate(vit.blocks):
-        block.register_forward_hook(lambda block, inputs, output, i=i: tokens.update({i: output[:, 0]}))
+        block.register_forward_hook(lambda block, inputs, output, i=i: tokens.update({i: output}))
     with torch.no_grad():
         plain = vit.forward_head(vit.forward_features(images), pre_logits=True)
         expected = [plain.numpy().astype(np.float64)]
-        for i in early:
-            token = tokens[i].numpy().astype(np.float64)
+        for i in blocks:
+            all_tokens = tokens[i].numpy().astype(np.float64)  # the class token first
+            token = all_tokens[:, 1:].mean(axis=1) if patches else all_tokens[:, 0]
             centred = token - token.mean(axis=1, keepdims=True)
             expected.append(centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5))
         backbone = ViT(tiny_vit(depth=3, **VARIANTS[variant]), *HALVES)
-        features, default = backbone(images, early_blocks=early), backbone(images)
+        features, default = backbone(images, early=early), backbone(images)
         again = backbone(images)
     assert features.shape == (4, 12 * (1 + len(early)))
     assert np.allclose(features, np.concatenate(expected, axis=1), atol=1e-5)
@@ -669,7 +672,7 @@ def test_early_features_with_a_prompt_are_of_the_prompted_tokens():
     with torch.no_grad():
         last = backbone(images, prompt(None))
         handle.remove()
-        features, bare = (backbone(images, vectors, early_blocks=[1]) for vectors in (prompt(None), None))
+        features, bare = (backbone(images, vectors, early=[Early(1)]) for vectors in (prompt(None), None))
     token = tokens[0].numpy().astype(np.float64)
     token -= token.mean(axis=1, keepdims=True)
     assert torch.equal(features[:, :12], last)
@@ -683,7 +686,25 @@ def test_the_share_of_the_depth_names_one_block(depth, blocks):
     keys = {"method": "afcl", "afcl-depth": depth, "dataset": "synthetic", "image-size": 16, "device": "cpu"}
     model = build_model(parse(keys), [3])
     assert model.backbone.depth == 6
-    assert list(model.early_blocks) == blocks
+    assert [feature.block for feature in model.early] == blocks
+
+
+@pytest.mark.parametrize(("method", "patches"), [("afcl", False), ("fedrda", True)])
+def test_what_an_early_feature_is_by_default(method, patches):
+    keys = {"method": method, f"{method}-depth": 0.5, "dataset": "synthetic", "image-size": 16, "device": "cpu"}
+    assert list(build_model(parse(keys), [3]).early) == [Early(2, patches)]
+
+
+def test_patches_need_no_class_token_and_leave_out_registers():
+    """Mean of the patch tokens after block 0 of a ViT that has two register tokens and no class token, by a hook."""
+    images, tokens = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), []
+    backbone = ViT(tiny_vit(depth=2, class_token=False, reg_tokens=2, global_pool="avg"), *HALVES)
+    backbone.vit.blocks[0].register_forward_hook(lambda block, inputs, output: tokens.append(output[:, 2:].mean(dim=1)))
+    with torch.no_grad():
+        features = backbone(images, early=[Early(0, patches=True)])
+    mean = tokens[0].numpy().astype(np.float64)
+    centred = mean - mean.mean(axis=1, keepdims=True)
+    assert np.allclose(features[:, 12:], centred / np.sqrt((centred**2).mean(axis=1, keepdims=True) + 1e-5), atol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{}, {"global_pool": "avg"}, {"global_pool": "avg", "fc_norm": False}])
