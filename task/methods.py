@@ -99,7 +99,7 @@ def register(name: str) -> None:
             f"method = {name!r}: prompt {unknown[0]!r} of its row does not exist; there are {list(PROMPTS)}."
         )
     if row.adapts and f"{row.name}-adaptation-rounds" not in row.own_keys():
-        raise ConfigError(f"method = {name!r} adapts: its options need a field adaptation_rounds, as AFCLOptions has.")
+        raise ConfigError(f"method = {name!r} adapts: its options need a key adaptation_rounds, as AFCLOptions has.")
     METHODS[name] = row
 
 

@@ -41,12 +41,14 @@ class ClassLimit:
 
 
 def warn_of_untested(clients: Sequence[ClientInfo]) -> None:
-    """Name in the log the classes of which no node has held out an image."""
+    """Name in the log the classes of which no node has held out an image, or of which all images are held out."""
     tested = {normal_form(client.classes[i]) for client in clients for i in np.flatnonzero(client.test_counts)}
+    trained = {normal_form(client.classes[i]) for client in clients for i in np.flatnonzero(client.own_counts)}
     names = choose_spellings(name for client in clients for name in client.classes)
-    untested = sorted(name for form, name in names.items() if form not in tested)
-    if untested:
+    if untested := sorted(name for form, name in names.items() if form not in tested):
         log.warning("no node has held out an image of %s: their accuracy will be unknown", ", ".join(untested))
+    if untrained := sorted(names[form] for form in tested - trained):
+        log.warning("all images of %s are held out as test images: no node can train on them", ", ".join(untrained))
 
 
 def describe_spellings(clients: Sequence[ClientInfo], class_names: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ import numpy as np
 from server_app.report.runs import Run
 from server_app.tables import markdown_table
 from task.config.schema import APPEARING, SAME_RESULT, defaults, keys_affecting, known_keys, missing_setting
+from task.keys import AUTO
 from task.methods import METHODS
 
 FINAL, INCREMENTAL = "final_average_accuracy", "average_incremental_accuracy"
@@ -175,12 +176,15 @@ def _differ(name: str, runs: Sequence[Run]) -> bool:
 def _setting(run: Run, name: str) -> object:
     """A run key's value; of num-tasks, which is a limit where classes appear, how many tasks there were.
 
-    Of rounds of adaptation 0 without a prompt to adapt: what stands there is the default of some version.
+    Of rounds of adaptation none without a prompt to adapt: what stands there is the default of some version.
     """
     if name == "num-tasks" and run.settings.get("class-order") == APPEARING:
         return run.results["num_tasks"]
-    unread = name == f"{run.results['method']}-adaptation-rounds" and run.settings.get("prompt") == "none"
-    return 0 if unread else run.settings.get(name, "unknown")
+    row = METHODS.get(run.results["method"])  # one from outside may be unknown here
+    if row and name == f"{row.name}-adaptation-rounds" and run.settings.get("prompt") == "none":
+        return "none"
+    value, rule = run.settings.get(name, "unknown"), known_keys()[name].rule
+    return AUTO if rule.auto is not None and value == rule.auto else value
 
 
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:

@@ -62,7 +62,7 @@ def require_same_start(directory: Path, backbone_sha256: str, data_sha256: str) 
         raise ConfigError(f"resume = {str(directory)!r} began with other backbone weights than these.")
     if saved.get("data-sha256", data_sha256) != data_sha256:  # a run of an earlier version has none
         raise ConfigError(
-            f"resume = {str(directory)!r} began with other images: classes, labels or files have changed in "
+            f"resume = {str(directory)!r} began with other images: classes, labels, groups or files have changed in "
             f"data-dir = {saved.get('data-dir')!r}. Put back what was there, or start the run anew."
         )
     if any(saved.get(name) != value for name, value in code_and_versions().items()):

@@ -72,7 +72,7 @@ def _read_groups(groups: np.ndarray, labels: np.ndarray, path: Path) -> np.ndarr
     if groups.shape != labels.shape or groups.dtype.kind not in "iuU":
         raise ConfigError(
             f"data-dir = {str(path)!r}: groups must be a whole number or a text for each of the {len(labels)} labels, "
-            f"the same for images that belong together; it is {groups.dtype} {list(groups.shape)}."
+            f"not bytes, the same for images that belong together; it is {groups.dtype} {list(groups.shape)}."
         )
     return np.unique(groups, return_inverse=True)[1].astype(np.int64)
 
@@ -82,7 +82,8 @@ def _refuse_divided(groups: np.ndarray | None, test: np.ndarray, path: Path) -> 
         first = np.flatnonzero(groups == divided[0])
         raise ConfigError(
             f"data-dir = {str(path)!r}: its split divides {divided.size} of its groups, such as that of the images "
-            f"{first[:5].tolist()}: images of one group must be all for training or all for the test."
+            f"{first[:5].tolist()}: images of one group must be all for training or all for the test. Where a "
+            "class has one group only, give each of its images a group of its own."
         )
 
 

@@ -1,6 +1,7 @@
 """Reproducible splits of a data set into training, validation and test images."""
 
 import hashlib
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -8,6 +9,8 @@ import numpy as np
 
 from task.data.images import Dataset, Images, Subset
 from task.utils.seeding import numpy_rng
+
+log = logging.getLogger(__name__)
 
 HELD_OUT = 0.2  # test share of a data set that comes without a test split
 
@@ -25,8 +28,8 @@ def draw_held_out(
         seed: of the draw.
         purpose: another one gives another draw.
         groups: int64 [N]; images with the same number, such as those of one patient, are all marked or none is. Then
-            the shares are as near as groups allow, and a class may have none if its groups are those of other classes
-            too. Classes whose images are all of one group are divided by images.
+            the share of a class may be up to about twice as large, and a class may have none if its groups are those of
+            other classes too. Classes whose images are all of one group are divided by images; the log warns of them.
     """
     counts = np.bincount(labels)
     wanted = np.clip(np.round(share * counts), np.minimum(counts - 1, 1), counts - 1).astype(np.int64)
@@ -46,6 +49,13 @@ def _split_single_groups(labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
     first, last = np.full(labels.max() + 1, groups.max()), np.full(labels.max() + 1, groups.min())
     np.minimum.at(first, labels, groups)
     np.maximum.at(last, labels, groups)
+    single = np.unique(labels[(first == last)[labels]])
+    if np.bincount(labels)[single].max(initial=0) > 1:
+        log.warning(
+            "%d of %d classes have images of one group only, which are divided image by image",
+            len(single),
+            len(np.unique(labels)),
+        )
     return np.where((first == last)[labels], groups.max() + 1 + np.arange(len(groups)), groups)
 
 

@@ -786,6 +786,7 @@ def test_the_server_says_who_holds_what_and_what_nobody_can_be_tested_on(
     with caplog.at_level("INFO"):
         results = run(keys)
     assert "no node has held out an image of ant" in caplog.text
+    assert "held out as test images" not in caplog.text
     assert untested_classes(results) == ["ant"]
     said = "without a test image of ant"
     assert summary(Path(keys["output-dir"]) / "run")[1] == said

@@ -437,6 +437,17 @@ def test_a_method_from_outside_that_adapts_keeps_its_number_of_rounds(tiny: Valu
         METHODS.pop(name, None)
 
 
+def test_a_run_of_an_earlier_version_keeps_its_class_tokens(tiny: Values) -> None:
+    """Its config.yaml has no run key for the early feature, which was the class token then."""
+    old = {"method": "fedrda", "prompt": "none", "fedrda-depth": 0.75, "fedrda-early-feature": "class-token"}
+    straight, cut = two_runs(tiny, **old)
+    folder = interrupt(cut, cut_in_round=2)
+    text = (folder / "config.yaml").read_text()
+    assert text.count("fedrda-early-feature: class-token\n") == 1
+    (folder / "config.yaml").write_text(text.replace("fedrda-early-feature: class-token\n", ""))
+    assert resume_anew(folder)["accuracy_matrix"] == run(straight)["accuracy_matrix"]
+
+
 def test_another_version_of_the_code_is_named(tiny: Values, caplog: pytest.LogCaptureFixture) -> None:
     _, interrupted = two_runs(tiny)
     folder = interrupt(interrupted, cut_in_round=3)

@@ -50,6 +50,9 @@ def test_groups_of_the_images_are_written_too(tiny, tmp_path):
     test = data["split"] == 1
     assert np.unique(data["groups"][~test], return_counts=True)[1].tolist() == [8] * 8
     assert len(set(data["groups"][test])) == test.sum() == 16
+    assert not set(data["groups"][test]) & set(data["groups"][~test])
+    _, _, data, _ = written(values | {"validation-share": 0.2}, tmp_path / "validation")
+    assert np.unique(data["groups"][data["split"] != 1], return_counts=True)[1].tolist() == [8] * 7
 
 
 def written(values, folder):

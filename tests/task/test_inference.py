@@ -21,6 +21,7 @@ from task.inference import ModelError, Predictor, load_predictor
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import build_model
 from task.models.preprocessing import prepare
+from task.models.vit import Early
 from task.models.weights import build_vit
 from task.scenario.scenario import build_scenario
 
@@ -134,6 +135,21 @@ def test_another_backbone_is_refused(tiny: dict, tmp_path: Path) -> None:
             load_predictor(directory)
     with pytest.raises(ModelError, match=r"vit\.safetensors.*put those weights back"):
         load_predictor(directory)
+
+
+@pytest.mark.parametrize("method", ["afcl", "fedrda"])
+def test_a_model_of_an_earlier_version_reads_the_class_token_of_an_early_block(
+    method: str, tiny: dict, tmp_path: Path
+) -> None:
+    """That version had no other early feature, and no run key for it."""
+    values = tiny | {"method": method, "prompt": "none", f"{method}-depth": 0.75, f"{method}-adaptation-rounds": 5}
+    file = untrained(tmp_path / "model", values | {f"{method}-early-feature": "class-token"}, [6, 6]) / MODEL
+    with safetensors.safe_open(file, framework="np") as content:
+        metadata = content.metadata()
+    config = json.loads(metadata["config"])
+    assert config.pop(f"{method}-early-feature") == "class-token"
+    safetensors.torch.save_file(safetensors.torch.load_file(file), file, metadata | {"config": json.dumps(config)})
+    assert load_predictor(file).model.early == (Early(3, patches=False),)
 
 
 def test_random_weights_are_drawn_with_the_seed_of_the_run(tiny: dict, tmp_path: Path) -> None:

@@ -215,6 +215,8 @@ def test_one_common_seed_is_told_and_none_too() -> None:
         "No seed links a with d: their seeds are taken to be equally hard on average.",
         "Compared with a on one common seed or none: b, d.",
     ]
+    groups.append(group("e", [0.1], 1, 1, seeds=[None]))
+    assert "No seed links" not in "".join(recommend(groups))  # e may have any
     lines = recommend([group("best", [0.8], 1, 1, seeds=[0]), groups[2], group("d", [0.2], 1, 1, seeds=[1])])
     assert lines[-2].startswith("One seed only: best, d;")  # c has three
     assert lines[-1] == "Compared with best on one common seed or none: d."  # that of c is the only one of best
@@ -246,6 +248,13 @@ def test_methods_are_linked_through_two_others() -> None:
     accuracies = {"a": {0: 0.5}, "b": {0: 0.4, 1: 0.6}, "c": {1: 0.55, 2: 0.45}, "d": {2: 0.52}}
     groups = [group(n, list(of.values()), 1, 1, seeds=list(of)) for n, of in accuracies.items()]
     assert _adjusted(groups) == pytest.approx([0.6, 0.5, 0.45, 0.52])
+    assert "No seed links" not in "".join(recommend(groups))
+
+
+def test_a_long_chain_of_methods_links_its_ends() -> None:
+    """Nine methods, each with a seed of the one before: the first and the last are linked through seven others."""
+    groups = [group(str(i), [0.5, 0.5], 1, 1, seeds=[i, i + 1], images=10**6) for i in range(9)]
+    assert "No seed links" not in "".join(recommend(groups))
 
 
 @pytest.mark.parametrize("seeds", [[7, 8, 9], [None] * 3])

@@ -86,6 +86,19 @@ def make_run(tmp_path):
     return make
 
 
+@pytest.mark.parametrize(
+    ("config", "early"),
+    [
+        ({"method": "fedrda", "fedrda-depth": 0.75}, "class-token"),  # an earlier version knew no other
+        ({"method": "fedrda", "fedrda-depth": 0.5, "fedrda-early-feature": "patches"}, "patches"),
+        ({"method": "hgp"}, None),
+    ],
+)
+def test_a_run_of_an_earlier_version_has_read_class_tokens(config, early, make_run):
+    settings = load_run(make_run(config=config)).settings
+    assert settings.get(f"{config['method']}-early-feature") == early
+
+
 class Page(HTMLParser):
     """Collects the text, the attributes and the tables of a page; fails on a tag that is not closed in order."""
 
@@ -736,6 +749,17 @@ def test_a_run_without_adaptation_is_the_same_whatever_its_rounds_of_it_were(mak
         ["lora-5"],
         ["none-5", "none-0"],
     ]
+
+
+def test_rounds_of_adaptation_are_told_as_they_were_asked_for(make_run):
+    saved = {"none": ("none", 0), "auto": ("lora", 0), "three": ("lora", 3)}
+    folders = [
+        make_run(name, method="fedrda", config={"prompt": prompt, "fedrda-adaptation-rounds": rounds})
+        for name, (prompt, rounds) in saved.items()
+    ]
+    labels = {group.runs[0].folder.name: group.label for group in group_runs([load_run(folder) for folder in folders])}
+    rounds = {name: label.split("fedrda-adaptation-rounds ")[1].rstrip(")") for name, label in labels.items()}
+    assert rounds == {"none": "none", "auto": "auto", "three": "3"}
 
 
 def test_prompt_is_found_without_a_config(make_run):

@@ -86,6 +86,36 @@ def test_groups_are_not_divided(labels: list[int], groups: Sequence[int], held_o
     assert not divided
 
 
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([*np.arange(10) // 2, *[7] * 10], "1 of 2 classes have images of one group only"),
+        ([*np.arange(20) // 2], ""),
+    ],
+)
+def test_classes_that_are_divided_image_by_image_are_counted(
+    groups: list[int], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw_held_out(np.array([0] * 10 + [1] * 10), 0.2, 0, "test", np.array(groups))
+    assert caplog.text.count("divided image by image") == bool(said)
+    assert said in caplog.text
+
+
+def test_images_that_are_divided_singly_join_no_other_group() -> None:
+    """Class 0 is of group 9 alone, the highest number; each of its images may be held out without another image."""
+    labels, groups = np.array([0] * 10 + [1] * 40), np.array([9] * 10 + [*np.arange(40) // 8])
+    marked = np.stack([draw_held_out(labels, 0.2, seed, "test", groups) for seed in range(40)])
+    assert marked[:, :10].any(axis=0).all()
+    assert np.unique(marked[:, :10].sum(axis=1)).tolist() == [2]
+    assert np.unique(marked[:, 10:].sum(axis=1)).tolist() == [8]
+
+
+def test_another_seed_holds_out_other_groups() -> None:
+    labels, groups = np.zeros(40, np.int64), np.arange(40) // 4
+    held_out = {tuple(groups[draw_held_out(labels, 0.1, seed, "test", groups)]) for seed in range(40)}
+    assert len(held_out) > 5
+
+
 def test_every_class_keeps_a_training_image_however_groups_lie() -> None:
     for seed in range(200):
         rng = np.random.default_rng(seed)

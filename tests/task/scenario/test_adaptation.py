@@ -89,7 +89,7 @@ def test_a_method_from_outside_may_have_its_own_number(monkeypatch, options, row
 
 
 def test_a_method_from_outside_that_adapts_needs_a_number():
-    with pytest.raises(ConfigError, match="adapts: its options need a field adaptation_rounds"):
+    with pytest.raises(ConfigError, match="adapts: its options need a key adaptation_rounds"):
         parse({"method": f"{__name__}:NUMBERLESS"})
 
 
