@@ -6,6 +6,7 @@ take in results of other people.
 """
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,12 +16,13 @@ from typing import Any
 
 import yaml
 
+from server_app.report.compare import PROBLEM
 from server_app.report.others import OtherResult, read_others
 from server_app.report.runs import data_name
 from server_app.run_files.paths import resolve_output_dir
 from server_app.run_keys import complete_run_keys
 from task.config.parsing import parse, reads_key
-from task.config.schema import OF_THE_SERVER, Config, keys_affecting, known_keys
+from task.config.schema import OF_THE_SERVER, Config, defaults, keys_affecting, known_keys
 from task.keys import ConfigError, did_you_mean
 from task.message import Scalar
 from task.utils.files import parse_small
@@ -63,6 +65,13 @@ class PlannedRun:
     def config(self) -> Config:
         """The run's resolved keys."""
         return parse(self.values)
+
+    @property
+    def method_keys(self) -> str:
+        """The run keys that another run of the same method on other images needs, as fcil run takes them."""
+        usual, names = defaults(), keys_affecting("result", "local training", "privacy")
+        told = [n for n in names if self.values.get(n, usual[n]) != usual[n] and n not in ("dataset", *PROBLEM)]
+        return " ".join(f"{name}={shlex.quote(str(self.values[name]))}" for name in told)
 
     @property
     def setting(self) -> str:

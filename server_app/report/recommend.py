@@ -1,7 +1,7 @@
 """Recommends a method from a comparison, and says why."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,13 +18,14 @@ AS_IF = ", as if all had the same seeds"
 SIMILAR = 1.25  # costs that differ by less than this factor count as equal
 
 
-def recommend(groups: Sequence[Group]) -> list[str]:
+def recommend(groups: Sequence[Group], keys: Mapping[str, str] | None = None) -> list[str]:
     """Lines of text for one setting: the most accurate group, what is as accurate within noise, and its costs.
 
     Seeds differ in difficulty: groups are ranked as if all had the same ones (:func:`_adjusted`), and each is compared
     with the best on those that both have. Groups that are below the best by no more than the noise of that difference
     (:func:`noise`), or by no more than one point, are as accurate as it; of these the cheapest is recommended. Pooled
-    images and results of other code are not ranked.
+    images and results of other code are not ranked. ``keys`` are the run keys of a group by its label, in words: those
+    of the recommended ones are told.
     """
     able = [group for group in groups if not (group.theirs or group.pooled)]
     known = [group for group in able if group.measured]
@@ -43,11 +44,13 @@ def recommend(groups: Sequence[Group]) -> list[str]:
             equal.append(group)
             lines.append(f"Close to it: {words}{SMALL * (sd + ROUNDING < below)}.")
         else:
-            close = "; below twice the noise, so that it may be chance" if below < CLOSE * sd - ROUNDING else ""
+            close = "; about twice the noise at most, so that it may be chance" if below < CLOSE * sd - ROUNDING else ""
             less.append(f"Below it: {words}{close}.")
         if below < -limit:
             unclear.append(f"Not clear yet: {group.label} is {points}, though {best.label} is ranked first.")
-    return [*lines, *less[:1], _decide(best, equal), *unclear, *_doubts(able, [group for _, group in ranked])]
+    decision, chosen = _decide(best, equal)
+    told = [f"Run keys of {label}: {keys[label]}" for label in chosen if label in keys] if keys else []
+    return [*lines, *less[:1], decision, *told, *unclear, *_doubts(able, [group for _, group in ranked])]
 
 
 def noise(best: Group, other: Group) -> tuple[float, str]:
@@ -181,8 +184,8 @@ def _short(value: float) -> str:
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
-def _decide(best: Group, equal: Sequence[Group]) -> str:
-    """The recommendation among groups that are equally accurate."""
+def _decide(best: Group, equal: Sequence[Group]) -> tuple[str, list[str]]:
+    """The recommendation among groups that are equally accurate, and the labels of what it recommends."""
     little_traffic, little_time = _cheapest(equal, "megabytes"), _cheapest(equal, "core_minutes")
     both = [group for group in little_traffic if group in little_time]
     if not both:
@@ -190,7 +193,7 @@ def _decide(best: Group, equal: Sequence[Group]) -> str:
         return (
             f"Recommended: {by_traffic.label} where traffic is dear ({_traffic(by_traffic)}), {by_time.label} where "
             f"computation is ({_time(by_time)}); their accuracies count as equal."
-        )
+        ), [by_traffic.label, by_time.label]
     reason = (
         "the next one is below it by more than the noise"
         if len(equal) == 1
@@ -198,7 +201,7 @@ def _decide(best: Group, equal: Sequence[Group]) -> str:
     )
     if both[0] is best and len(equal) > 1:
         reason = f"the most accurate, and {reason}"
-    return f"Recommended: {both[0].label}: {reason}."
+    return f"Recommended: {both[0].label}: {reason}.", [both[0].label]
 
 
 def _cheapest(groups: Sequence[Group], cost: str) -> list[Group]:

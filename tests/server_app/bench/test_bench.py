@@ -64,6 +64,18 @@ def test_runs_are_variants_by_partitions_by_seeds(write, tmp_path):
     assert suite.runs[0].config.num_tasks == 2
 
 
+def test_keys_of_a_variant_for_other_images(write):
+    """Those of the method and of local training; not the problem, the folder, the seed and what is the default."""
+    variant = {"label": "a", "method": "fedrda", "prompt": "lora", "rounds-per-task": 1, "prompt-blocks": "1,3-4"}
+    variant |= {"local-epochs": 2, "num-tasks": 3, "threads": 1, "learning-rate-schedule": "auto"}
+    (run, *_) = read_suite(
+        write(seeds=[3], partitions=[{"label": "iid", "partition": "iid"}], variants=[variant]), {}
+    ).runs
+    assert set(run.method_keys.split(" ")) == {
+        *("method=fedrda", "prompt=lora", "rounds-per-task=1", "prompt-blocks=1,3-4", "local-epochs=2")
+    }
+
+
 def test_relative_folders_are_those_of_runs(write, tmp_path, monkeypatch):
     monkeypatch.setenv("FCIL_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

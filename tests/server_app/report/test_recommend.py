@@ -73,7 +73,7 @@ def test_the_cheapest_within_the_noise_is_recommended() -> None:
         "Close to it: near, 88.5 ± 0.0 % for 1 MB and 2 core-minutes; 1.5 points below, noise 2.0: "
         "standard deviation over 3 seeds.",
         "Below it: far, 87.5 ± 0.0 % for 0.1 MB and 0.1 core-minutes; 2.5 points below, noise 2.0: standard "
-        "deviation over 3 seeds; below twice the noise, so that it may be chance.",
+        "deviation over 3 seeds; about twice the noise at most, so that it may be chance.",
         "Recommended: near: about the cheapest of these in traffic and in computation.",
     ]
 
@@ -192,6 +192,16 @@ def test_one_that_is_better_on_the_common_seed_is_named() -> None:
     assert "Recommended: best" in lines[3]
     assert "Not clear yet: a is 3.0 points above on the seed that both have, though best is ranked first." in lines
     assert lines[-1].startswith("One seed only: a;")
+
+
+def test_run_keys_of_what_is_recommended_follow_it() -> None:
+    """Of two that are recommended, each for one cost, those of both; of a label without keys none."""
+    dear, slow = group("dear", [0.9, 0.9], 5, 1), group("slow", [0.9, 0.9], 1, 5)
+    keys = {"dear": "method=hgp", "slow": "method=ncm", "bad": "method=pip"}
+    lines = recommend([dear, slow, group("bad", [0.1, 0.1], 1, 1)], keys)
+    assert lines[3].startswith("Recommended: slow where traffic is dear (1 MB), dear where")
+    assert lines[4:6] == ["Run keys of slow: method=ncm", "Run keys of dear: method=hgp"]
+    assert "Run keys" not in "".join(recommend([dear, slow], {"bad": "method=pip"}) + recommend([dear, slow]))
 
 
 @pytest.mark.parametrize(
@@ -365,7 +375,7 @@ def test_a_few_images_that_all_differ_in_one_direction_have_noise() -> None:
     best = group("a", [1.0] * 3, 1, 1, seeds=[0, 1, 2], samples=[4, 2, 2, 2, 2], correct=[[*correct, "11"]] * 3)
     other = group("b", [0.8] * 3, 1, 1, seeds=[0, 1, 2], samples=[4, 2, 2, 2, 2], correct=[[*correct, "00"]] * 3)
     assert noise(best, other)[0] == pytest.approx(0.5**0.5 / 5)
-    assert recommend([best, other])[1].endswith("below twice the noise, so that it may be chance.")
+    assert recommend([best, other])[1].endswith("about twice the noise at most, so that it may be chance.")
 
 
 def test_what_no_better_than_guessing_is_said() -> None:
