@@ -120,6 +120,11 @@ def require_files(values: Mapping[str, Scalar]) -> None:
     Raises:
         ConfigError: they are not; for published images it says what belongs there and where it comes from.
     """
+    if values.get("dataset") == OWN and not values.get("data-dir"):
+        raise ConfigError(
+            f"dataset = {OWN!r} needs data-dir here: fcil run simulates the nodes, and each has a folder in it. A run "
+            "of real nodes is started, and resumed, by: flwr run . CONNECTION --stream --run-config KEYS"
+        )
     for name in ("data-dir", "backbone-weights"):
         text = str(values.get(name, ""))
         if text in ("", AUTO, "random") or run_path(name, text).exists():

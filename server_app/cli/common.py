@@ -2,6 +2,12 @@
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
+
+from task.config.schema import APPEARING
+
+if TYPE_CHECKING:
+    from task.models.metadata import ModelMetadata
 
 DEVICES = "auto, cpu, cuda or cuda:N (default: auto)"
 MODELS = "a run's folder, or a file that fcil export wrote"
@@ -22,6 +28,13 @@ def share(text: str) -> float:
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
+
+
+def tell_unfinished(metadata: "ModelMetadata") -> None:
+    """Say on standard error that a model is of a run that has tasks left, whose classes it cannot know."""
+    begun, total = len(metadata.task_sizes), int(metadata.config["num-tasks"])
+    if begun < total and metadata.config.get("class-order") != APPEARING:
+        complain(f"note: this model has come to task {begun} of {total}, and knows no class of later ones", OK)
 
 
 def complain(message: str, code: int) -> int:

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from server_app.cli.common import MISTAKE, MODELS, OK, complain
+from server_app.cli.common import MISTAKE, MODELS, OK, complain, tell_unfinished
+from task.models.metadata import MODEL
 
 
 def describe(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +21,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_command(args: argparse.Namespace) -> int:
+    if args.out.resolve() in (Path(args.model).resolve(), Path(args.model, MODEL).resolve()):
+        return complain(f"{args.out} is the model itself: name another file", MISTAKE)
     if refusal := _refuse(args.out, args.onnx):
         return complain(refusal, MISTAKE)
     from server_app.export import require_onnx, write_onnx, write_self_contained
@@ -28,6 +31,7 @@ def _run_command(args: argparse.Namespace) -> int:
     if args.onnx:
         require_onnx()  # before anything is written
     predictor = load_predictor(args.model, "cpu")
+    tell_unfinished(predictor.metadata)
     write_self_contained(predictor, args.out)
     if args.onnx:
         write_onnx(predictor, args.onnx)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from server_app.cli.common import DEVICES, FAILED, MODELS, OK, complain, positive
+from server_app.cli.common import DEVICES, FAILED, MODELS, OK, complain, positive, tell_unfinished
 from task.keys import AUTO, ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def _run_command(args: argparse.Namespace) -> int:
 
     lost = list[OSError]()
     files = [file for word in args.words for file in _list_files(word, lost.append)]
-    answers = _classify_files(load_predictor(args.model, args.device), files, args.top)
+    predictor = load_predictor(args.model, args.device)
+    tell_unfinished(predictor.metadata)
+    answers = _classify_files(predictor, files, args.top)
     rows = [(a["file"], c["class"], f"{c['probability']:.4f}") for a in answers for c in a.get("classes", [])]
     table = "\n".join(align([("file", "class", "probability"), *rows])) if rows else ""
     print(json.dumps(answers, indent=1) if args.json else table, end="\n" if rows or args.json else "")

@@ -106,7 +106,8 @@ def _refuse_unread(values: Mapping[str, Scalar], method: Method, keys: Mapping[s
             owner = next((m.name for m in METHODS.values() if name in m.own_keys()), "")
             reader = missing_setting(keys[name], values, keys) if name in readable else f"method {owner!r}"
             if reader:
-                raise IgnoredKeyError(f"{name} = {value!r} would be ignored: only {reader} reads it.")
+                own = " For a folder of your own images add dataset=folder." if name == "data-dir" else ""
+                raise IgnoredKeyError(f"{name} = {value!r} would be ignored: only {reader} reads it.{own}")
 
 
 def set_num_clients(config: Config, number: int) -> Config:

@@ -197,6 +197,10 @@ def _scan(path: Path, side: int, max_pixels: int) -> tuple[tuple[str, ...], Imag
     images, labels = images_by_class(folders, side, max_pixels)
     empty = [p.name for p, count in zip(folders, np.bincount(labels, minlength=len(folders)), strict=True) if not count]
     if not folders or empty:
-        what = f"the classes {empty} hold no image file" if empty else "it holds no class folder"
+        what = (
+            f"the classes {empty} hold no image file: fill or remove these folders"
+            if empty
+            else "it holds no class folder"
+        )
         raise ConfigError(f"data-dir = {str(path)!r} must hold one folder of images per class, but {what}.")
     return tuple(p.name for p in folders), images, labels

@@ -1,5 +1,6 @@
 """Folders of image files: which files count, and which folder names a class."""
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -10,6 +11,8 @@ from PIL import Image
 
 from task.data.images import MAX_PIXELS, ImageFiles, readable_formats
 from task.keys import ConfigError
+
+log = logging.getLogger(__name__)
 
 _SYSTEM_FOLDERS = ("@eaDir", "__MACOSX")  # made by operating systems, with copies of images
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
@@ -60,6 +63,8 @@ def class_folders(path: Path) -> list[Path]:
 def require_classes(folders: Sequence[Path]) -> None:
     """Refuse folders such as train/ and val/, which hold folders and no images, as classes.
 
+    The log warns where all folders hold the same folders and no image themselves: these may be the classes.
+
     Raises:
         ConfigError: names one.
     """
@@ -70,6 +75,21 @@ def require_classes(folders: Sequence[Path]) -> None:
                 f"{str(folder)!r} looks like a part of the data and not like a class: data-dir holds a folder per "
                 "class, or train/ and test/, both, so written, with a folder per class each."
             )
+    inside = [{folder.name for folder in class_folders(folder)} for folder in folders]
+    shared = set[str].intersection(*inside) if len(folders) > 1 else set()
+    if shared and not any(_holds_image(folder) for folder in folders):
+        log.warning(
+            "the class folders of %s hold no image, but each has a folder %r: if that is a class, data-dir is a folder "
+            "too high",
+            folders[0].parent,
+            min(shared),
+        )
+
+
+def _holds_image(folder: Path) -> bool:
+    return folder.is_dir() and any(
+        path.name.lower().endswith(_endings()) for path in folder.iterdir() if path.is_file()
+    )
 
 
 def _hidden(name: str) -> bool:

@@ -22,6 +22,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_needs_no_file_needs_no_project(installed: Path) -> None:
+    run_keys.require_files({"dataset": "own", "data-dir": "."})
+    with pytest.raises(
+        ConfigError, match=r"needs data-dir here: .* A run of real nodes is started, and resumed, by: flwr"
+    ):
+        run_keys.require_files({"dataset": "own", "data-dir": "", "resume": "runs/night"})
     run_keys.require_files({"method": "hgp", "dataset": "digits", "backbone-weights": "auto"})
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 
 from server_app.cli import main as cli
+from server_app.cli.common import tell_unfinished
 from server_app.rounds.run import run_experiment
 from server_app.run_files.writers import write_model
 from server_app.transport.in_process import InProcessTransport
@@ -251,6 +253,26 @@ def test_the_command_answers_what_it_can_read(tiny: dict, tmp_path: Path, capsys
     best = load_predictor(directory).predict([files[1]]).top(1)[0][0]
     assert (red["classes"][0]["class"], red["classes"][0]["probability"]) == best
     assert lines[0].split()[-1] == f"{best[1]:.4f}"
+
+
+def test_a_model_of_an_unfinished_run_says_so(tiny: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "red.png")
+    for tasks, note in (
+        ([6], "fcil: note: this model has come to task 1 of 2, and knows no class of later ones\n"),
+        ([6, 6], ""),
+    ):
+        directory = str(untrained(tmp_path / f"{len(tasks)}", tiny, tasks))
+        assert cli.main(["predict", directory, str(tmp_path / "red.png")]) == 0
+        assert capsys.readouterr().err == note
+        assert cli.main(["export", directory, str(tmp_path / "out")]) == 0
+        assert capsys.readouterr().err == note
+    appearing = untrained(tmp_path / "appearing", tiny, [6])
+    metadata = replace(
+        load_predictor(appearing).metadata,
+        config=load_predictor(appearing).metadata.config | {"class-order": "appearing"},
+    )
+    tell_unfinished(metadata)  # num-tasks is a limit there
+    assert capsys.readouterr().err == ""
 
 
 def test_exit_codes_of_the_command(tiny: dict, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from task.config.parsing import parse
+from task.data.image_folders import class_folders, require_classes
 from task.data.images import Dataset, Subset
 from task.data.load import load_dataset
 from task.data.splits import draw_held_out, split_validation
@@ -313,6 +314,26 @@ def test_a_class_folder_that_is_a_link_to_nowhere(tmp_path: Path) -> None:
     (tmp_path / "flat" / "class9").symlink_to(tmp_path / "unmounted")
     with pytest.raises(ConfigError, match=r"the classes \['class9'\] hold no image file"):
         load_dataset("folder", str(tmp_path / "flat"), 16, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("folders", "told"),
+    [
+        (["north/ant", "north/bee", "south/bee"], True),  # two nodes: one folder too high
+        (["ant/monday", "bee/tuesday"], False),
+        (["ant", "ant/more", "bee/more"], False),  # an image beside a folder
+        (["ant/more"], False),
+    ],
+)
+def test_folders_that_may_be_one_too_high_are_warned_of(
+    folders: list[str], told: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in folders:
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.zeros((8, 8, 3), np.uint8)).save(tmp_path / name / "0.png")
+    require_classes(class_folders(tmp_path))
+    assert ("a folder 'bee': if that is a class, data-dir is a folder too high" in caplog.text) == told
+    assert bool(caplog.text) == told
 
 
 def write_header(file: IO[bytes], shape: tuple[int, ...]) -> None:
