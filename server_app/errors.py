@@ -48,7 +48,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return (
             "its process was told to end: by 'flwr stop', by a signal, or because the flower-superexec or "
-            "flower-superlink that had started it ended. Their logs say why. It can be resumed, if "
-            "it had ended a round."
+            "flower-superlink that had started it ended. Their logs say why. The run can be "
+            "resumed if it had ended a round."
         )
     return describe_os_error(error) if isinstance(error, OSError) else str(error) or type(error).__name__

@@ -16,6 +16,7 @@ from task.config.schema import Config, complete_saved
 from task.data.images import MAX_PIXELS, fit_image, read_rgb, to_rgb, upright
 from task.keys import ConfigError, ModelError
 from task.message import Arrays
+from task.methods import register
 from task.models.device import resolve_device
 from task.models.feature_cache import BATCH
 from task.models.load import build_backbone
@@ -151,6 +152,7 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
             arrays = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
         if spoiled := [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]:
             raise ValueError(f"{spoiled[0]} holds values that are not finite")
+        register(str(metadata.config.get("method")))
         return arrays, metadata, parse(complete_saved(metadata.config))
     except OSError as error:
         raise ModelError(

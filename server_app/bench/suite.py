@@ -69,8 +69,9 @@ class PlannedRun:
     @property
     def method_keys(self) -> str:
         """The run keys that another run of the same method on other images needs, as fcil run takes them."""
-        usual, names = defaults(), keys_affecting("result", "local training", "privacy")
-        told = [n for n in names if self.values.get(n, usual[n]) != usual[n] and n not in ("dataset", *PROBLEM)]
+        usual, names = defaults(), ["backbone-weights", *keys_affecting("result", "local training", "privacy")]
+        left_out = {"dataset", *PROBLEM} - {"backbone", "image-size"}
+        told = [n for n in names if self.values.get(n, usual[n]) != usual[n] and n not in left_out]
         return " ".join(f"{name}={shlex.quote(str(self.values[name]))}" for name in told)
 
     @property

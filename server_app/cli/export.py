@@ -21,8 +21,10 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_command(args: argparse.Namespace) -> int:
-    if args.out.resolve() in (Path(args.model).resolve(), Path(args.model, MODEL).resolve()):
-        return complain(f"{args.out} is the model itself: name another file", MISTAKE)
+    own = {Path(args.model).resolve(), Path(args.model, MODEL).resolve()}
+    for path in filter(None, [args.out, args.onnx]):
+        if path.resolve() in own:
+            return complain(f"{path} is the model itself: name another file", MISTAKE)
     if refusal := _refuse(args.out, args.onnx):
         return complain(refusal, MISTAKE)
     from server_app.export import require_onnx, write_onnx, write_self_contained

@@ -183,8 +183,9 @@ def _setting(run: Run, name: str) -> object:
     row = METHODS.get(run.results["method"])  # one from outside may be unknown here
     if row and name == f"{row.name}-adaptation-rounds" and run.settings.get("prompt") == "none":
         return "none"
-    value, rule = run.settings.get(name, "unknown"), known_keys()[name].rule
-    return AUTO if rule.auto is not None and value == rule.auto else value
+    value = run.settings.get(name, "unknown")
+    chooses = row and name in row.own_keys() and known_keys()[name].rule.auto == 0  # each run by its images
+    return AUTO if chooses and value == 0 else value
 
 
 def comparison_table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:

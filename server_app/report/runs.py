@@ -214,7 +214,7 @@ def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, 
     return Run(
         folder=folder,
         results=results,
-        settings=single | complete_saved(settings or {}),
+        settings=complete_saved(single | dict(settings or {})),
         matrix=crop_to_finished(results["accuracy_matrix"], results["samples_per_task"]),
         seen=_floats(results["per_task_seen_accuracy"] or [None] * num_tasks, num_tasks),
         confusion=_floats(results["confusion"], classes, classes) if results["confusion"] else np.empty((0, 0)),

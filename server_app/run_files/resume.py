@@ -34,6 +34,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     directory = resolve_output_dir(str(expand_home(str(values["resume"]), "resume")))
     saved = _read_saved_keys(directory)
     register(str(saved["method"]))
+    saved = complete_saved(saved)
     keys, free = known_keys(), keys_affecting(*MAY_CHANGE)
     for name, value in values.items():
         if name in keys and name not in free and value not in (keys[name].default, saved.get(name)):
@@ -98,4 +99,4 @@ def _read_saved_keys(directory: Path) -> dict[str, Scalar]:
     if missing:
         lacks = ", ".join(sorted(missing))
         raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run, it lacks {lacks}.")
-    return complete_saved(saved)
+    return saved

@@ -411,9 +411,8 @@ def defaults() -> dict[str, Scalar]:
 
 def complete_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Run keys that a run or a model has recorded; one that its version did not know yet is as it was then."""
-    method = saved.get("method")
-    known = f"{method}-depth" in saved
-    return ({f"{method}-early-feature": CLASS_TOKEN} if known else {}) | dict(saved)
+    early = [f"{row.name}-early-feature" for row in METHODS.values() if f"{row.name}-depth" in saved]
+    return {name: CLASS_TOKEN for name in early if name in known_keys()} | dict(saved)
 
 
 def missing_setting(key: Key, values: Mapping[str, Scalar], keys: Mapping[str, Key]) -> str:

@@ -50,7 +50,8 @@ def _split_single_groups(labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
     np.minimum.at(first, labels, groups)
     np.maximum.at(last, labels, groups)
     single = np.unique(labels[(first == last)[labels]])
-    if np.bincount(labels)[single].max(initial=0) > 1:
+    single = single[np.bincount(labels)[single] > 1]
+    if len(single):
         log.warning(
             "%d of %d classes have images of one group only, which are divided image by image",
             len(single),

@@ -169,13 +169,19 @@ def test_exit_codes(tiny: dict, tmp_path: Path) -> None:
     assert ended.value.code == 2
 
 
-def test_a_run_keeps_its_own_model(tiny: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_keeps_its_own_model(
+    tiny: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = save_run(tmp_path / "run", tiny)
     before = (directory / "model.safetensors").read_bytes()
     for model in (directory, directory / "model.safetensors"):
         assert cli.main(["export", str(model), str(directory / "model.safetensors")]) == 2
         assert capsys.readouterr().err.endswith("is the model itself: name another file\n")
+    monkeypatch.chdir(directory)
+    assert cli.main(["export", ".", str(tmp_path / "out"), "--onnx", "model.safetensors"]) == 2
+    assert capsys.readouterr().err == "fcil: model.safetensors is the model itself: name another file\n"
     assert (directory / "model.safetensors").read_bytes() == before
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("words", [["pipe"], ["folder"], ["new", "--onnx", "pipe"]])

@@ -68,11 +68,13 @@ def test_keys_of_a_variant_for_other_images(write):
     """Those of the method and of local training; not the problem, the folder, the seed and what is the default."""
     variant = {"label": "a", "method": "fedrda", "prompt": "lora", "rounds-per-task": 1, "prompt-blocks": "1,3-4"}
     variant |= {"local-epochs": 2, "num-tasks": 3, "threads": 1, "learning-rate-schedule": "auto"}
+    variant |= {"image-size": 16, "backbone-weights": "random", "min-class-count": 2}
     (run, *_) = read_suite(
         write(seeds=[3], partitions=[{"label": "iid", "partition": "iid"}], variants=[variant]), {}
     ).runs
     assert set(run.method_keys.split(" ")) == {
-        *("method=fedrda", "prompt=lora", "rounds-per-task=1", "prompt-blocks=1,3-4", "local-epochs=2")
+        *("method=fedrda", "prompt=lora", "rounds-per-task=1", "prompt-blocks=1,3-4", "local-epochs=2"),
+        *("image-size=16", "backbone-weights=random", "min-class-count=2"),
     }
 
 

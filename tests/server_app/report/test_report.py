@@ -97,6 +97,8 @@ def make_run(tmp_path):
 def test_a_run_of_an_earlier_version_has_read_class_tokens(config, early, make_run):
     settings = load_run(make_run(config=config)).settings
     assert settings.get(f"{config['method']}-early-feature") == early
+    kept = load_run(make_run("kept", **config)).settings  # all in results.json, as benchmarks.keep_results writes it
+    assert kept.get(f"{config['method']}-early-feature") == early
 
 
 class Page(HTMLParser):
@@ -760,6 +762,14 @@ def test_rounds_of_adaptation_are_told_as_they_were_asked_for(make_run):
     labels = {group.runs[0].folder.name: group.label for group in group_runs([load_run(folder) for folder in folders])}
     rounds = {name: label.split("fedrda-adaptation-rounds ")[1].rstrip(")") for name, label in labels.items()}
     assert rounds == {"none": "none", "auto": "auto", "three": "3"}
+
+
+@pytest.mark.parametrize("numbers", [(1, 5), (10, 5)])
+def test_numbers_of_the_protocol_are_never_told_as_auto(numbers, make_run):
+    """5 is what auto means for most methods, 1 for fedrda."""
+    folders = [make_run(str(n), method="fedrda", config={"rounds-per-task": n}) for n in numbers]
+    labels = {group.label for group in group_runs([load_run(folder) for folder in folders])}
+    assert labels == {f"fedrda (rounds-per-task {n})" for n in numbers}
 
 
 def test_prompt_is_found_without_a_config(make_run):

@@ -90,14 +90,15 @@ def test_groups_are_not_divided(labels: list[int], groups: Sequence[int], held_o
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ([*np.arange(10) // 2, *[7] * 10], "1 of 2 classes have images of one group only"),
+        ([*np.arange(10) // 2, *[7] * 10], "1 of 3 classes have images of one group only"),
         ([*np.arange(20) // 2], ""),
     ],
 )
 def test_classes_that_are_divided_image_by_image_are_counted(
     groups: list[int], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    draw_held_out(np.array([0] * 10 + [1] * 10), 0.2, 0, "test", np.array(groups))
+    labels = np.array([0] * 10 + [1] * 10 + [2])  # the last class has one image, which cannot be divided
+    draw_held_out(labels, 0.2, 0, "test", np.array([*groups, 99]))
     assert caplog.text.count("divided image by image") == bool(said)
     assert said in caplog.text
 

@@ -252,3 +252,6 @@ def test_queries_belong_to_the_blocks_whose_tokens_they_hold() -> None:
     assert first.shape == second.shape == (4, 24)
     same = [torch.equal(first[:, part], second[:, part]) for part in (slice(12), slice(12, 24))]
     assert sorted(same) == [False, True]
+    patches = cached_query(Model(backbone, prompt, 0, "fp32", early=[Early(1, patches=True)]), images, np.arange(4))
+    assert patches is not None
+    assert not torch.allclose(patches[:, 12:], second[:, 12:], atol=1e-3)

@@ -695,6 +695,14 @@ def test_what_an_early_feature_is_by_default(method, patches):
     assert list(build_model(parse(keys), [3]).early) == [Early(2, patches)]
 
 
+def test_an_early_class_token_needs_a_class_token():
+    keys = {"method": "afcl", "afcl-depth": 0.5, "backbone": "vit_glyphs", "device": "cpu"}
+    backbone = ViT(tiny_vit(depth=2, class_token=False, global_pool="avg"), *HALVES)
+    with pytest.raises(ConfigError, match=r"afcl-early-feature = 'class-token' is not possible: .* Write patches, or"):
+        build_model(parse(keys), [3], backbone)
+    assert list(build_model(parse(keys | {"afcl-early-feature": "patches"}), [3], backbone).early) == [Early(0, True)]
+
+
 def test_patches_need_no_class_token_and_leave_out_registers():
     """Mean of the patch tokens after block 0 of a ViT that has two register tokens and no class token, by a hook."""
     images, tokens = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), []
