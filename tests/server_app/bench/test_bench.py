@@ -748,7 +748,9 @@ def test_table_against_numbers_worked_out_by_hand(write, tmp_path):
             fill(run, run_results(accuracies[run.seed], seconds=10.0 * (run.seed + 1), up=1000 * (run.seed + 1)))
         elif run.seed < 2:  # the one of seed 1 failed
             fill(run, run_results((0.5, 0.25, 0.75), status="finished" if run.seed == 0 else "failed"))
-    Bench(suite, 1, ["--in-process"], lambda line: None)._report()
+    bench = Bench(suite, 1, ["--in-process"], lambda line: None)
+    bench._report()
+    assert f"Run keys of means: {suite.runs[0].method_keys}" in bench.recommendation["Recommendation: synthetic, iid"]
     header, rows = table(tmp_path / "out")
     assert list(rows) == [("means", "synthetic, iid"), ("head", "synthetic, iid")]
     shown = dict(zip(header[2:], rows["means", "synthetic, iid"], strict=True))
