@@ -1,5 +1,6 @@
 """Folders of image files: which files count, and which folder names a class."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +76,11 @@ def require_classes(folders: Sequence[Path]) -> None:
                 f"{str(folder)!r} looks like a part of the data and not like a class: data-dir holds a folder per "
                 "class, or train/ and test/, both, so written, with a folder per class each."
             )
+    with contextlib.suppress(OSError):  # a folder without the right to read it: the caller finds and names it
+        _warn_of_level(folders)
+
+
+def _warn_of_level(folders: Sequence[Path]) -> None:
     inside = [{folder.name for folder in class_folders(folder)} for folder in folders]
     shared = set[str].intersection(*inside) if len(folders) > 1 else set()
     if shared and not any(_holds_image(folder) for folder in folders):
