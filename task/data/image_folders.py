@@ -81,9 +81,10 @@ def require_classes(folders: Sequence[Path]) -> None:
 
 
 def _warn_of_level(folders: Sequence[Path]) -> None:
+    if len(folders) < 2 or any(map(_holds_image, folders)):
+        return
     inside = [{folder.name for folder in class_folders(folder)} for folder in folders]
-    shared = set[str].intersection(*inside) if len(folders) > 1 else set()
-    if shared and not any(_holds_image(folder) for folder in folders):
+    if shared := set[str].intersection(*inside):
         log.warning(
             "the class folders of %s hold no image, but each has a folder %r: if that is a class, data-dir is a folder "
             "too high",
