@@ -153,7 +153,8 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
         if spoiled := [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]:
             raise ValueError(f"{spoiled[0]} holds values that are not finite")
         register(str(metadata.config.get("method")))
-        return arrays, metadata, parse(complete_saved(metadata.config))
+        metadata = replace(metadata, config=complete_saved(metadata.config))
+        return arrays, metadata, parse(metadata.config)
     except OSError as error:
         raise ModelError(
             f"{file} cannot be read ({error}): name the folder of a run that has come through its first round, or a "

@@ -21,11 +21,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_command(args: argparse.Namespace) -> int:
-    own = {Path(args.model).resolve(), Path(args.model, MODEL).resolve()}
-    for path in filter(None, [args.out, args.onnx]):
-        if path.resolve() in own:
-            return complain(f"{path} is the model itself: name another file", MISTAKE)
-    if refusal := _refuse(args.out, args.onnx):
+    if refusal := _refuse(Path(args.model), args.out, args.onnx):
         return complain(refusal, MISTAKE)
     from server_app.export import require_onnx, write_onnx, write_self_contained
     from task.inference import load_predictor
@@ -41,11 +37,13 @@ def _run_command(args: argparse.Namespace) -> int:
     return OK
 
 
-def _refuse(out: Path, onnx: Path | None) -> str:
+def _refuse(model: Path, out: Path, onnx: Path | None) -> str:
     """Why these files cannot be written; empty if they can."""
     if out.suffix == ".onnx":
         return f"{out} would not be an ONNX file: name OUT.safetensors, and --onnx {out}"
     for path in filter(None, [out, onnx]):
+        if path.resolve() in (model.resolve(), (model / MODEL).resolve()):
+            return f"{path} is the model itself: name another file"
         if path.exists() and not path.is_file():  # a device, such as /dev/null, would be replaced
             return f"{path} is there and is no file: name a new one, or one that may be replaced"
         if not path.absolute().parent.is_dir():

@@ -40,7 +40,7 @@ class ClassLimit:
         return reasons
 
 
-def warn_of_untested(clients: Sequence[ClientInfo]) -> None:
+def warn_of_missing_images(clients: Sequence[ClientInfo]) -> None:
     """Name in the log the classes of which no node has held out an image, or of which all images are held out."""
     tested = {normal_form(client.classes[i]) for client in clients for i in np.flatnonzero(client.test_counts)}
     trained = {normal_form(client.classes[i]) for client in clients for i in np.flatnonzero(client.own_counts)}

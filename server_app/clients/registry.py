@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from server_app.clients.class_names import ClassLimit, describe_spellings, warn_of_untested
+from server_app.clients.class_names import ClassLimit, describe_spellings, warn_of_missing_images
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import AbsentNode, say_hello
 from server_app.errors import RunError
@@ -62,7 +62,7 @@ class ClientRegistry:
         self._require_enough(absent, expected)
         self._warn_of_statistics()
         if config.own_data:
-            warn_of_untested(self.clients)
+            warn_of_missing_images(self.clients)
         log_clients(self.clients)
 
     def _note_asked(self, clients: Sequence[ClientInfo], absent: Sequence[AbsentNode]) -> None:

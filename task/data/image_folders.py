@@ -37,7 +37,7 @@ def image_files(folder: Path, on_error: Callable[[OSError], object]) -> Iterator
     """Every image file below a folder; ``on_error`` gets the error of each folder that is missing or unreadable."""
     for parent, folders, files in os.walk(folder, onerror=on_error):  # links to folders are not followed
         folders[:] = [name for name in folders if not _hidden(name)]
-        yield from (os.path.join(parent, f) for f in files if f.lower().endswith(_endings()) and not _hidden(f))
+        yield from (os.path.join(parent, f) for f in files if _is_image(f))
 
 
 def _refuse(error: OSError) -> None:
@@ -94,9 +94,11 @@ def _warn_of_level(folders: Sequence[Path]) -> None:
 
 
 def _holds_image(folder: Path) -> bool:
-    return folder.is_dir() and any(
-        path.name.lower().endswith(_endings()) for path in folder.iterdir() if path.is_file()
-    )
+    return folder.is_dir() and any(_is_image(path.name) for path in folder.iterdir() if path.is_file())
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(_endings()) and not _hidden(name)
 
 
 def _hidden(name: str) -> bool:

@@ -219,7 +219,7 @@ def image_digest(images: Images) -> str:
 
 @torch.no_grad()
 def _compute_all(model: Model, source: Images) -> Tensor:
-    """What is stored of all images, in batches of BATCH, float32 [N, D * (1 + early blocks)]; logs how far it is."""
+    """What is stored of all images, in batches of BATCH, float32 [N, D * (1 + early)]; logs how far it is."""
     early = _stored_early(model)
     table = torch.empty(len(source), model.backbone.dim * (1 + len(early)))
     log.info("features of %d images are computed once, for all runs on %s", len(source), model.stored_as)

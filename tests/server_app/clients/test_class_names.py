@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from server_app.clients.class_names import warn_of_untested
+from server_app.clients.class_names import warn_of_missing_images
 from server_app.clients.client_info import ClientInfo
 
 
@@ -25,6 +25,6 @@ def client(classes: dict[str, tuple[int, int]]) -> ClientInfo:
 def test_classes_without_test_or_training_images_are_named(
     clients: list[dict[str, tuple[int, int]]], said: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_of_untested([client(classes) for classes in clients])
+    warn_of_missing_images([client(classes) for classes in clients])
     assert len(caplog.messages) == len(said)
     assert all(part in message for part, message in zip(said, caplog.messages, strict=True))
