@@ -24,7 +24,7 @@ class Options:
     depth = 0.0  # after this share of the blocks another feature is taken; 0 = after the last block only
     early_feature = CLASS_TOKEN  # what that is: class-token, or patches, the mean of the patch tokens
     adaptation_rounds = 0  # rounds in which a method that adapts trains its prompt
-    frozen_features = False  # whether the feature without prompt stands beside that of an adapted prompt
+    frozen_depth = 0.0  # after this share of the blocks, without prompt, another is taken; 1 = the last feature
     features = "every-task"  # tasks in which prompt and trained backbone learn: every-task or first-task
     prototypes = "after"  # statistics are of the model after local training, or of that before
 
@@ -271,9 +271,12 @@ class AFCLOptions(Options):
     adaptation_rounds: int = key(
         5, "rounds of the first task in which a prompt is trained; it is frozen from then on", minimum=1
     )
-    frozen_features: bool = key(
-        False,
-        "with a prompt: whether the class token without it is a feature too, which costs a second pass of each image",
+    frozen_depth: float = key(
+        0.0,
+        "share of the blocks after which another such feature is taken, without prompt: a second pass through these "
+        "blocks; 1 = the class token after the last, if there is a prompt; 0 = none",
+        minimum=0,
+        maximum=1,
     )
 
     @property
@@ -296,7 +299,7 @@ class FedRDAOptions(AFCLOptions):
         minimum=0,
         auto=0,
     )
-    frozen_features: bool = key(True, "see afcl-frozen-features")
+    frozen_depth: float = key(0.33, "see afcl-frozen-depth", minimum=0, maximum=1)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from task.keys import AUTO, ConfigError, Key, key, keys_of
 from task.message import Scalar
-from task.method_options import CLASS_TOKEN, Options
+from task.method_options import CLASS_TOKEN, AFCLOptions, Options
 from task.methods import METHODS, Method
 from task.prompt_kinds import PROMPTS
 
@@ -411,8 +411,13 @@ def defaults() -> dict[str, Scalar]:
 
 def complete_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
     """Run keys that a run or a model has recorded; one that its version did not know yet is as it was then."""
-    early = [f"{row.name}-early-feature" for row in METHODS.values() if f"{row.name}-depth" in saved]
-    return {name: CLASS_TOKEN for name in early if name in known_keys()} | dict(saved)
+    done = dict(saved)
+    for name in (row.name for row in METHODS.values() if issubclass(row.options, AFCLOptions)):
+        whole = done.pop(f"{name}-frozen-features", False)
+        if f"{name}-depth" in saved:
+            done.setdefault(f"{name}-early-feature", CLASS_TOKEN)
+            done.setdefault(f"{name}-frozen-depth", 1.0 if whole else 0.0)
+    return done
 
 
 def missing_setting(key: Key, values: Mapping[str, Scalar], keys: Mapping[str, Key]) -> str:

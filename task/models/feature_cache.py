@@ -4,9 +4,9 @@ q(x) depends on the image and the frozen backbone only, so test images, statisti
 need it once. Its last bits depend on the batch in which it is computed. In memory, therefore, whole batches are cached,
 and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
 of the images, BATCH at once; a run that uses the disk takes every query from there, also the run that computes them.
-So results do not depend on what is cached. The mean patch token after half of the blocks is stored beside each
-query: it costs no further pass, and FedRDA with prompt=none reads both. Where a prompt learns in the first task only,
-f(x) of test images is kept in memory too.
+So results do not depend on what is cached. Two mean patch tokens of earlier blocks are stored beside each query: they
+cost no further pass, and FedRDA with prompt=none reads all three. Where a prompt learns in the first task only, f(x) of
+test images is kept in memory too.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 BATCH = 64  # images of one pass without gradient; of more, the activations leave the cache of a processor
 CACHE_BYTES = 2**28  # of cached queries in a process: 87,000 queries at D = 768
 WORTH_STORING = 1000  # images of a data set: the queries of fewer are computed in seconds
-EARLY_DEPTH = 0.5  # share of the blocks after which the mean patch token is stored too, as FedRDA reads it
+EARLY_DEPTHS = (0.5, 0.33)  # shares of the blocks after which the mean patch token is stored too, as FedRDA reads it
 PROGRESS = 10.0  # seconds between two lines in the log
 # a change of one of these files may change q(x)
 CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")
@@ -165,7 +165,7 @@ def _is_stored(model: Model, source: Images) -> bool:
 
 def _stored_early(model: Model) -> tuple[Early, ...]:
     """What of earlier blocks is stored beside the last feature."""
-    return model.query_early or tuple(early_features(EARLY_DEPTH, True, model.backbone))
+    return model.query_early or tuple(early_features(EARLY_DEPTHS, True, model.backbone))
 
 
 def _table(model: Model, source: Images) -> Tensor:

@@ -107,7 +107,7 @@ class Model(nn.Module):
         head: classifier of features [B, width].
         early: what of blocks before the last is a part of the features too.
         local_head: classifier of features [B, D] for clients that train the prompt in the first task only.
-        appends_query: whether q(x) is a part of the features of a prompted model too.
+        unprompted: a feature of the backbone without prompt that stands behind those with it; of its last block, q(x).
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
         freezes_features: from the second task on only the head learns and is sent back (FedProK section 5.1).
@@ -122,7 +122,7 @@ class Model(nn.Module):
         head: Head | None = None,
         early: Sequence[Early] = (),
         local_head: Head | None = None,
-        appends_query: bool = False,
+        unprompted: Early | None = None,
         trains_backbone: bool = False,
         projects: bool = False,
         freezes_features: bool = False,
@@ -134,7 +134,7 @@ class Model(nn.Module):
         self.prompt, self.head = prompt, head or Head(backbone.dim, seed)
         self.local_head = local_head
         self.early = tuple(early)
-        self.appends_query = appends_query
+        self.unprompted = unprompted
         self.task_sizes: list[int] = []
         self._rows: Tensor
         self.register_buffer("_rows", torch.empty(0, dtype=torch.int64), persistent=False)
@@ -214,16 +214,17 @@ class Model(nn.Module):
 
     @property
     def width(self) -> int:
-        """Length of a feature: D, D more for each of ``early`` and D more for ``appends_query``."""
-        return self.backbone.dim * (1 + len(self.early) + self.appends_query)
+        """Length of a feature: D, D more for each of ``early`` and D more for ``unprompted``."""
+        return self.backbone.dim * (1 + len(self.early) + bool(self.unprompted))
 
     @cached_property
     def longest_input(self) -> float:
         """No input of the head's linear layer has a larger L2 norm; infinite if the backbone trains."""
         if self.trained_backbone is not None:
             return math.inf
-        early = len(self.early) * self.backbone.dim  # each of norm sqrt(D)
-        longest = math.sqrt(self.backbone.longest**2 * (1 + self.appends_query) + early)
+        whole = 2 if self._appends_query else 1  # the others are of norm sqrt(D)
+        others = self.width - whole * self.backbone.dim
+        longest = math.sqrt(whole * self.backbone.longest**2 + others)
         projection = self.head.projection
         if projection is None:
             return longest
@@ -242,13 +243,8 @@ class Model(nn.Module):
 
     @property
     def reuses_query(self) -> bool:
-        """Whether a cached q(x) is of use: the prompt reads it, or f(x) has it. False if the backbone is trained."""
-        return self.trained_backbone is None and (self.appends_query or self.trains_on_query)
-
-    @property
-    def trains_on_query(self) -> bool:
-        """Whether a local step reads q(x): the prompt does, or there is none."""
-        return self.prompt.needs_query or not self.prompted
+        """Whether a cached q(x) is of use: the prompt reads it, or there is none. False if the backbone is trained."""
+        return self.trained_backbone is None and (self.prompt.needs_query or not self.prompted)
 
     def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, width], float32.
@@ -258,10 +254,8 @@ class Model(nn.Module):
         """
         if query is not None and not self.prompted:
             return query
-        if not self.appends_query:
-            return self._prompted_features(images, query)
-        query = self.query(images) if query is None else query
-        return torch.cat([self._prompted_features(images, query), query], dim=1)
+        prompted = self._prompted_features(images, query)
+        return prompted if self.unprompted is None else torch.cat([prompted, self._unprompted_feature(images)], dim=1)
 
     def _prompted_features(self, images: Tensor, query: Tensor | None) -> Tensor:
         """The part of f(x) that the prompt changes, [B, D * (1 + early)]."""
@@ -269,6 +263,18 @@ class Model(nn.Module):
             query = self.query(images)
         with self._autocast():
             return self.backbone(images, self.prompt(query), self.projects, self.early).float()
+
+    @property
+    def _appends_query(self) -> bool:
+        return self.unprompted is not None and self.unprompted.block == self.backbone.depth - 1
+
+    @torch.no_grad()
+    def _unprompted_feature(self, images: Tensor) -> Tensor:
+        """What ``unprompted`` says, [B, D]."""
+        if self.unprompted is None or self._appends_query:
+            return self.query(images)
+        with self._autocast():
+            return self.backbone.early_feature(images, self.unprompted).float()
 
     def forward(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only.
@@ -371,17 +377,16 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
             f"prompt-blocks = {config.prompt_blocks!r} is not possible: {config.backbone} has {backbone.depth} blocks."
         )
     prompt = load_class(PROMPTS[config.prompt].path)(config, backbone.dim)
-    early = _early(config, backbone)
-    appends_query = config.options.frozen_features and config.prompt != "none"
+    early, unprompted = _early(config, backbone)
     model = Model(
         backbone,
         prompt,
         config.seed,
         config.precision,
-        _build_head(config, backbone.dim * (1 + len(early) + appends_query)),
+        _build_head(config, backbone.dim * (1 + len(early) + bool(unprompted))),
         early,
         Head(backbone.dim, config.seed, init=config.head_init) if config.adapts else None,
-        appends_query,
+        unprompted,
         config.trains_backbone,
         config.prompt_projected,
         config.options.features == "first-task",
@@ -402,19 +407,29 @@ def _build_head(config: Config, dim: int) -> Head:
     return Head(dim, config.seed, options.random_features, config.head_init, trained)
 
 
-def _early(config: Config, backbone: Backbone) -> list[Early]:
-    options = config.options
-    early = early_features(options.depth, options.early_feature == PATCHES, backbone)
-    if early and options.early_feature != PATCHES and not backbone.has_class_token:
+def _early(config: Config, backbone: Backbone) -> tuple[list[Early], Early | None]:
+    """``early`` and ``unprompted`` of a model; all are ``early`` if there is no prompt."""
+    options, patches = config.options, config.options.early_feature == PATCHES
+    early, frozen = (early_features([depth], patches, backbone) for depth in (options.depth, options.frozen_depth))
+    if early + frozen and not patches and not backbone.has_class_token:
         name = config.method_row.name
         raise ConfigError(
             f"{name}-early-feature = {options.early_feature!r} is not possible: {config.backbone!r} has no class "
-            f"token. Write {PATCHES}, or {name}-depth=0."
+            f"token. Write {PATCHES}, or {name}-depth=0 and {name}-frozen-depth=0."
         )
-    return early
+    if config.prompt == "none":
+        return early_features([options.depth, options.frozen_depth], patches, backbone), None
+    last = backbone.depth - 1
+    frozen += [Early(last)] if _block(options.frozen_depth, backbone) == last else []
+    return early, frozen[0] if frozen else None
 
 
-def early_features(depth: float, patches: bool, backbone: Backbone) -> list[Early]:
-    """The feature after the share ``depth`` of all blocks; an empty list if no block or all come before it."""
-    block = round(depth * backbone.depth) - 1
-    return [Early(block, patches)] if 0 <= block < backbone.depth - 1 else []
+def early_features(depths: Sequence[float], patches: bool, backbone: Backbone) -> list[Early]:
+    """Features after the shares ``depths`` of all blocks, each once; none if no block or all come before it."""
+    blocks = dict.fromkeys(_block(depth, backbone) for depth in depths)
+    return [Early(block, patches) for block in blocks if 0 <= block < backbone.depth - 1]
+
+
+def _block(depth: float, backbone: Backbone) -> int:
+    """The last of the first blocks that are the share ``depth`` of all, counted from 0; -1 if there are none."""
+    return round(depth * backbone.depth) - 1

@@ -158,15 +158,31 @@ class ViT(Backbone):
         Without ``prompted`` this is q(x): timm's forward_features and pre-logits head. With it, the last block computes
         the class token only, as nothing reads the others: the same feature but for rounding.
         """
-        before = list[Tensor]()
-        with ExitStack() as stack:
-            for block, patches in early:
-                read = self._mean_patch if patches else _class_token
-                hook = self.vit.blocks[block].register_forward_hook(lambda _, __, x, read=read: before.append(read(x)))
-                stack.callback(hook.remove)
-            stack.enter_context(self._holding(prompted or {}, projects))
+        with self._reading(early) as read, self._holding(prompted or {}, projects):
             feature = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
-        return torch.cat([feature, *(F.layer_norm(x, x.shape[-1:]) for x in before)], dim=1)
+        return torch.cat([feature, *(read[each] for each in early)], dim=1)
+
+    def early_feature(self, images: Tensor, early: Early) -> Tensor:
+        """``early`` alone, as without a prompt, [B, D]; later blocks are not computed."""
+        with self._reading([early]) as read:
+            self.vit.forward_intermediates(images, indices=[early.block], stop_early=True, intermediates_only=True)
+        return read[early]
+
+    @contextmanager
+    def _reading(self, early: Sequence[Early]) -> Iterator[dict[Early, Tensor]]:
+        """Fills the dictionary with each of ``early``, [B, D], as its block is computed."""
+        read = dict[Early, Tensor]()
+
+        def keep(feature: Early, tokens: Tensor) -> None:
+            token = self._mean_patch(tokens) if feature.patches else tokens[:, 0]
+            read[feature] = F.layer_norm(token, token.shape[-1:])
+
+        with ExitStack() as stack:
+            for feature in early:
+                block = self.vit.blocks[feature.block]
+                hook = block.register_forward_hook(lambda _, __, tokens, feature=feature: keep(feature, tokens))
+                stack.callback(hook.remove)
+            yield read
 
     def _mean_patch(self, tokens: Tensor) -> Tensor:
         return tokens[:, self.vit.num_prefix_tokens :].mean(dim=1)
@@ -193,10 +209,6 @@ class ViT(Backbone):
             last.first_only = last.block.attn.first_only = False
             for block in blocks:
                 block.block.attn.prefix = block.block.attn.change = block.tokens = None
-
-
-def _class_token(tokens: Tensor) -> Tensor:
-    return tokens[:, 0]
 
 
 def _longest_output(vit: VisionTransformer) -> float:

@@ -437,14 +437,17 @@ def test_a_method_from_outside_that_adapts_keeps_its_number_of_rounds(tiny: Valu
         METHODS.pop(name, None)
 
 
-def test_a_run_of_an_earlier_version_keeps_its_class_tokens(tiny: Values) -> None:
-    """Its config.yaml has no run key for the early feature, which was the class token then."""
-    old = {"method": "fedrda", "prompt": "none", "fedrda-depth": 0.75, "fedrda-early-feature": "class-token"}
-    straight, cut = two_runs(tiny, **old)
+@pytest.mark.parametrize("prompt", ["none", "lora"])
+def test_a_run_of_an_earlier_version_keeps_its_class_tokens(prompt: str, tiny: Values) -> None:
+    """Its config.yaml has no run key for the early feature, and says whether the last one is taken without prompt."""
+    old = {"fedrda-depth": 0.75, "fedrda-early-feature": "class-token", "fedrda-frozen-depth": 1.0}
+    straight, cut = two_runs(tiny, method="fedrda", prompt=prompt, **{"fedrda-adaptation-rounds": 5}, **old)
     folder = interrupt(cut, cut_in_round=2)
     text = (folder / "config.yaml").read_text()
-    assert text.count("fedrda-early-feature: class-token\n") == 1
-    (folder / "config.yaml").write_text(text.replace("fedrda-early-feature: class-token\n", ""))
+    for new, earlier in (("early-feature: class-token\n", None), ("frozen-depth: 1.0\n", "frozen-features: true\n")):
+        assert text.count(f"fedrda-{new}") == 1
+        text = text.replace(f"fedrda-{new}", f"fedrda-{earlier}" if earlier else "")
+    (folder / "config.yaml").write_text(text)
     assert resume_anew(folder)["accuracy_matrix"] == run(straight)["accuracy_matrix"]
 
 

@@ -87,18 +87,22 @@ def make_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "early"),
+    ("config", "early", "frozen"),
     [
-        ({"method": "fedrda", "fedrda-depth": 0.75}, "class-token"),  # an earlier version knew no other
-        ({"method": "fedrda", "fedrda-depth": 0.5, "fedrda-early-feature": "patches"}, "patches"),
-        ({"method": "hgp"}, None),
+        ({"method": "fedrda", "fedrda-depth": 0.75}, "class-token", 0),  # an earlier version knew no other
+        ({"method": "fedrda", "fedrda-depth": 0.75, "fedrda-frozen-features": True}, "class-token", 1),
+        ({"method": "fedrda", "fedrda-depth": 0.5, "fedrda-early-feature": "patches"}, "patches", 0),
+        ({"method": "fedrda", "fedrda-depth": 0.5, "fedrda-frozen-depth": 0.25}, "class-token", 0.25),
+        ({"method": "hgp"}, None, None),
     ],
 )
-def test_a_run_of_an_earlier_version_has_read_class_tokens(config, early, make_run):
+def test_a_run_of_an_earlier_version_has_read_class_tokens(config, early, frozen, make_run):
     settings = load_run(make_run(config=config)).settings
-    assert settings.get(f"{config['method']}-early-feature") == early
     kept = load_run(make_run("kept", **config)).settings  # all in results.json, as benchmarks.keep_results writes it
-    assert kept.get(f"{config['method']}-early-feature") == early
+    for read in (settings, kept):
+        assert read.get(f"{config['method']}-early-feature") == early
+        assert read.get(f"{config['method']}-frozen-depth") == frozen
+        assert not any("frozen-features" in name for name in read)
 
 
 class Page(HTMLParser):

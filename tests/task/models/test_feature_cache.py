@@ -129,18 +129,23 @@ def test_a_model_that_has_adapted_passes_no_test_image_twice(tiny, passes, promp
 
 
 @pytest.mark.parametrize("augmentation", ["none", "crop"])
-def test_frozen_features_cost_one_pass_an_image_and_local_steps_none(tiny, passes, augmentation):
-    """FedRDA with LoRA trains two epochs, then sends statistics twice: the adapted pass is repeated, the frozen not."""
+def test_features_without_prompt_cost_local_steps_nothing(tiny, passes, augmentation):
+    """FedRDA with LoRA trains two epochs, then sends statistics twice. No q(x) is computed."""
     keys = {"method": "fedrda", "augmentation": augmentation, "local-epochs": 2, "fedrda-adaptation-rounds": 1}
     config = parse(tiny | keys)
     answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
     number = answer.metrics["num-examples"]
     assert (sum(passes[False]), sum(passes[True])) == (0, 2 * number)  # a round of adaptation sends no statistics
     _, scenario, model = built(tiny, "lora", method="fedrda")
+    blocks = []
+    hooks = [b.register_forward_hook(lambda *_, i=i: blocks.append(i)) for i, b in enumerate(model.backbone.vit.blocks)]
     for _ in range(2):
         features = extract_features(model, scenario.dataset.train_images, np.arange(30))
+    for hook in hooks:
+        hook.remove()
     assert features.shape == (30, 3 * model.backbone.dim)
-    assert (sum(passes[False]), sum(passes[True])) == (30, 2 * number + 60)
+    assert blocks == 2 * [*range(6), 0, 1]  # a whole pass with the prompt, a third of one without
+    assert (sum(passes[False]), sum(passes[True])) == (0, 2 * number + 60)
 
 
 def test_training_without_augmentation_reuses_the_queries(tiny, passes):

@@ -144,7 +144,7 @@ def test_stored_queries_are_timms_in_the_order_of_the_file(values, feature_cache
         assert torch.equal(extract_features(model, part, positions), expected[part.positions[positions]])
     (file,) = feature_cache.glob("*.safetensors")
     stored = safetensors.numpy.load_file(file)["features"]
-    assert stored.shape == (len(expected), 2 * expected.shape[1])
+    assert stored.shape == (len(expected), 3 * expected.shape[1])
     assert (stored[:, : expected.shape[1]] == expected.numpy()).all()
 
 

@@ -8,6 +8,7 @@ import torch
 
 from task.config.parsing import parse
 from task.models.model import Head, QuadraticHead, build_model, prompt_of, to_arrays
+from task.models.vit import Early
 from task.prompts.coda import CodaPrompt
 from task.prompts.decomposed import DecomposedPrompt
 from task.utils.seeding import torch_rng
@@ -160,25 +161,26 @@ def test_an_adapting_model_trains_a_local_head_of_the_first_task(tiny: dict) -> 
 
 
 @pytest.mark.parametrize("prompt", ["lora", "l2p"])
-def test_the_frozen_backbones_class_token_stands_behind_the_adapted_features(prompt: str, tiny: dict) -> None:
-    """Given a query, the frozen backbone is not asked again; without prompt there is nothing to stand behind."""
+def test_a_feature_without_the_prompt_stands_behind_the_adapted_ones(prompt: str, tiny: dict) -> None:
+    """After a third of the 6 blocks; with frozen-depth = 1 q(x); without prompt it is one of the early features."""
     keys = tiny | {"method": "fedrda", "prompt": prompt}
-    model, adapted_only = (build_model(parse(keys | {"fedrda-frozen-features": on}), [4]) for on in (True, False))
-    frozen = build_model(parse(keys | {"prompt": "none"}), [4])
-    for name, value in (*model.prompt.named_parameters(), *adapted_only.prompt.named_parameters()):
-        value.data += 0.1 * torch.randn(value.shape, generator=torch_rng(0, name))
+    models = [build_model(parse(keys | {"fedrda-frozen-depth": depth}), [4]) for depth in (0, 0.33, 1)]
+    keys["prompt"] = "none"
+    frozen = [build_model(parse(keys | {"fedrda-frozen-depth": depth}), [4]) for depth in (0, 0.33, 1)]
+    for model in models:
+        for name, value in model.prompt.named_parameters():
+            value.data += 0.1 * torch.randn(value.shape, generator=torch_rng(0, name))
     images = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        features, query = model.features(images), model.query(images)
-        assert torch.equal(features[:, :224], adapted_only.features(images))
-        assert not torch.allclose(features[:, :112], query, atol=1e-2)
-        assert torch.equal(features[:, 224:], query)
-        assert torch.equal(query, frozen.query(images)[:, :112])
-        assert torch.equal(model.features(images, 2 * query)[:, 224:], 2 * query)
-        assert torch.equal(model.features(images, query), features)
-    assert [m.width for m in (model, adapted_only, frozen)] == [336, 224, 224]
-    assert [m.query_width for m in (model, adapted_only, frozen)] == [112, 112, 224]
-    assert [m.reuses_query for m in (model, adapted_only, frozen)] == [True, prompt == "l2p", True]
+        adapted, early, whole = (model.features(images) for model in models)
+        bare = frozen[1].features(images)  # the last class token, then the mean patch tokens of blocks 2 and 1
+        assert not torch.allclose(adapted, bare[:, :224], atol=1e-2)
+        assert torch.equal(early, torch.cat([adapted, bare[:, 224:]], dim=1))
+        assert torch.equal(whole, torch.cat([adapted, bare[:, :112]], dim=1))
+    assert models[1].unprompted == frozen[1].early[1] == Early(1, patches=True)
+    assert [model.width for model in (*models, *frozen)] == [224, 336, 336, 224, 336, 224]
+    assert [model.query_width for model in (*models, *frozen)] == [112, 112, 112, 224, 336, 224]
+    assert {model.reuses_query for model in models} == {prompt == "l2p"}
 
 
 def test_a_trained_heads_message_is_the_whole_model(tiny: dict) -> None:

@@ -662,6 +662,22 @@ def test_early_features_are_of_their_block_and_normalised(variant, blocks, patch
     assert not any(block._forward_hooks for block in backbone.vit.blocks)
 
 
+@pytest.mark.parametrize("patches", [False, True])
+@pytest.mark.parametrize("block", [0, 1])
+def test_an_early_feature_alone_is_that_of_a_whole_pass(block, patches):
+    """Bit for bit; later blocks are not computed, and no hook is left."""
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    backbone, computed = ViT(tiny_vit(depth=3), *HALVES), []
+    with torch.no_grad():
+        expected = backbone(images, early=[Early(block, patches)])[:, 12:]
+        hooks = [b.register_forward_hook(lambda *_, i=i: computed.append(i)) for i, b in enumerate(backbone.vit.blocks)]
+        assert torch.equal(backbone.early_feature(images, Early(block, patches)), expected)
+    for hook in hooks:
+        hook.remove()
+    assert computed == list(range(block + 1))
+    assert not any(b._forward_hooks for b in backbone.vit.blocks)
+
+
 def test_early_features_with_a_prompt_are_of_the_prompted_tokens():
     """As in a model that passes all tokens of the last block, which prompts cut to the class token."""
     images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -689,10 +705,32 @@ def test_the_share_of_the_depth_names_one_block(depth, blocks):
     assert [feature.block for feature in model.early] == blocks
 
 
-@pytest.mark.parametrize(("method", "patches"), [("afcl", False), ("fedrda", True)])
-def test_what_an_early_feature_is_by_default(method, patches):
-    keys = {"method": method, f"{method}-depth": 0.5, "dataset": "synthetic", "image-size": 16, "device": "cpu"}
-    assert list(build_model(parse(keys), [3]).early) == [Early(2, patches)]
+@pytest.mark.parametrize(
+    ("frozen_depth", "prompt", "blocks", "unprompted"),
+    [
+        (0.33, "none", [2, 1], None),
+        (0.5, "none", [2], None),  # the same feature is not taken twice
+        (1, "none", [2], None),
+        (0, "lora", [2], None),
+        (0.33, "lora", [2], Early(1)),
+        (0.5, "lora", [2], Early(2)),
+        (0.95, "lora", [2], Early(5)),  # the last block
+    ],
+)
+def test_the_feature_without_prompt_is_an_early_one_where_there_is_none(frozen_depth, prompt, blocks, unprompted):
+    keys = {"method": "afcl", "afcl-depth": 0.5, "afcl-frozen-depth": frozen_depth, "prompt": prompt}
+    model = build_model(parse(keys | {"dataset": "synthetic", "image-size": 16, "device": "cpu"}), [3])
+    assert [feature.block for feature in model.early] == blocks
+    assert model.unprompted == unprompted
+    assert model.width == 112 * (1 + len(blocks) + bool(unprompted))
+
+
+@pytest.mark.parametrize(
+    ("method", "early"), [("afcl", [Early(2)]), ("fedrda", [Early(2, patches=True), Early(1, patches=True)])]
+)
+def test_what_an_early_feature_is_by_default(method, early):
+    keys = {"method": method, f"{method}-depth": 0.5, "prompt": "none", "dataset": "synthetic", "image-size": 16}
+    assert list(build_model(parse(keys | {"device": "cpu"}), [3]).early) == early
 
 
 def test_an_early_class_token_needs_a_class_token():
@@ -738,8 +776,11 @@ def test_the_longest_feature_by_hand():
     ("keys", "parts"),
     [
         ({"method": "hgp"}, (1, 0)),
-        ({"method": "fedrda"}, (2, 1)),  # with prompt and without, and an early class token of norm sqrt(112)
-        ({"method": "fedrda", "prompt": "none"}, (1, 1)),
+        ({"method": "fedrda"}, (1, 2)),  # the mean patch tokens of two earlier blocks have norm sqrt(112)
+        ({"method": "fedrda", "fedrda-frozen-depth": 1}, (2, 1)),  # the last class token with prompt and without
+        ({"method": "fedrda", "fedrda-frozen-depth": 0}, (1, 1)),
+        ({"method": "fedrda", "prompt": "none"}, (1, 2)),
+        ({"method": "fedrda", "prompt": "none", "fedrda-frozen-depth": 1}, (1, 1)),
         ({"method": "afcl", "afcl-random-features": 30}, (1, 0)),
         ({"method": "fedavg-ft"}, None),
     ],
