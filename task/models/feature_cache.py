@@ -40,7 +40,7 @@ PROGRESS = 10.0  # seconds between two lines in the log
 # a change of one of these files may change q(x)
 CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")
 
-Arithmetic = tuple[str, tuple[Early, ...], int, int]  # precision, early features, lengths of q(x) and f(x)
+Arithmetic = tuple[str, tuple[Early, ...], Early | None, int, int]  # precision, features, lengths of q(x) and f(x)
 
 
 class Inputs(NamedTuple):
@@ -82,7 +82,7 @@ class BatchCache:
         ``prompt`` tells prompts apart, where it depends on them.
         """
         digest = hashlib.sha256(positions.tobytes()).digest() + prompt
-        arithmetic = (model.precision, model.early, model.query_width, model.width)
+        arithmetic = (model.precision, model.early, model.unprompted, model.query_width, model.width)
         key = (id(images), id(model.backbone), arithmetic, digest)
         batch = self._pop(key)
         if not batch or not batch.belongs_to(images, model.backbone):

@@ -255,7 +255,9 @@ class Model(nn.Module):
         if query is not None and not self.prompted:
             return query
         prompted = self._prompted_features(images, query)
-        return prompted if self.unprompted is None else torch.cat([prompted, self._unprompted_feature(images)], dim=1)
+        if self.unprompted is None:
+            return prompted
+        return torch.cat([prompted, self._unprompted_feature(self.unprompted, images, query)], dim=1)
 
     def _prompted_features(self, images: Tensor, query: Tensor | None) -> Tensor:
         """The part of f(x) that the prompt changes, [B, D * (1 + early)]."""
@@ -268,13 +270,11 @@ class Model(nn.Module):
     def _appends_query(self) -> bool:
         return self.unprompted is not None and self.unprompted.block == self.backbone.depth - 1
 
-    @torch.no_grad()
-    def _unprompted_feature(self, images: Tensor) -> Tensor:
-        """What ``unprompted`` says, [B, D]."""
-        if self.unprompted is None or self._appends_query:
-            return self.query(images)
+    def _unprompted_feature(self, feature: Early, images: Tensor, query: Tensor | None) -> Tensor:
+        if self._appends_query:
+            return self.query(images) if query is None else query
         with self._autocast():
-            return self.backbone.early_feature(images, self.unprompted).float()
+            return self.backbone.early_feature(images, feature).float()
 
     def forward(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only.

@@ -21,7 +21,7 @@ MOST_PATCHES = 64  # along a side: 1,024 pixels with patches of 16; attention ho
 
 
 class Early(NamedTuple):
-    """A feature taken after a block before the last: its class token, or the mean of its patch tokens."""
+    """A feature taken after a block: its class token, or the mean of its patch tokens."""
 
     block: int  # counted from 0
     patches: bool = False
@@ -191,7 +191,8 @@ class ViT(Backbone):
     def _holding(self, prompted: PromptVectors, projects: bool) -> Iterator[None]:
         blocks, last = [self.vit.blocks[i] for i in prompted], self.vit.blocks[-1]
         try:
-            first_only = bool(prompted) and self.vit.global_pool == "token" and type(last.block) is Block
+            plain = type(self.vit) is VisionTransformer and type(last.block) is Block
+            first_only = bool(prompted) and self.vit.global_pool == "token" and plain
             last.first_only = last.block.attn.first_only = first_only
             for block, vectors in zip(blocks, prompted.values(), strict=True):
                 *outer, dim = vectors.shape

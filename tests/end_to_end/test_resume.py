@@ -448,6 +448,10 @@ def test_a_run_of_an_earlier_version_keeps_its_class_tokens(prompt: str, tiny: V
         assert text.count(f"fedrda-{new}") == 1
         text = text.replace(f"fedrda-{new}", f"fedrda-{earlier}" if earlier else "")
     (folder / "config.yaml").write_text(text)
+    state = read_checkpoint(folder / "checkpoint")
+    assert {name: state["keys"].pop(name) for name in old if name != "fedrda-depth"}
+    state["keys"]["fedrda-frozen-features"] = True
+    write_checkpoint(folder / "checkpoint", 2, state)
     assert resume_anew(folder)["accuracy_matrix"] == run(straight)["accuracy_matrix"]
 
 

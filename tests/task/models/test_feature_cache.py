@@ -128,6 +128,17 @@ def test_a_model_that_has_adapted_passes_no_test_image_twice(tiny, passes, promp
     assert evaluate()[1] == len(labels)
 
 
+def test_models_of_one_prompt_that_differ_in_the_feature_without_it_share_no_batch(tiny):
+    """Two runs in a process whose LoRA is the same, as it does not depend on this feature."""
+    _, scenario, _ = built(tiny, "lora", method="fedrda")
+    images, batch, features = scenario.dataset.test_images, np.arange(8), []
+    for depth in (0.33, 0.5, 1):
+        model = built(tiny, "lora", method="fedrda", **{"fedrda-frozen-depth": depth})[2]
+        features.append(queries.adapted_features(model, images, batch))
+        assert torch.equal(features[-1], model.features(*queries.cached_inputs(model, images, batch)))
+    assert not any(torch.allclose(one, features[0], atol=1e-3) for one in features[1:])
+
+
 @pytest.mark.parametrize("augmentation", ["none", "crop"])
 def test_features_without_prompt_cost_local_steps_nothing(tiny, passes, augmentation):
     """FedRDA with LoRA trains two epochs, then sends statistics twice. No q(x) is computed."""

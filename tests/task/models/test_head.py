@@ -177,10 +177,24 @@ def test_a_feature_without_the_prompt_stands_behind_the_adapted_ones(prompt: str
         assert not torch.allclose(adapted, bare[:, :224], atol=1e-2)
         assert torch.equal(early, torch.cat([adapted, bare[:, 224:]], dim=1))
         assert torch.equal(whole, torch.cat([adapted, bare[:, :112]], dim=1))
+        assert torch.equal(models[2].features(images, bare[:, :112])[:, 224:], bare[:, :112])  # a known query is taken
     assert models[1].unprompted == frozen[1].early[1] == Early(1, patches=True)
     assert [model.width for model in (*models, *frozen)] == [224, 336, 336, 224, 336, 224]
     assert [model.query_width for model in (*models, *frozen)] == [112, 112, 112, 224, 336, 224]
     assert {model.reuses_query for model in models} == {prompt == "l2p"}
+
+
+def test_the_feature_without_the_prompt_is_of_the_runs_precision_and_can_be_differentiated(tiny: dict) -> None:
+    """An attack that reconstructs images needs its gradient."""
+    keys = tiny | {"method": "fedrda", "precision": "bf16"}
+    model, bare = (build_model(parse(keys | {"prompt": prompt}), [4]) for prompt in ("lora", "none"))
+    images = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    feature = model.features(images)[:, 224:]
+    with torch.no_grad():
+        assert torch.equal(feature, bare.features(images)[:, 224:])
+    feature.square().sum(dim=0)[0].backward()
+    assert images.grad is not None
+    assert images.grad.abs().max() > 0
 
 
 def test_a_trained_heads_message_is_the_whole_model(tiny: dict) -> None:
