@@ -121,6 +121,10 @@ class Backbone(nn.Module):
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 
+    def early_feature(self, images: Tensor, early: Early) -> Tensor:
+        """``early`` alone, as without a prompt, [B, D]; later blocks are not computed."""
+        raise NotImplementedError(f"{type(self).__name__} has no such blocks")
+
 
 class ViT(Backbone):
     """A plain Vision Transformer of timm, always in evaluation mode."""
@@ -163,7 +167,7 @@ class ViT(Backbone):
         return torch.cat([feature, *(read[each] for each in early)], dim=1)
 
     def early_feature(self, images: Tensor, early: Early) -> Tensor:
-        """``early`` alone, as without a prompt, [B, D]; later blocks are not computed."""
+        """As :meth:`Backbone.early_feature`."""
         with self._reading([early]) as read:
             self.vit.forward_intermediates(images, indices=[early.block], stop_early=True, intermediates_only=True)
         return read[early]
