@@ -264,8 +264,8 @@ def precisions(method: str, setting: Setting) -> dict[str, Any]:
         config = parse(keys)
         model = build_model(config, [2])
         images = load_dataset(config.dataset, "", model.backbone.image_size, 0.0, 0).test_images
-        query = model.query(prepare(images[np.arange(min(IMAGES, len(images)))], model.backbone))
-        features.append(query.cpu().numpy())
+        inputs = prepare(images[np.arange(min(IMAGES, len(images)))], model.backbone)
+        features.append(model.query(inputs, [model.last]).cpu().numpy())
     return answer | {"features": relative_distance(*features)}
 
 

@@ -29,7 +29,7 @@ def train_locally(
     optimiser = _optimiser(model, config)
     steps = config.local_epochs * math.ceil(len(data.rows) / config.batch_size)
     schedule = _schedule(optimiser, config, steps)
-    known = model.reuses_query and data.augmentation == "none"
+    known = model.trains_on_query and data.augmentation == "none"
     query = cached_query(model, data.images, data.positions) if known else None
     for epoch in range(config.local_epochs):
         objective.begin_epoch(model, data, epoch, rng)

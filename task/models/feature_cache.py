@@ -4,9 +4,9 @@ q(x) depends on the image and the frozen backbone only, so test images, statisti
 need it once. Its last bits depend on the batch in which it is computed. In memory, therefore, whole batches are cached,
 and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
 of the images, BATCH at once; a run that uses the disk takes every query from there, also the run that computes them.
-So results do not depend on what is cached. Two mean patch tokens of earlier blocks are stored beside each query: they
-cost no further pass, and FedRDA with prompt=none reads all three. Where a prompt learns in the first task only, f(x) of
-test images is kept in memory too.
+So results do not depend on what is cached. Where q(x) is the last feature alone, two mean patch tokens of earlier
+blocks are stored beside it: they cost no further pass, and FedRDA with prompt=none reads all three. Where a prompt
+learns in the first task only, f(x) of test images is kept in memory too.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ PROGRESS = 10.0  # seconds between two lines in the log
 # a change of one of these files may change q(x)
 CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")
 
-Arithmetic = tuple[str, tuple[Early, ...], Early | None, int, int]  # precision, features, lengths of q(x) and f(x)
+Arithmetic = tuple[str, tuple[Early, ...], tuple[Early, ...], Early | None]  # precision, parts of q(x) and of f(x)
 
 
 class Inputs(NamedTuple):
@@ -82,7 +82,7 @@ class BatchCache:
         ``prompt`` tells prompts apart, where it depends on them.
         """
         digest = hashlib.sha256(positions.tobytes()).digest() + prompt
-        arithmetic = (model.precision, model.early, model.unprompted, model.query_width, model.width)
+        arithmetic = (model.precision, model.query_parts, model.early, model.unprompted)
         key = (id(images), id(model.backbone), arithmetic, digest)
         batch = self._pop(key)
         if not batch or not batch.belongs_to(images, model.backbone):
@@ -163,19 +163,20 @@ def _is_stored(model: Model, source: Images) -> bool:
     return bool(model.stored_as) and len(source) >= WORTH_STORING
 
 
-def _stored_early(model: Model) -> tuple[Early, ...]:
-    """What of earlier blocks is stored beside the last feature."""
-    return model.query_early or tuple(early_features(EARLY_DEPTHS, True, model.backbone))
+def _stored_parts(model: Model) -> tuple[Early, ...]:
+    """The features that are stored; the first are those of q(x)."""
+    beside = early_features(EARLY_DEPTHS, True, model.backbone) if model.query_parts == (model.last,) else []
+    return (*model.query_parts, *beside)
 
 
 def _table(model: Model, source: Images) -> Tensor:
     """q(x) of all images, memory-mapped [N, width] on the CPU."""
-    early = _stored_early(model)
-    key = (id(source), id(model.backbone), model.precision, early, torch.get_num_threads())
+    parts = _stored_parts(model)
+    key = (id(source), id(model.backbone), model.precision, parts, torch.get_num_threads())
     table = _TABLES.get(key)
     if not table or not table.belongs_to(source, model.backbone):
         about = {"belongs-to": model.stored_as, "number": str(len(source))}
-        shape = (len(source), model.backbone.dim * (1 + len(early)))
+        shape = (len(source), model.backbone.dim * len(parts))
         features = stored_features(_identity(model, source), about, shape, lambda: _compute_all(model, source))
         table = _TABLES[key] = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
     return table.features[:, : model.query_width]
@@ -194,7 +195,7 @@ def _identity(model: Model, source: Images) -> dict[str, str]:
         "image-size": str(backbone.image_size),
         "normalisation": str(normalisation),
         "precision": model.precision,
-        "early": str([tuple(feature) for feature in _stored_early(model)]),
+        "features": str([tuple(feature) for feature in _stored_parts(model)]),
         "batch": str(BATCH),
         "processor": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor,
         "versions": " ".join(f"{name} {package_version(name)}" for name in ("torch", "timm", "pillow")),
@@ -219,13 +220,13 @@ def image_digest(images: Images) -> str:
 
 @torch.no_grad()
 def _compute_all(model: Model, source: Images) -> Tensor:
-    """What is stored of all images, in batches of BATCH, float32 [N, D * (1 + early)]; logs how far it is."""
-    early = _stored_early(model)
-    table = torch.empty(len(source), model.backbone.dim * (1 + len(early)))
+    """What is stored of all images, in batches of BATCH, float32 [N, D * parts]; logs how far it is."""
+    parts = _stored_parts(model)
+    table = torch.empty(len(source), model.backbone.dim * len(parts))
     log.info("features of %d images are computed once, for all runs on %s", len(source), model.stored_as)
     logged = started = time.monotonic()
     for batch in batches(np.arange(len(source))):
-        table[batch] = model.query(prepare(source[batch], model.backbone), early).cpu()
+        table[batch] = model.query(prepare(source[batch], model.backbone), parts).cpu()
         if time.monotonic() > logged + PROGRESS:
             logged = time.monotonic()
             log.info("features of %d images: %d done after %.0f s", len(source), batch[-1] + 1, logged - started)

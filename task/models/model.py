@@ -193,24 +193,31 @@ class Model(nn.Module):
         """Index of each head row in :meth:`current_rows`, int64 like ``rows``."""
         return torch.searchsorted(self._rows, rows)
 
-    def query(self, images: Tensor, early: Sequence[Early] | None = None) -> Tensor:
+    @torch.no_grad()
+    def query(self, images: Tensor, parts: Sequence[Early] | None = None) -> Tensor:
         """q(x): normalised images [B, 3, H, W] -> features without prompt [B, query_width]; no gradient.
 
-        ``early``, if given, replaces the model's own.
+        ``parts``, if given, replaces ``query_parts``.
         """
-        early = self.query_early if early is None else early
-        with torch.no_grad(), self._autocast():
-            return self.backbone(images, early=early).float()
+        return self._unprompted_features(images, self.query_parts if parts is None else parts)
 
     @property
-    def query_early(self) -> tuple[Early, ...]:
-        """What of earlier blocks is a part of q(x): nothing if there is a prompt, as nothing reads it then."""
-        return () if self.prompted else self.early
+    def query_parts(self) -> tuple[Early, ...]:
+        """The features without prompt that make q(x): all of f(x), or what the prompt reads and then ``unprompted``."""
+        if not self.prompted:
+            return (self.last, *self.early)
+        read = [self.last] if self.prompt.needs_query else []
+        return tuple(dict.fromkeys(read + ([self.unprompted] if self.unprompted else [])))
 
     @property
     def query_width(self) -> int:
-        """Length of q(x): D, and D more for each of ``query_early``."""
-        return self.backbone.dim * (1 + len(self.query_early))
+        """Length of q(x): D for each of ``query_parts``."""
+        return self.backbone.dim * len(self.query_parts)
+
+    @property
+    def last(self) -> Early:
+        """The feature of the last block, which the backbone gives first."""
+        return Early(self.backbone.depth - 1)
 
     @property
     def width(self) -> int:
@@ -222,7 +229,7 @@ class Model(nn.Module):
         """No input of the head's linear layer has a larger L2 norm; infinite if the backbone trains."""
         if self.trained_backbone is not None:
             return math.inf
-        whole = 2 if self._appends_query else 1  # the others are of norm sqrt(D)
+        whole = 2 if self.unprompted == self.last else 1  # the others are of norm sqrt(D)
         others = self.width - whole * self.backbone.dim
         longest = math.sqrt(whole * self.backbone.longest**2 + others)
         projection = self.head.projection
@@ -243,8 +250,13 @@ class Model(nn.Module):
 
     @property
     def reuses_query(self) -> bool:
-        """Whether a cached q(x) is of use: the prompt reads it, or there is none. False if the backbone is trained."""
-        return self.trained_backbone is None and (self.prompt.needs_query or not self.prompted)
+        """Whether a cached q(x) is of use: something reads it, and the backbone is not trained."""
+        return self.trained_backbone is None and bool(self.query_parts)
+
+    @property
+    def trains_on_query(self) -> bool:
+        """Whether local steps read q(x): the prompt does, or there is none."""
+        return self.prompt.needs_query or not self.prompted
 
     def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, width], float32.
@@ -257,24 +269,24 @@ class Model(nn.Module):
         prompted = self._prompted_features(images, query)
         if self.unprompted is None:
             return prompted
-        return torch.cat([prompted, self._unprompted_feature(self.unprompted, images, query)], dim=1)
+        if query is None:
+            return torch.cat([prompted, self._unprompted_features(images, [self.unprompted])], dim=1)
+        return torch.cat([prompted, query[:, -self.backbone.dim :]], dim=1)
 
     def _prompted_features(self, images: Tensor, query: Tensor | None) -> Tensor:
         """The part of f(x) that the prompt changes, [B, D * (1 + early)]."""
         if query is None and self.prompt.needs_query:
             query = self.query(images)
+        read = query if query is None else query[:, : self.backbone.dim]
         with self._autocast():
-            return self.backbone(images, self.prompt(query), self.projects, self.early).float()
+            return self.backbone(images, self.prompt(read), self.projects, self.early).float()
 
-    @property
-    def _appends_query(self) -> bool:
-        return self.unprompted is not None and self.unprompted.block == self.backbone.depth - 1
-
-    def _unprompted_feature(self, feature: Early, images: Tensor, query: Tensor | None) -> Tensor:
-        if self._appends_query:
-            return self.query(images) if query is None else query
+    def _unprompted_features(self, images: Tensor, parts: Sequence[Early]) -> Tensor:
+        """Features without prompt, [B, D * parts]: the last one and earlier ones, or a single earlier one."""
         with self._autocast():
-            return self.backbone.early_feature(images, feature).float()
+            if parts[0] == self.last:
+                return self.backbone(images, early=parts[1:]).float()
+            return self.backbone.early_feature(images, *parts).float()
 
     def forward(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """As :meth:`features`, then the head -> logits [B, seen classes]; each row depends on its own image only.

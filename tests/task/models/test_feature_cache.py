@@ -141,7 +141,7 @@ def test_models_of_one_prompt_that_differ_in_the_feature_without_it_share_no_bat
 
 @pytest.mark.parametrize("augmentation", ["none", "crop"])
 def test_features_without_prompt_cost_local_steps_nothing(tiny, passes, augmentation):
-    """FedRDA with LoRA trains two epochs, then sends statistics twice. No q(x) is computed."""
+    """FedRDA with LoRA trains two epochs, then sends statistics twice. Only these need a feature without it, once."""
     keys = {"method": "fedrda", "augmentation": augmentation, "local-epochs": 2, "fedrda-adaptation-rounds": 1}
     config = parse(tiny | keys)
     answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
@@ -155,7 +155,7 @@ def test_features_without_prompt_cost_local_steps_nothing(tiny, passes, augmenta
     for hook in hooks:
         hook.remove()
     assert features.shape == (30, 3 * model.backbone.dim)
-    assert blocks == 2 * [*range(6), 0, 1]  # a whole pass with the prompt, a third of one without
+    assert blocks == [0, 1, *range(6), *range(6)]  # a third of a pass without the prompt, then two whole ones with it
     assert (sum(passes[False]), sum(passes[True])) == (0, 2 * number + 60)
 
 

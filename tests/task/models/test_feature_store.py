@@ -50,7 +50,7 @@ PLAIN = [  # methods whose features are q(x), and those that read it beside thei
     {"method": "fedprok", "prompt": "none"},
     {"method": "fedavg", "prompt": "l2p"},
     {"method": "fppl"},
-    {"method": "fedrda", "prompt": "none"},  # which reads an early class token too
+    {"method": "fedrda", "prompt": "none"},  # which reads two mean patch tokens of earlier blocks too
 ]
 
 
@@ -63,16 +63,21 @@ def nothing_open(monkeypatch):
 
 @pytest.fixture
 def passed(monkeypatch):
-    """Number of images in each pass without prompt."""
+    """Number of images in each pass without prompt, be it through some of the blocks only."""
     sizes = []
-    original = ViT.forward
+    original, original_early = ViT.forward, ViT.early_feature
 
     def counted(self, images, prompted=None, projects=False, early=()):
         if not prompted:
             sizes.append(len(images))
         return original(self, images, prompted, projects, early)
 
+    def counted_early(self, images, early):
+        sizes.append(len(images))
+        return original_early(self, images, early)
+
     monkeypatch.setattr(ViT, "forward", counted)
+    monkeypatch.setattr(ViT, "early_feature", counted_early)
     return sizes
 
 
@@ -104,7 +109,7 @@ def model_and_images(values, **more):
     return build_model(config, scenario.task_sizes(0)), scenario.dataset
 
 
-@pytest.mark.parametrize("keys", PLAIN, ids=lambda keys: "-".join(keys.values()))
+@pytest.mark.parametrize("keys", [*PLAIN, {"method": "fedrda"}], ids=lambda keys: "-".join(keys.values()))
 def test_the_first_run_passes_each_image_once_and_the_second_none(values, passed, monkeypatch, keys):
     first = run(values | keys, "first")
     assert sum(passed) == number_of_images(values)
@@ -203,8 +208,8 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("normalisation", "mean", of_backbone("mean", torch.full((1, 3, 1, 1), 0.1))),
     ("normalisation", "std", of_backbone("std", torch.full((1, 3, 1, 1), 0.1))),
     ("precision", "precision", of_model("precision", "bf16")),
-    ("early", "a block", of_model("early", (Early(0),))),
-    ("early", "what of it", of_model("early", (Early(2, patches=False),))),
+    ("features", "a block", of_model("early", (Early(0),))),
+    ("features", "what of it", of_model("early", (Early(2, patches=False),))),
     ("batch", "size", put(feature_cache, "BATCH", 128)),
     ("processor", "threads", put(torch, "get_num_threads", lambda: 99)),
     ("processor", "machine", put(platform, "machine", lambda: "another")),

@@ -180,8 +180,13 @@ def test_a_feature_without_the_prompt_stands_behind_the_adapted_ones(prompt: str
         assert torch.equal(models[2].features(images, bare[:, :112])[:, 224:], bare[:, :112])  # a known query is taken
     assert models[1].unprompted == frozen[1].early[1] == Early(1, patches=True)
     assert [model.width for model in (*models, *frozen)] == [224, 336, 336, 224, 336, 224]
-    assert [model.query_width for model in (*models, *frozen)] == [112, 112, 112, 224, 336, 224]
-    assert {model.reuses_query for model in models} == {prompt == "l2p"}
+    reads = prompt == "l2p"
+    assert [model.query_width for model in models] == [112 * reads, 112 + 112 * reads, 112]
+    assert [model.query_width for model in frozen] == [224, 336, 224]
+    assert [model.reuses_query for model in models] == [reads, True, True]
+    with torch.no_grad():
+        for model in models[1:]:
+            assert torch.equal(model.features(images, model.query(images)), model.features(images))
 
 
 def test_the_feature_without_the_prompt_is_of_the_runs_precision_and_can_be_differentiated(tiny: dict) -> None:
