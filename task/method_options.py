@@ -274,7 +274,7 @@ class AFCLOptions(Options):
     frozen_depth: float = key(
         0.0,
         "share of the blocks after which another such feature is taken, without prompt: a second pass through these "
-        "blocks; 1 = the class token after the last, if there is a prompt; 0 = none",
+        "blocks; 1 = the last feature itself, if there is a prompt; 0 = none",
         minimum=0,
         maximum=1,
     )

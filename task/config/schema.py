@@ -410,13 +410,13 @@ def defaults() -> dict[str, Scalar]:
 
 
 def complete_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Run keys that a run or a model has recorded; one that its version did not know yet is as it was then."""
+    """Run keys saved by any version, by today's names; those that did not exist yet have what that version did."""
     done = dict(saved)
     for name in (row.name for row in METHODS.values() if issubclass(row.options, AFCLOptions)):
-        whole = done.pop(f"{name}-frozen-features", False)
+        last_feature = done.pop(f"{name}-frozen-features", False)
         if f"{name}-depth" in saved:
             done.setdefault(f"{name}-early-feature", CLASS_TOKEN)
-            done.setdefault(f"{name}-frozen-depth", 1.0 if whole else 0.0)
+            done.setdefault(f"{name}-frozen-depth", 1.0 if last_feature else 0.0)
     return done
 
 

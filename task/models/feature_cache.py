@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from task.data.images import Dataset, ImageFiles, Images, resolve_source
+from task.method_options import FedRDAOptions
 from task.models.feature_store import stored_features
 from task.models.model import Model, early_features, to_arrays
 from task.models.preprocessing import prepare
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 BATCH = 64  # images of one pass without gradient; of more, the activations leave the cache of a processor
 CACHE_BYTES = 2**28  # of cached queries in a process: 87,000 queries at D = 768
 WORTH_STORING = 1000  # images of a data set: the queries of fewer are computed in seconds
-EARLY_DEPTHS = (0.5, 0.33)  # shares of the blocks after which the mean patch token is stored too, as FedRDA reads it
+# shares of the blocks after which the mean patch token is stored too, as FedRDA reads it
+EARLY_DEPTHS = (FedRDAOptions.depth, FedRDAOptions.frozen_depth)
 PROGRESS = 10.0  # seconds between two lines in the log
 # a change of one of these files may change q(x)
 CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")

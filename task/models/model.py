@@ -107,7 +107,7 @@ class Model(nn.Module):
         head: classifier of features [B, width].
         early: what of blocks before the last is a part of the features too.
         local_head: classifier of features [B, D] for clients that train the prompt in the first task only.
-        unprompted: a feature of the backbone without prompt that stands behind those with it; of its last block, q(x).
+        unprompted: a feature of the backbone without prompt, put last; that of the last block is the whole backbone's.
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
         freezes_features: from the second task on only the head learns and is sent back (FedProK section 5.1).
@@ -207,7 +207,7 @@ class Model(nn.Module):
         if not self.prompted:
             return (self.last, *self.early)
         read = [self.last] if self.prompt.needs_query else []
-        return tuple(dict.fromkeys(read + ([self.unprompted] if self.unprompted else [])))
+        return tuple(dict.fromkeys(read + ([] if self.unprompted is None else [self.unprompted])))
 
     @property
     def query_width(self) -> int:
@@ -222,7 +222,7 @@ class Model(nn.Module):
     @property
     def width(self) -> int:
         """Length of a feature: D, D more for each of ``early`` and D more for ``unprompted``."""
-        return self.backbone.dim * (1 + len(self.early) + bool(self.unprompted))
+        return self.backbone.dim * (1 + len(self.early) + (self.unprompted is not None))
 
     @cached_property
     def longest_input(self) -> float:
@@ -395,7 +395,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         prompt,
         config.seed,
         config.precision,
-        _build_head(config, backbone.dim * (1 + len(early) + bool(unprompted))),
+        _build_head(config, backbone.dim * (1 + len(early) + (unprompted is not None))),
         early,
         Head(backbone.dim, config.seed, init=config.head_init) if config.adapts else None,
         unprompted,
@@ -420,7 +420,7 @@ def _build_head(config: Config, dim: int) -> Head:
 
 
 def _early(config: Config, backbone: Backbone) -> tuple[list[Early], Early | None]:
-    """``early`` and ``unprompted`` of a model; all are ``early`` if there is no prompt."""
+    """``early`` and ``unprompted`` of a model; all are ``early`` if no prompted block is before ``unprompted``."""
     options, patches = config.options, config.options.early_feature == PATCHES
     early, frozen = (early_features([depth], patches, backbone) for depth in (options.depth, options.frozen_depth))
     if early + frozen and not patches and not backbone.has_class_token:
@@ -429,15 +429,16 @@ def _early(config: Config, backbone: Backbone) -> tuple[list[Early], Early | Non
             f"{name}-early-feature = {options.early_feature!r} is not possible: {config.backbone!r} has no class "
             f"token. Write {PATCHES}, or {name}-depth=0 and {name}-frozen-depth=0."
         )
-    if config.prompt == "none":
-        return early_features([options.depth, options.frozen_depth], patches, backbone), None
-    last = backbone.depth - 1
-    frozen += [Early(last)] if _block(options.frozen_depth, backbone) == last else []
-    return early, frozen[0] if frozen else None
+    prompted = config.prompt != "none"
+    if prompted and _block(options.frozen_depth, backbone) == backbone.depth - 1:
+        return early, Early(backbone.depth - 1)
+    if not frozen or not prompted or frozen[0].block < config.blocks()[0]:
+        return list(dict.fromkeys(early + frozen)), None
+    return early, frozen[0]
 
 
 def early_features(depths: Sequence[float], patches: bool, backbone: Backbone) -> list[Early]:
-    """Features after the shares ``depths`` of all blocks, each once; none if no block or all come before it."""
+    """Features after these shares of all blocks, each once; a share that rounds to no block or all of them has none."""
     blocks = dict.fromkeys(_block(depth, backbone) for depth in depths)
     return [Early(block, patches) for block in blocks if 0 <= block < backbone.depth - 1]
 

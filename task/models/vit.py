@@ -21,7 +21,10 @@ MOST_PATCHES = 64  # along a side: 1,024 pixels with patches of 16; attention ho
 
 
 class Early(NamedTuple):
-    """A feature taken after a block: its class token, or the mean of its patch tokens."""
+    """A feature taken after a block: its class token, or the mean of its patch tokens; normalised.
+
+    That of the last block, without ``patches``, stands for the backbone's own feature.
+    """
 
     block: int  # counted from 0
     patches: bool = False
@@ -122,7 +125,7 @@ class Backbone(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 
     def early_feature(self, images: Tensor, early: Early) -> Tensor:
-        """``early`` alone, as without a prompt, [B, D]; later blocks are not computed."""
+        """``early`` alone, without prompt, [B, D]; later blocks are not computed."""
         raise NotImplementedError(f"{type(self).__name__} has no such blocks")
 
 

@@ -715,10 +715,15 @@ def test_the_share_of_the_depth_names_one_block(depth, blocks):
         (0.33, "lora", [2], Early(1)),
         (0.5, "lora", [2], Early(2)),
         (0.95, "lora", [2], Early(5)),  # the last block
+        (0.33, "lora 2-5", [2], Early(1)),
+        (0.33, "lora 3-5", [2, 1], None),  # no prompt has reached it
+        (0.5, "lora 4-5", [2], None),
     ],
 )
 def test_the_feature_without_prompt_is_an_early_one_where_there_is_none(frozen_depth, prompt, blocks, unprompted):
-    keys = {"method": "afcl", "afcl-depth": 0.5, "afcl-frozen-depth": frozen_depth, "prompt": prompt}
+    kind, _, prompted = prompt.partition(" ")
+    keys = {"method": "afcl", "afcl-depth": 0.5, "afcl-frozen-depth": frozen_depth, "prompt": kind}
+    keys |= {"prompt-blocks": prompted} if prompted else {}
     model = build_model(parse(keys | {"dataset": "synthetic", "image-size": 16, "device": "cpu"}), [3])
     assert [feature.block for feature in model.early] == blocks
     assert model.unprompted == unprompted
