@@ -34,7 +34,7 @@ class Pixels(nn.Module):
 
     def __init__(self, side=2, mean=0.5, std=0.25):
         super().__init__()
-        self.image_size, self.dim = side, 3 * side * side
+        self.image_size, self.dim, self.depth = side, 3 * side * side, 0
         self.register_buffer("mean", torch.full((1, 3, 1, 1), mean))
         self.register_buffer("std", torch.full((1, 3, 1, 1), std))
 
