@@ -410,7 +410,7 @@ def defaults() -> dict[str, Scalar]:
 
 
 def complete_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Run keys saved by any version, by today's names; those that did not exist yet have what that version did."""
+    """Run keys saved by any version, by today's names; a key that did not exist then has what the version did."""
     done = dict(saved)
     for name in (row.name for row in METHODS.values() if issubclass(row.options, AFCLOptions)):
         last_feature = done.pop(f"{name}-frozen-features", False)

@@ -46,7 +46,7 @@ Arithmetic = tuple[str, tuple[Early, ...], tuple[Early, ...], Early | None]  # p
 
 
 class Inputs(NamedTuple):
-    """Prepared images [B, 3, H, W], empty if the features are the query, and q(x) [B, D] if it is known."""
+    """Prepared images [B, 3, H, W], empty if the features are q(x), and q(x) [B, query_width] if it is known."""
 
     images: Tensor
     query: Tensor | None = None
@@ -107,7 +107,7 @@ _TABLES: dict[tuple[int, int, str, tuple[Early, ...], int], CachedBatch] = {}  #
 
 @torch.no_grad()
 def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor | None:
-    """q(x) of the images at ``positions`` without augmentation, int64 [N] -> [N, D]; None if the model needs none.
+    """q(x) of images without augmentation, ``positions`` int64 [N] -> [N, query_width]; None if nothing reads it.
 
     Equal positions give equal bits.
 
@@ -130,7 +130,8 @@ def _query(model: Model, images: Images, batch: np.ndarray) -> Tensor:
 def adapted_features(model: Model, images: Images, batch: np.ndarray) -> Tensor:
     """f(x) of a batch without augmentation, for a model that :attr:`~task.models.model.Model.adapts`: [B, width]."""
     arrays = to_arrays(model.prompt.state_dict())
-    prompt = hashlib.sha256(b"".join(array.tobytes() for array in arrays.values())).digest()
+    kind = repr((type(model.prompt), model.prompt.blocks, model.projects)).encode()
+    prompt = hashlib.sha256(kind + b"".join(array.tobytes() for array in arrays.values())).digest()
 
     def compute() -> Tensor:
         return model.features(*cached_inputs(model, images, batch))
@@ -245,8 +246,8 @@ def load_inputs(
 ) -> Inputs:
     """Inputs of the images at ``positions``; the images are not read if the model needs their query only.
 
-    ``positions`` int64 [B]; ``query`` is their q(x) [B, D] if known, None for augmented images. ``augmentation`` and
-    ``rng`` as in :func:`task.models.preprocessing.prepare`.
+    ``positions`` int64 [B]; ``query`` is their q(x) [B, query_width] if known, None for augmented images.
+    ``augmentation`` and ``rng`` as in :func:`task.models.preprocessing.prepare`.
     """
     if query is not None and not model.prompted:
         return Inputs(torch.empty(0), query)

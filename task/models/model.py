@@ -107,7 +107,7 @@ class Model(nn.Module):
         head: classifier of features [B, width].
         early: what of blocks before the last is a part of the features too.
         local_head: classifier of features [B, D] for clients that train the prompt in the first task only.
-        unprompted: a feature of the backbone without prompt, put last; that of the last block is the whole backbone's.
+        unprompted: a feature without the prompt, put behind the others; ``last`` is the backbone's own feature.
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
         freezes_features: from the second task on only the head learns and is sent back (FedProK section 5.1).
@@ -197,13 +197,17 @@ class Model(nn.Module):
     def query(self, images: Tensor, parts: Sequence[Early] | None = None) -> Tensor:
         """q(x): normalised images [B, 3, H, W] -> features without prompt [B, query_width]; no gradient.
 
-        ``parts``, if given, replaces ``query_parts``.
+        A prompt reads its first D numbers only. ``parts``, if given, replaces ``query_parts``; if nothing reads q(x),
+        it is the last feature, [B, D].
         """
-        return self._unprompted_features(images, self.query_parts if parts is None else parts)
+        return self._unprompted_features(images, parts or self.query_parts or (self.last,))
 
     @property
     def query_parts(self) -> tuple[Early, ...]:
-        """The features without prompt that make q(x): all of f(x), or what the prompt reads and then ``unprompted``."""
+        """The features that make q(x). Without a prompt all parts of f(x).
+
+        With one: the last feature if the prompt reads it, then ``unprompted`` if there is one; may be empty.
+        """
         if not self.prompted:
             return (self.last, *self.early)
         read = [self.last] if self.prompt.needs_query else []
@@ -240,7 +244,7 @@ class Model(nn.Module):
 
     @property
     def prompted(self) -> bool:
-        """Whether f(x) differs from q(x)."""
+        """Whether there is a prompt."""
         return type(self.prompt) is not Prompt
 
     @property
@@ -420,7 +424,10 @@ def _build_head(config: Config, dim: int) -> Head:
 
 
 def _early(config: Config, backbone: Backbone) -> tuple[list[Early], Early | None]:
-    """``early`` and ``unprompted`` of a model; all are ``early`` if no prompted block is before ``unprompted``."""
+    """``early`` and ``unprompted`` of a model.
+
+    ``unprompted`` is None if there is no prompt, or if all prompted blocks come after it: then it is an early one.
+    """
     options, patches = config.options, config.options.early_feature == PATCHES
     early, frozen = (early_features([depth], patches, backbone) for depth in (options.depth, options.frozen_depth))
     if early + frozen and not patches and not backbone.has_class_token:
@@ -438,7 +445,7 @@ def _early(config: Config, backbone: Backbone) -> tuple[list[Early], Early | Non
 
 
 def early_features(depths: Sequence[float], patches: bool, backbone: Backbone) -> list[Early]:
-    """Features after these shares of all blocks, each once; a share that rounds to no block or all of them has none."""
+    """Features after these shares of all blocks, each once; a share that rounds to no block or to all gives none."""
     blocks = dict.fromkeys(_block(depth, backbone) for depth in depths)
     return [Early(block, patches) for block in blocks if 0 <= block < backbone.depth - 1]
 

@@ -38,15 +38,20 @@ def cache(monkeypatch):
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Images of each pass through a backbone: without prompt under False, with one under True."""
+    """Images of each pass through a backbone: without prompt under False, be it a part of one, with one under True."""
     seen = {False: [], True: []}
-    original = ViT.forward
+    original, original_early = ViT.forward, ViT.early_feature
 
     def counted(self, images, prompted=None, projects=False, early=()):
         seen[bool(prompted)].append(len(images))
         return original(self, images, prompted, projects, early)
 
+    def counted_early(self, images, early):
+        seen[False].append(len(images))
+        return original_early(self, images, early)
+
     monkeypatch.setattr(ViT, "forward", counted)
+    monkeypatch.setattr(ViT, "early_feature", counted_early)
     return seen
 
 
@@ -139,6 +144,28 @@ def test_models_of_one_prompt_that_differ_in_the_feature_without_it_share_no_bat
     assert not any(torch.allclose(one, features[0], atol=1e-3) for one in features[1:])
 
 
+@pytest.mark.parametrize("more", [{"prompt-blocks": "4-6"}, {"prompt-projected": True}], ids=str)
+def test_prompts_of_equal_arrays_that_are_used_otherwise_share_no_batch(tiny, more):
+    """Two runs in a process whose prompt has learned nothing."""
+    batch, models = np.arange(8), []
+    for keys in ({"prompt-blocks": "1-3"}, {"prompt-blocks": "1-3"} | more):
+        _, scenario, _ = built(tiny, "shared", method="afcl")
+        models.append(build_model(parse(tiny | {"method": "afcl", "prompt": "shared"} | keys), [6]))
+    images = scenario.dataset.test_images
+    features = [queries.adapted_features(model, images, batch) for model in models]
+    assert torch.equal(features[1], models[1].features(*queries.cached_inputs(models[1], images, batch)))
+    assert not torch.allclose(*features, atol=1e-3)
+
+
+def test_models_that_read_different_features_share_no_query(tiny):
+    """One reads two features of the frozen backbone, the other, beside its prompt, the last one alone."""
+    _, scenario, bare = built(tiny, "none", method="fedrda", **{"fedrda-frozen-depth": 0})
+    prompted = built(tiny, "l2p", method="fedrda", **{"fedrda-frozen-depth": 0})[2]
+    images, batch = scenario.dataset.test_images, np.arange(8)
+    widths = [cached_query(model, images, batch).shape[1] for model in (bare, prompted)]
+    assert widths == [2 * bare.backbone.dim, bare.backbone.dim]
+
+
 @pytest.mark.parametrize("augmentation", ["none", "crop"])
 def test_features_without_prompt_cost_local_steps_nothing(tiny, passes, augmentation):
     """FedRDA with LoRA trains two epochs, then sends statistics twice. Only these need a feature without it, once."""
@@ -156,7 +183,7 @@ def test_features_without_prompt_cost_local_steps_nothing(tiny, passes, augmenta
         hook.remove()
     assert features.shape == (30, 3 * model.backbone.dim)
     assert blocks == [0, 1, *range(6), *range(6)]  # a third of a pass without the prompt, then two whole ones with it
-    assert (sum(passes[False]), sum(passes[True])) == (0, 2 * number + 60)
+    assert (sum(passes[False]), sum(passes[True])) == (30, 2 * number + 60)
 
 
 def test_training_without_augmentation_reuses_the_queries(tiny, passes):

@@ -120,6 +120,13 @@ def test_the_first_run_passes_each_image_once_and_the_second_none(values, passed
     assert all((first[1][name] == array).all() for name, array in second[1].items())
 
 
+def test_two_methods_in_a_process_take_each_its_own_features(values, monkeypatch):
+    run(values | {"method": "fedrda", "prompt": "none"}, "other")
+    after = run(values | {"method": "fedrda"}, "after")
+    monkeypatch.setattr(feature_cache, "_TABLES", {})
+    assert run(values | {"method": "fedrda"}, "alone")[0] == after[0]
+
+
 def test_all_methods_and_splits_share_one_pass(values, passed):
     for number, keys in enumerate([*PLAIN, {"method": "ncm", "validation-share": 0.25}, {"method": "ncm", "seed": 3}]):
         run(values | keys, str(number))
