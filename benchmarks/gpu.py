@@ -265,7 +265,7 @@ def precisions(method: str, setting: Setting) -> dict[str, Any]:
         model = build_model(config, [2])
         images = load_dataset(config.dataset, "", model.backbone.image_size, 0.0, 0).test_images
         inputs = prepare(images[np.arange(min(IMAGES, len(images)))], model.backbone)
-        features.append(model.query(inputs, [model.last]).cpu().numpy())
+        features.append(model.query(inputs, [model.backbone.last]).cpu().numpy())
     return answer | {"features": relative_distance(*features)}
 
 

@@ -168,7 +168,7 @@ def _is_stored(model: Model, source: Images) -> bool:
 
 def _stored_parts(model: Model) -> tuple[Early, ...]:
     """The features that are stored; the first are those of q(x)."""
-    beside = early_features(EARLY_DEPTHS, True, model.backbone) if model.query_parts == (model.last,) else []
+    beside = early_features(EARLY_DEPTHS, True, model.backbone) if model.query_parts == (model.backbone.last,) else []
     return (*model.query_parts, *beside)
 
 

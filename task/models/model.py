@@ -107,7 +107,7 @@ class Model(nn.Module):
         head: classifier of features [B, width].
         early: what of blocks before the last is a part of the features too.
         local_head: classifier of features [B, D] for clients that train the prompt in the first task only.
-        unprompted: a feature without the prompt, put behind the others; ``last`` is the backbone's own feature.
+        unprompted: a feature without the prompt, put behind the others; ``backbone.last`` is the backbone's own.
         trains_backbone: train, and send, a copy of the backbone.
         projects: whether the backbone projects prefixes as it does tokens.
         freezes_features: from the second task on only the head learns and is sent back (FedProK section 5.1).
@@ -200,7 +200,7 @@ class Model(nn.Module):
         A prompt reads its first D numbers only. ``parts``, if given, replaces ``query_parts``; if nothing reads q(x),
         it is the last feature, [B, D].
         """
-        return self._unprompted_features(images, parts or self.query_parts or (self.last,))
+        return self._unprompted_features(images, parts or self.query_parts or (self.backbone.last,))
 
     @property
     def query_parts(self) -> tuple[Early, ...]:
@@ -209,19 +209,14 @@ class Model(nn.Module):
         With one: the last feature if the prompt reads it, then ``unprompted`` if there is one; may be empty.
         """
         if not self.prompted:
-            return (self.last, *self.early)
-        read = [self.last] if self.prompt.needs_query else []
+            return (self.backbone.last, *self.early)
+        read = [self.backbone.last] if self.prompt.needs_query else []
         return tuple(dict.fromkeys(read + ([] if self.unprompted is None else [self.unprompted])))
 
     @property
     def query_width(self) -> int:
         """Length of q(x): D for each of ``query_parts``."""
         return self.backbone.dim * len(self.query_parts)
-
-    @property
-    def last(self) -> Early:
-        """The feature of the last block, which the backbone gives first."""
-        return Early(self.backbone.depth - 1)
 
     @property
     def width(self) -> int:
@@ -233,7 +228,7 @@ class Model(nn.Module):
         """No input of the head's linear layer has a larger L2 norm; infinite if the backbone trains."""
         if self.trained_backbone is not None:
             return math.inf
-        whole = 2 if self.unprompted == self.last else 1  # the others are of norm sqrt(D)
+        whole = 2 if self.unprompted == self.backbone.last else 1  # the others are of norm sqrt(D)
         others = self.width - whole * self.backbone.dim
         longest = math.sqrt(whole * self.backbone.longest**2 + others)
         projection = self.head.projection
@@ -288,7 +283,7 @@ class Model(nn.Module):
     def _unprompted_features(self, images: Tensor, parts: Sequence[Early]) -> Tensor:
         """Features without prompt, [B, D * parts]: the last one and earlier ones, or a single earlier one."""
         with self._autocast():
-            if parts[0] == self.last:
+            if parts[0] == self.backbone.last:
                 return self.backbone(images, early=parts[1:]).float()
             return self.backbone.early_feature(images, *parts).float()
 
@@ -437,8 +432,8 @@ def _early(config: Config, backbone: Backbone) -> tuple[list[Early], Early | Non
             f"token. Write {PATCHES}, or {name}-depth=0 and {name}-frozen-depth=0."
         )
     prompted = config.prompt != "none"
-    if prompted and _block(options.frozen_depth, backbone) == backbone.depth - 1:
-        return early, Early(backbone.depth - 1)
+    if prompted and _block(options.frozen_depth, backbone) == backbone.last.block:
+        return early, backbone.last
     if not frozen or not prompted or frozen[0].block < config.blocks()[0]:
         return list(dict.fromkeys(early + frozen)), None
     return early, frozen[0]
@@ -447,7 +442,7 @@ def _early(config: Config, backbone: Backbone) -> tuple[list[Early], Early | Non
 def early_features(depths: Sequence[float], patches: bool, backbone: Backbone) -> list[Early]:
     """Features after these shares of all blocks, each once; a share that rounds to no block or to all gives none."""
     blocks = dict.fromkeys(_block(depth, backbone) for depth in depths)
-    return [Early(block, patches) for block in blocks if 0 <= block < backbone.depth - 1]
+    return [Early(block, patches) for block in blocks if 0 <= block < backbone.last.block]
 
 
 def _block(depth: float, backbone: Backbone) -> int:

@@ -124,6 +124,11 @@ class Backbone(nn.Module):
         self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
 
+    @property
+    def last(self) -> Early:
+        """The feature of the last block, which stands for the backbone's own."""
+        return Early(self.depth - 1)
+
     def early_feature(self, images: Tensor, early: Early) -> Tensor:
         """``early`` alone, without prompt, [B, D]; later blocks are not computed."""
         raise NotImplementedError(f"{type(self).__name__} has no such blocks")

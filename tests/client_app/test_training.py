@@ -21,7 +21,7 @@ from task.models.evaluation import confusion_counts, extract_features
 from task.models.feature_cache import Inputs
 from task.models.model import Model
 from task.models.preprocessing import prepare, random_crop, random_flip
-from task.models.vit import ViT
+from task.models.vit import Early, ViT
 from task.prompts.base import Prompt
 from task.prompts.shared import SharedPrompt
 from task.utils.seeding import torch_rng
@@ -34,7 +34,7 @@ class Pixels(nn.Module):
 
     def __init__(self, side=2, mean=0.5, std=0.25):
         super().__init__()
-        self.image_size, self.dim, self.depth = side, 3 * side * side, 0
+        self.image_size, self.dim, self.last = side, 3 * side * side, Early(0)
         self.register_buffer("mean", torch.full((1, 3, 1, 1), mean))
         self.register_buffer("std", torch.full((1, 3, 1, 1), std))
 
