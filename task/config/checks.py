@@ -5,6 +5,7 @@ from typing import Any
 
 from task.config.schema import APPEARING, FROM_PATH, FROM_SCRATCH, OWN, REDRAWN, Config, defaults, keys_affecting
 from task.keys import AUTO, ConfigError
+from task.method_options import PATCHES
 from task.methods import METHODS, load_class
 from task.prompt_kinds import PROMPTS
 
@@ -79,9 +80,16 @@ def _check_method(config: Config) -> None:
         )
     if config.federated_bias and (config.method_row.adapts or not config.trains_locally):
         raise ConfigError(f"federated-bias = True is not possible: {config.method!r} trains no model in every task.")
-    name = f"{config.method_row.name}-adaptation-rounds"
-    if config.method_row.adapts and not config.adapts and config.options.adaptation_rounds not in unread_rounds(config):
-        raise ConfigError(f"{name} = {config.flat()[name]} would be ignored: it needs a prompt to adapt, not none.")
+    name, options = config.method_row.name, config.options
+    if config.method_row.adapts and not config.adapts and options.adaptation_rounds not in unread_rounds(config):
+        key = f"{name}-adaptation-rounds"
+        raise ConfigError(f"{key} = {config.flat()[key]} would be ignored: it needs a prompt to adapt, not none.")
+    chosen = options.early_feature == PATCHES != type(options).early_feature  # runs of earlier versions say class-token
+    if chosen and not (options.depth or options.frozen_depth):
+        raise ConfigError(
+            f"{name}-early-feature = {options.early_feature!r} would be ignored: it needs {name}-depth or "
+            f"{name}-frozen-depth above 0, which say after which blocks."
+        )
 
 
 def unread_rounds(config: Config) -> tuple[object, ...]:
