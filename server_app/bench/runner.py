@@ -33,7 +33,7 @@ from server_app.simulation.processes import (
     start_process,
 )
 from server_app.simulation.superlink import POLL
-from task.config.checks import unread_rounds
+from task.config.checks import doubt_backbone, unread_rounds
 from task.config.schema import FROM_PATH, MAY_CHANGE, SAME_RESULT, defaults, keys_affecting
 from task.keys import ConfigError
 from task.message import Scalar
@@ -146,6 +146,9 @@ class Bench:
             foreign += [f"{run.name} ({', '.join(different)})"] if different else []
         total, left = len(self._suite.runs), len(self._waiting)
         self._say(f"{total} runs, {total - left} of them finished already; results go to {self._suite.folder}")
+        for doubt in dict.fromkeys(doubt_backbone(run.config.flat()) for run in self._suite.runs):
+            if doubt:
+                self._say(f"WARNING   {doubt}")
         if foreign:
             self._say(
                 f"WARNING   {len(foreign)} of the finished runs were made by other code, versions or images, "

@@ -8,6 +8,7 @@ import numpy as np
 
 from server_app.report.compare import FINAL, WALL, Group, mean_sd
 from server_app.report.runs import Run
+from task.config.checks import doubt_backbone
 
 DIGEST = "data-sha256"  # in a run's config.yaml
 POINT = 0.01  # smaller differences in accuracy count as none
@@ -227,6 +228,7 @@ def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:
         lines.append(
             f"Not all runs are of the same images ({DIGEST} in config.yaml): remove the old ones and run again."
         )
+    lines += [f"{doubt}." for doubt in dict.fromkeys(doubt_backbone(run.settings) for run in runs) if doubt]
     if single := [group.label for group in ranked if len(group.measured) == 1]:
         which = "each method" if len(single) == len(ranked) else ", ".join(single)
         lines.append(f"One seed only: {which}; another seed may draw another class order and other clients.")

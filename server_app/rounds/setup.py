@@ -8,8 +8,9 @@ from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import wait_for_nodes
 from server_app.clients.registry import ClientRegistry
 from server_app.transport.base import Transport
+from task.config.checks import doubt_backbone
 from task.config.parsing import set_num_clients
-from task.config.schema import APPEARING, BUNDLED, Config
+from task.config.schema import APPEARING, Config
 from task.data.class_names import class_ids
 from task.data.digests import describe_repeated
 from task.data.images import Dataset
@@ -41,8 +42,8 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
         RunError: too few nodes, or nodes that cannot work together.
     """
     backbone = build_model(config, []).backbone
-    if config.backbone == BUNDLED and (config.own_data or config.dataset in ("folder", "npz")):
-        log.warning("backbone = %r is for digits and sees 32 x 32 pixels: name another for real images", BUNDLED)
+    if doubt := doubt_backbone(config.flat()):
+        log.warning(doubt)
     dataset = None if config.own_data else build_scenario(config).dataset
     if dataset:
         require_readable(dataset, config.dataset)

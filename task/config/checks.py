@@ -1,9 +1,20 @@
 """Combinations of run keys that cannot work together; each error says what to change."""
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
-from task.config.schema import APPEARING, FROM_PATH, FROM_SCRATCH, OWN, REDRAWN, Config, defaults, keys_affecting
+from task.config.schema import (
+    APPEARING,
+    BUNDLED,
+    FROM_PATH,
+    FROM_SCRATCH,
+    OWN,
+    REDRAWN,
+    Config,
+    defaults,
+    keys_affecting,
+)
 from task.keys import AUTO, ConfigError
 from task.method_options import PATCHES
 from task.methods import METHODS, load_class
@@ -96,6 +107,13 @@ def unread_rounds(config: Config) -> tuple[object, ...]:
     """Rounds of adaptation that a run without a prompt to adapt may have, as some version had them by default."""
     row = config.method_row
     return *_USUAL_ROUNDS, type(config.options).adaptation_rounds, row.defaults.get(f"{row.name}-adaptation-rounds")
+
+
+def doubt_backbone(settings: Mapping[str, Any]) -> str:
+    """A warning if the bundled backbone sees images of somebody's own, else empty; ``settings`` are run keys."""
+    if settings.get("backbone") != BUNDLED or settings.get("dataset") not in (OWN, "folder", "npz"):
+        return ""
+    return f"backbone = {BUNDLED!r} is for digits and sees 32 x 32 pixels: name another for real images"
 
 
 def _check_backbone(config: Config) -> None:

@@ -380,6 +380,16 @@ def test_a_run_that_is_resumed_gets_what_may_change(write):
     assert not [word for word in words if word.startswith(("batch-size", "output-dir", "run-name"))]
 
 
+@pytest.mark.parametrize("dataset", ["folder", "digits"])
+def test_the_backbone_for_digits_on_other_images_is_warned_of_once(write, tmp_path, dataset):
+    said = list[str]()
+    path = {"data-dir": str(tmp_path)} if dataset == "folder" else {}
+    suite = read_suite(write(common=KEYS | {"dataset": dataset, "backbone": "vit_glyphs"} | path), {})
+    Bench(suite, 1, [], said.append)._plan()
+    warned = [line.startswith("WARNING   backbone = 'vit_glyphs' is for digits") for line in said]
+    assert sum(warned) == (dataset == "folder")
+
+
 @pytest.mark.ci
 def test_finished_runs_of_other_code_are_kept_and_told_of_in_one_line(write, quick, capsys):
     path = write(seeds=[0, 1])

@@ -35,7 +35,7 @@ def group(
                 "communication": {"bytes_up": 1e6 * megabytes, "bytes_down": 0},
                 "seconds": {"total": 300.0, "cpu_total": None if minutes is None else 60 * minutes},
             },
-            {"data-sha256": digest},
+            {"data-sha256": digest, **given.get("settings", {})},
         )
         for accuracy, seed, correct, digest in zip(accuracies, *each, strict=True)
     ]
@@ -472,3 +472,11 @@ def test_images_of_unequal_tasks_are_worth_less() -> None:
     assert run.effective_images == pytest.approx(160 / 11)
     run.results["samples_per_task"] = [40, 0, 4]  # a task without test images
     assert run.effective_images == pytest.approx(160 / 11)
+
+
+def test_the_backbone_for_digits_on_other_images_is_a_reason_to_doubt() -> None:
+    own, digits = ({"backbone": "vit_glyphs", "dataset": name} for name in ("folder", "digits"))
+    line = "backbone = 'vit_glyphs' is for digits and sees 32 x 32 pixels: name another for real images."
+    for settings, doubted in ((own, 1), (digits, 0), ({}, 0)):
+        lines = recommend([group(label, [0.9], 1, 1, settings=settings) for label in "ab"])
+        assert lines.count(line) == doubted
