@@ -65,6 +65,7 @@ PUBLISHED = {
 
 # of each row of suites/cifar100-full.yaml, what follows the preset of its setting
 NO_PROMPT = ("prompt=none", "prompt-length=auto", "prompt-pool=auto", "rounds-per-task=1")
+OURS = ("method=fedrda", "local-epochs=2", "batch-size=16", "learning-rate=0.005", "learning-rate-schedule=auto")
 ROWS: dict[str, tuple[str, ...]] = {
     "hgp": (),
     "fedavg": ("method=fedavg",),
@@ -73,6 +74,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "fedavg-fused": ("method=fedavg",),
     "pip-dualprompt": (),
     "pip-l2p": ("prompt=l2p",),
+    "pip-dualprompt-0.002": ("learning-rate=0.002",),
+    "pip-l2p-0.002": ("prompt=l2p", "learning-rate=0.002"),
     "fedavg-dualprompt": ("method=fedavg", "fedavg-mean=plain"),
     "fedavg-l2p": ("method=fedavg", "fedavg-mean=plain", "prompt=l2p"),
     "hepco": (),
@@ -81,6 +84,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "fedavg-resnet": ("method=fedavg",),
     "ncm": ("method=ncm", *NO_PROMPT),
     "afcl": ("method=afcl", *NO_PROMPT),
+    "fedrda-frozen": ("method=fedrda", *NO_PROMPT),
+    "fedrda": (*OURS, *NO_PROMPT[1:], "prompt=lora"),
 }
 ON_PURPOSE: dict[str, dict[str, Scalar]] = {  # where a row or a backbone of the suite is not its preset's
     "fedavg-decomposed-plain": {"fedavg-mean": "plain"},  # HePCo's own first step; the preset has the paper's baseline
