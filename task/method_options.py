@@ -273,8 +273,8 @@ class AFCLOptions(Options):
     )
     frozen_depth: float = key(
         0.0,
-        "share of the blocks after which another such feature is taken, without prompt: a second pass through these "
-        "blocks; 1 = the last feature itself, if there is a prompt; 0 = none",
+        "share of the blocks after which another such feature is taken, without prompt; 1 = the last feature itself, "
+        "if there is a prompt; 0 = none",
         minimum=0,
         maximum=1,
     )

@@ -4,7 +4,7 @@ q(x) depends on the image and the frozen backbone only, so test images, statisti
 need it once. Its last bits depend on the batch in which it is computed. In memory, therefore, whole batches are cached,
 and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
 of the images, BATCH at once; a run that uses the disk takes every query from there, also the run that computes them.
-So results do not depend on what is cached. Where q(x) is the last feature alone, two mean patch tokens of earlier
+So results do not depend on what is cached. Where q(x) has the last feature, two mean patch tokens of earlier
 blocks are stored beside it: they cost no further pass, and FedRDA with prompt=none reads all three. Where a prompt
 learns in the first task only, f(x) of test images is kept in memory too.
 """
@@ -42,7 +42,7 @@ PROGRESS = 10.0  # seconds between two lines in the log
 # a change of one of these files may change q(x)
 CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")
 
-Arithmetic = tuple[str, tuple[Early, ...], tuple[Early, ...], Early | None]  # precision, parts of q(x) and of f(x)
+BatchKey = tuple[int, int, str, tuple[Early, ...], bytes]  # ids, precision, parts of q(x), positions and prompt
 
 
 class Inputs(NamedTuple):
@@ -74,7 +74,7 @@ class BatchCache:
 
     def __init__(self, limit: int) -> None:
         self.limit, self.size = limit, 0
-        self._batches: dict[tuple[int, int, Arithmetic, bytes], CachedBatch] = {}  # the last used at the end
+        self._batches: dict[BatchKey, CachedBatch] = {}  # the last used at the end
 
     def get(
         self, model: Model, images: Images, positions: np.ndarray, compute: Callable[[], Tensor], prompt: bytes = b""
@@ -84,8 +84,7 @@ class BatchCache:
         ``prompt`` tells prompts apart, where it depends on them.
         """
         digest = hashlib.sha256(positions.tobytes()).digest() + prompt
-        arithmetic = (model.precision, model.query_parts, model.early, model.unprompted)
-        key = (id(images), id(model.backbone), arithmetic, digest)
+        key = (id(images), id(model.backbone), model.precision, model.query_parts, digest)
         batch = self._pop(key)
         if not batch or not batch.belongs_to(images, model.backbone):
             batch = CachedBatch(weakref.ref(images), weakref.ref(model.backbone), compute())
@@ -95,7 +94,7 @@ class BatchCache:
             self._pop(next(iter(self._batches)))
         return batch.features
 
-    def _pop(self, key: tuple[int, int, Arithmetic, bytes]) -> CachedBatch | None:
+    def _pop(self, key: BatchKey) -> CachedBatch | None:
         batch = self._batches.pop(key, None)
         self.size -= batch.features.nbytes if batch else 0
         return batch
@@ -118,7 +117,9 @@ def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor 
         return None
     source, of_source = resolve_source(images, positions)
     if _is_stored(model, source):
-        return _table(model, source)[torch.from_numpy(of_source)].to(model.device)
+        rows, stored = torch.from_numpy(of_source), _table(model, source).split(model.backbone.dim, dim=1)
+        columns = [stored[_stored_parts(model).index(part)] for part in model.query_parts]
+        return torch.cat([column[rows] for column in columns], dim=1).to(model.device)
     return torch.cat([_query(model, images, batch) for batch in batches(positions)])
 
 
@@ -130,8 +131,9 @@ def _query(model: Model, images: Images, batch: np.ndarray) -> Tensor:
 def adapted_features(model: Model, images: Images, batch: np.ndarray) -> Tensor:
     """f(x) of a batch without augmentation, for a model that :attr:`~task.models.model.Model.adapts`: [B, width]."""
     arrays = to_arrays(model.prompt.state_dict())
-    kind = repr((type(model.prompt), model.prompt.blocks, model.projects)).encode()
-    prompt = hashlib.sha256(kind + b"".join(array.tobytes() for array in arrays.values())).digest()
+    shapes = [array.shape for array in arrays.values()]
+    kind = repr((type(model.prompt), shapes, model.prompt.blocks, model.projects, model.early, model.unprompted))
+    prompt = hashlib.sha256(kind.encode() + b"".join(array.tobytes() for array in arrays.values())).digest()
 
     def compute() -> Tensor:
         return model.features(*cached_inputs(model, images, batch))
@@ -167,22 +169,26 @@ def _is_stored(model: Model, source: Images) -> bool:
 
 
 def _stored_parts(model: Model) -> tuple[Early, ...]:
-    """The features that are stored; the first are those of q(x)."""
-    beside = early_features(EARLY_DEPTHS, True, model.backbone) if model.query_parts == (model.backbone.last,) else []
-    return (*model.query_parts, *beside)
+    """The features that are stored: one file for all models that read the last and no others than those beside it."""
+    last, parts = model.backbone.last, model.query_parts
+    shared = (last, *early_features(EARLY_DEPTHS, True, model.backbone))
+    return shared if last in parts and set(parts) <= set(shared) else parts
 
 
 def _table(model: Model, source: Images) -> Tensor:
-    """q(x) of all images, memory-mapped [N, width] on the CPU."""
+    """What is stored of all images, memory-mapped [N, D * parts] on the CPU."""
     parts = _stored_parts(model)
     key = (id(source), id(model.backbone), model.precision, parts, torch.get_num_threads())
     table = _TABLES.get(key)
     if not table or not table.belongs_to(source, model.backbone):
-        about = {"belongs-to": model.stored_as, "number": str(len(source))}
+        for other in [other for other, known in _TABLES.items() if known.images() is None]:
+            del _TABLES[other]  # its file stays mapped, and on the disk, until then
+        blocks = ", ".join(f"{part.block + 1}{' (patches)' * part.patches}" for part in parts)
+        about = {"belongs-to": model.stored_as, "number": str(len(source)), "blocks": blocks}
         shape = (len(source), model.backbone.dim * len(parts))
         features = stored_features(_identity(model, source), about, shape, lambda: _compute_all(model, source))
         table = _TABLES[key] = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
-    return table.features[:, : model.query_width]
+    return table.features
 
 
 def _identity(model: Model, source: Images) -> dict[str, str]:

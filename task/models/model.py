@@ -197,10 +197,9 @@ class Model(nn.Module):
     def query(self, images: Tensor, parts: Sequence[Early] | None = None) -> Tensor:
         """q(x): normalised images [B, 3, H, W] -> features without prompt [B, query_width]; no gradient.
 
-        A prompt reads its first D numbers only. ``parts``, if given, replaces ``query_parts``; if nothing reads q(x),
-        it is the last feature, [B, D].
+        A prompt reads its first D numbers only. ``parts``, if given, replaces ``query_parts``.
         """
-        return self._unprompted_features(images, parts or self.query_parts or (self.backbone.last,))
+        return self._unprompted_features(images, parts or self.query_parts)
 
     @property
     def query_parts(self) -> tuple[Early, ...]:
@@ -221,7 +220,7 @@ class Model(nn.Module):
     @property
     def width(self) -> int:
         """Length of a feature: D, D more for each of ``early`` and D more for ``unprompted``."""
-        return self.backbone.dim * (1 + len(self.early) + (self.unprompted is not None))
+        return _width(self.backbone, self.early, self.unprompted)
 
     @cached_property
     def longest_input(self) -> float:
@@ -265,18 +264,17 @@ class Model(nn.Module):
         """
         if query is not None and not self.prompted:
             return query
-        prompted = self._prompted_features(images, query)
         if self.unprompted is None:
-            return prompted
+            return self._prompted_features(images, query)
         if query is None:
-            return torch.cat([prompted, self._unprompted_features(images, [self.unprompted])], dim=1)
-        return torch.cat([prompted, query[:, -self.backbone.dim :]], dim=1)
+            query = self._unprompted_features(images, self.query_parts)
+        return torch.cat([self._prompted_features(images, query), query[:, -self.backbone.dim :]], dim=1)
 
     def _prompted_features(self, images: Tensor, query: Tensor | None) -> Tensor:
         """The part of f(x) that the prompt changes, [B, D * (1 + early)]."""
         if query is None and self.prompt.needs_query:
-            query = self.query(images)
-        read = query if query is None else query[:, : self.backbone.dim]
+            query = self.query(images, [self.backbone.last])
+        read = query if query is None else query[:, : self.backbone.dim].detach()
         with self._autocast():
             return self.backbone(images, self.prompt(read), self.projects, self.early).float()
 
@@ -394,7 +392,7 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
         prompt,
         config.seed,
         config.precision,
-        _build_head(config, backbone.dim * (1 + len(early) + (unprompted is not None))),
+        _build_head(config, _width(backbone, early, unprompted)),
         early,
         Head(backbone.dim, config.seed, init=config.head_init) if config.adapts else None,
         unprompted,
@@ -410,6 +408,10 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
     return model
 
 
+def _width(backbone: Backbone, early: Sequence[Early], unprompted: Early | None) -> int:
+    return backbone.dim * (1 + len(early) + (unprompted is not None))
+
+
 def _build_head(config: Config, dim: int) -> Head:
     options, row = config.options, config.method_row
     if options.class_rank:
@@ -421,7 +423,11 @@ def _build_head(config: Config, dim: int) -> Head:
 def _early(config: Config, backbone: Backbone) -> tuple[list[Early], Early | None]:
     """``early`` and ``unprompted`` of a model.
 
-    ``unprompted`` is None if there is no prompt, or if all prompted blocks come after it: then it is an early one.
+    ``unprompted`` is None if there is no such feature or no prompt, or if all prompted blocks come after it: then it is
+    an early one.
+
+    Raises:
+        ConfigError: an early class token of a backbone that has none.
     """
     options, patches = config.options, config.options.early_feature == PATCHES
     early, frozen = (early_features([depth], patches, backbone) for depth in (options.depth, options.frozen_depth))

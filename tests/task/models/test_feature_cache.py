@@ -36,25 +36,6 @@ def cache(monkeypatch):
     return fresh
 
 
-@pytest.fixture
-def passes(monkeypatch):
-    """Images of each pass through a backbone: without prompt under False, be it a part of one, with one under True."""
-    seen = {False: [], True: []}
-    original, original_early = ViT.forward, ViT.early_feature
-
-    def counted(self, images, prompted=None, projects=False, early=()):
-        seen[bool(prompted)].append(len(images))
-        return original(self, images, prompted, projects, early)
-
-    def counted_early(self, images, early):
-        seen[False].append(len(images))
-        return original_early(self, images, early)
-
-    monkeypatch.setattr(ViT, "forward", counted)
-    monkeypatch.setattr(ViT, "early_feature", counted_early)
-    return seen
-
-
 def built(tiny, prompt, **more):
     config = parse(tiny | {"method": "fedavg", "prompt": prompt} | more)
     scenario = build_scenario(config)
@@ -144,17 +125,39 @@ def test_models_of_one_prompt_that_differ_in_the_feature_without_it_share_no_bat
     assert not any(torch.allclose(one, features[0], atol=1e-3) for one in features[1:])
 
 
-@pytest.mark.parametrize("more", [{"prompt-blocks": "4-6"}, {"prompt-projected": True}], ids=str)
-def test_prompts_of_equal_arrays_that_are_used_otherwise_share_no_batch(tiny, more):
+@pytest.mark.parametrize(
+    ("prompt", "one", "other"),
+    [
+        ("shared", {"prompt-blocks": "1-3"}, {"prompt-blocks": "4-6"}),
+        ("shared", {}, {"prompt-projected": True}),
+        ("lora", {"afcl-depth": 0.5}, {"afcl-depth": 0.67}),
+        ("l2p", {"afcl-frozen-depth": 0.0}, {"afcl-frozen-depth": 1.0}),
+        ("decomposed", {"prompt-pool": 10, "prompt-length": 1}, {"prompt-pool": 6, "prompt-length": 2}),
+    ],
+    ids=str,
+)
+def test_prompts_of_equal_arrays_that_are_used_otherwise_share_no_batch(tiny, prompt, one, other):
     """Two runs in a process whose prompt has learned nothing."""
     batch, models = np.arange(8), []
-    for keys in ({"prompt-blocks": "1-3"}, {"prompt-blocks": "1-3"} | more):
-        _, scenario, _ = built(tiny, "shared", method="afcl")
-        models.append(build_model(parse(tiny | {"method": "afcl", "prompt": "shared"} | keys), [6]))
+    for keys in (one, other):
+        _, scenario, _ = built(tiny, prompt, method="afcl")
+        models.append(build_model(parse(tiny | {"method": "afcl", "prompt": prompt} | keys), [6]))
     images = scenario.dataset.test_images
     features = [queries.adapted_features(model, images, batch) for model in models]
     assert torch.equal(features[1], models[1].features(*queries.cached_inputs(models[1], images, batch)))
-    assert not torch.allclose(*features, atol=1e-3)
+    assert features[0].shape != features[1].shape or not torch.allclose(*features, atol=1e-3)
+
+
+def test_a_prompt_that_reads_the_query_costs_one_pass_without_it_and_no_more(tiny, passes):
+    """Of images that are known to no cache, as in prediction: the early feature comes from the same pass."""
+    for depth in (0.33, 1):
+        _, scenario, model = built(tiny, "l2p", method="fedrda", **{"fedrda-frozen-depth": depth})
+        images = queries.prepare(scenario.dataset.test_images[np.arange(4)], model.backbone)
+        before = {prompted: len(sizes) for prompted, sizes in passes.items()}
+        features = model.features(images)
+        assert {prompted: len(sizes) - before[prompted] for prompted, sizes in passes.items()} == {False: 1, True: 1}
+        assert torch.allclose(features, model.features(images, model.query(images)), atol=1e-5)
+        assert not model.query(images.requires_grad_()).requires_grad
 
 
 def test_models_that_read_different_features_share_no_query(tiny):

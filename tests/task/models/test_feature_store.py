@@ -1,6 +1,7 @@
 """Features on disk: each image passes the backbone once for all runs, and results do not depend on what is there."""
 
 import copy
+import gc
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ from task.models.evaluation import extract_features
 from task.models.feature_cache import cached_query, image_digest
 from task.models.feature_store import clear_store, list_stored, stored_features
 from task.models.model import Model, build_model
-from task.models.vit import Early, ViT
+from task.models.vit import Early
 from task.models.weights import build_vit
 from task.scenario.scenario import build_scenario
 from task.utils.versions import package_version
@@ -51,6 +52,8 @@ PLAIN = [  # methods whose features are q(x), and those that read it beside thei
     {"method": "fedavg", "prompt": "l2p"},
     {"method": "fppl"},
     {"method": "fedrda", "prompt": "none"},  # which reads two mean patch tokens of earlier blocks too
+    {"method": "fedrda", "prompt": "none", "fedrda-frozen-depth": 0},  # one of them
+    {"method": "fedrda", "prompt": "l2p"},  # the other, beside what the prompt reads
 ]
 
 
@@ -62,23 +65,9 @@ def nothing_open(monkeypatch):
 
 
 @pytest.fixture
-def passed(monkeypatch):
+def passed(passes):
     """Number of images in each pass without prompt, be it through some of the blocks only."""
-    sizes = []
-    original, original_early = ViT.forward, ViT.early_feature
-
-    def counted(self, images, prompted=None, projects=False, early=()):
-        if not prompted:
-            sizes.append(len(images))
-        return original(self, images, prompted, projects, early)
-
-    def counted_early(self, images, early):
-        sizes.append(len(images))
-        return original_early(self, images, early)
-
-    monkeypatch.setattr(ViT, "forward", counted)
-    monkeypatch.setattr(ViT, "early_feature", counted_early)
-    return sizes
+    return passes[False]
 
 
 @pytest.fixture
@@ -109,7 +98,7 @@ def model_and_images(values, **more):
     return build_model(config, scenario.task_sizes(0)), scenario.dataset
 
 
-@pytest.mark.parametrize("keys", [*PLAIN, {"method": "fedrda"}], ids=lambda keys: "-".join(keys.values()))
+@pytest.mark.parametrize("keys", [*PLAIN, {"method": "fedrda"}], ids=lambda keys: "-".join(map(str, keys.values())))
 def test_the_first_run_passes_each_image_once_and_the_second_none(values, passed, monkeypatch, keys):
     first = run(values | keys, "first")
     assert sum(passed) == number_of_images(values)
@@ -118,6 +107,17 @@ def test_the_first_run_passes_each_image_once_and_the_second_none(values, passed
     assert sum(passed) == number_of_images(values)
     assert first[0] == second[0]
     assert all((first[1][name] == array).all() for name, array in second[1].items())
+
+
+def test_the_file_of_images_that_are_gone_is_let_go(values):
+    for seed in range(3):
+        model, dataset = model_and_images(values, seed=seed)
+        build_scenario.cache_clear()
+        load_dataset.cache_clear()
+        cached_query(model, dataset.train_images, np.arange(4))
+        del dataset
+        gc.collect()
+    assert len(feature_cache._TABLES) == 1
 
 
 def test_two_methods_in_a_process_take_each_its_own_features(values, monkeypatch):
@@ -158,6 +158,20 @@ def test_stored_queries_are_timms_in_the_order_of_the_file(values, feature_cache
     stored = safetensors.numpy.load_file(file)["features"]
     assert stored.shape == (len(expected), 3 * expected.shape[1])
     assert (stored[:, : expected.shape[1]] == expected.numpy()).all()
+
+
+def test_models_of_one_file_read_each_its_own_columns(values):
+    """Blocks of the bundled backbone: 6 in all, 3 and 2 after a half and a third."""
+    images = model_and_images(values)[1].train_images
+    parts = {(0, 0): [Early(5)], (0.5, 0): [Early(5), Early(2, True)], (0, 0.33): [Early(5), Early(1, True)]}
+    for (depth, frozen), read in parts.items():
+        keys = {"method": "fedrda", "prompt": "none", "fedrda-depth": depth, "fedrda-frozen-depth": frozen}
+        model, _ = model_and_images(values, **keys)
+        query = cached_query(model, images, np.arange(len(images)))
+        with torch.no_grad():
+            expected = model.query(feature_cache.prepare(images[np.arange(len(images))], model.backbone), read)
+        assert torch.allclose(query, expected, atol=1e-5)
+    assert len(list_stored()) == 1
 
 
 def test_what_a_caller_writes_into_a_query_is_not_stored(values):
@@ -226,11 +240,16 @@ CHANGES: list[tuple[str, str, Change]] = [
 ]
 
 
+def _width(model: Model) -> int:
+    return model.backbone.dim * len(feature_cache._stored_parts(model))
+
+
 @pytest.fixture
 def stored_abouts(values: dict, monkeypatch: pytest.MonkeyPatch) -> Callable[[Change | None], list[dict[str, str]]]:
     """Stores features of four images, changes one thing, stores them again; what the stored files say of themselves."""
-    monkeypatch.setattr(feature_cache, "_compute_all", lambda model, source: torch.zeros(len(source), 1))
     model, images = build_model(parse(values | {"method": "ncm"}), [2]), np.zeros((4, 16, 16, 3), np.uint8)
+    zeros = torch.zeros(4, 3 * model.backbone.dim)  # at most; the parts are of no importance here
+    monkeypatch.setattr(feature_cache, "_compute_all", lambda model, source: zeros[:, : _width(model)])
     model._shared = [copy.deepcopy(model.backbone)]  # the process's own is that of all later tests
 
     def store_twice(change: Change | None) -> list[dict[str, str]]:
@@ -252,14 +271,15 @@ def test_whatever_the_bits_depend_on_makes_another_file(
     abouts = stored_abouts(change)
     assert len(abouts) == 2
     one, other = abouts
-    assert {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)} == {entry}
+    different = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    assert different - {"blocks"} == {entry}
 
 
 def test_all_entries_of_a_file_are_among_the_changes(
     stored_abouts: Callable[[Change | None], list[dict[str, str]]],
 ) -> None:
     (about,) = stored_abouts(None)
-    assert set(about) - {"belongs-to", "number"} == {entry for entry, _, _ in CHANGES}
+    assert set(about) - {"belongs-to", "number", "blocks"} == {entry for entry, _, _ in CHANGES}
 
 
 def test_one_changed_pixel_makes_other_features(values, passed):
@@ -473,6 +493,7 @@ def test_fcil_cache_lists_and_clears(values, capsys, feature_cache):
     out = capsys.readouterr().out
     assert f"{number_of_images(values)} images of npz {values['data-dir']}, vit_glyphs" in out
     assert "16 pixels, fp32" in out
+    assert "blocks 6, 3 (patches), 2 (patches)" in out
     assert "damaged" in out
     with feature_store._lock(feature_cache / "odd.safetensors"):
         assert main(["cache", "clear"]) == 0
