@@ -95,11 +95,12 @@ def _check_method(config: Config) -> None:
     if config.method_row.adapts and not config.adapts and options.adaptation_rounds not in unread_rounds(config):
         key = f"{name}-adaptation-rounds"
         raise ConfigError(f"{key} = {config.flat()[key]} would be ignored: it needs a prompt to adapt, not none.")
-    chosen = options.early_feature == PATCHES != type(options).early_feature  # runs of earlier versions say class-token
-    if chosen and not (options.depth or options.frozen_depth):
+    # saved runs of earlier versions may say class-token where nothing reads it
+    chosen = options.early_feature == PATCHES and options.early_feature != type(options).early_feature
+    if chosen and not (0 < options.depth < 1 or 0 < options.frozen_depth < 1):
         raise ConfigError(
             f"{name}-early-feature = {options.early_feature!r} would be ignored: it needs {name}-depth or "
-            f"{name}-frozen-depth above 0, which say after which blocks."
+            f"{name}-frozen-depth between 0 and 1, which say after which blocks."
         )
 
 
@@ -113,7 +114,7 @@ def doubt_backbone(settings: Mapping[str, Any]) -> str:
     """A warning if the bundled backbone sees images of somebody's own, else empty; ``settings`` are run keys."""
     if settings.get("backbone") != BUNDLED or settings.get("dataset") not in (OWN, "folder", "npz"):
         return ""
-    return f"backbone = {BUNDLED!r} is for digits and sees 32 x 32 pixels: name another for real images"
+    return f"backbone = {BUNDLED!r} is for digits and sees 32 x 32 pixels: name another for other images"
 
 
 def _check_backbone(config: Config) -> None:

@@ -476,7 +476,7 @@ def test_images_of_unequal_tasks_are_worth_less() -> None:
 
 def test_the_backbone_for_digits_on_other_images_is_a_reason_to_doubt() -> None:
     own, digits = ({"backbone": "vit_glyphs", "dataset": name} for name in ("folder", "digits"))
-    line = "backbone = 'vit_glyphs' is for digits and sees 32 x 32 pixels: name another for real images."
+    line = "backbone = 'vit_glyphs' is for digits and sees 32 x 32 pixels: name another for other images."
     for settings, doubted in ((own, 1), (digits, 0), ({}, 0)):
         lines = recommend([group(label, [0.9], 1, 1, settings=settings) for label in "ab"])
         assert lines.count(line) == doubted

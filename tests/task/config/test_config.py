@@ -67,6 +67,10 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"method": "afcl", "afcl-adaptation-rounds": 3}, ["afcl-adaptation-rounds = 3", "ignored", "prompt"]),
         ({"method": "afcl", "afcl-early-feature": "patches"}, ["afcl-early-feature", "ignored", "afcl-depth"]),
         (
+            {"method": "afcl", "afcl-early-feature": "patches", "prompt": "lora", "afcl-frozen-depth": 1.0},
+            ["afcl-early-feature", "ignored", "afcl-frozen-depth between 0 and 1"],
+        ),
+        (
             {"method": "fedrda", "prompt": "none", "fedrda-adaptation-rounds": 3},
             ["fedrda-adaptation-rounds", "ignored"],
         ),

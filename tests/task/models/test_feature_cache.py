@@ -157,7 +157,12 @@ def test_a_prompt_that_reads_the_query_costs_one_pass_without_it_and_no_more(tin
         features = model.features(images)
         assert {prompted: len(sizes) - before[prompted] for prompted, sizes in passes.items()} == {False: 1, True: 1}
         assert torch.allclose(features, model.features(images, model.query(images)), atol=1e-5)
-        assert not model.query(images.requires_grad_()).requires_grad
+        read = []  # whether a gradient would reach the images through what the prompt reads
+        hook = model.prompt.register_forward_pre_hook(lambda _, args: read.append(args[0].requires_grad))
+        assert model.features(images.requires_grad_()).requires_grad
+        hook.remove()
+        assert read == [False]
+        assert not model.query(images).requires_grad
 
 
 def test_models_that_read_different_features_share_no_query(tiny):
