@@ -197,8 +197,7 @@ class Model(nn.Module):
     def query(self, images: Tensor, parts: Sequence[Early] | None = None) -> Tensor:
         """q(x): normalised images [B, 3, H, W] -> features without prompt [B, query_width]; no gradient.
 
-        A prompt reads its first D numbers only. ``parts``, if given, replaces ``query_parts``; one of the two must not be
-        empty.
+        A prompt reads its first D numbers only. ``parts``, if given, replaces ``query_parts``; one of them is needed.
         """
         return self._unprompted_features(images, parts or self.query_parts)
 

@@ -158,7 +158,7 @@ def test_a_prompt_that_reads_the_query_costs_one_pass_without_it_and_no_more(tin
         assert {prompted: len(sizes) - before[prompted] for prompted, sizes in passes.items()} == {False: 1, True: 1}
         assert torch.allclose(features, model.features(images, model.query(images)), atol=1e-5)
         read = []  # whether a gradient would reach the images through what the prompt reads
-        hook = model.prompt.register_forward_pre_hook(lambda _, args: read.append(args[0].requires_grad))
+        hook = model.prompt.register_forward_pre_hook(lambda _, args, read=read: read.append(args[0].requires_grad))
         assert model.features(images.requires_grad_()).requires_grad
         hook.remove()
         assert read == [False]
