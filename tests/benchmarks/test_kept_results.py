@@ -26,6 +26,7 @@ TABLES = {  # section of the page -> folder of its runs, and the part of it that
     "Spectrograms": ("spectrograms", ""),
     "Letters": ("letters", ""),
     "Emoji": ("emoji", ""),
+    "Graphs": ("graphs", ""),
 }
 PARTITIONS = {
     "Dirichlet 0.5": "beta-0.5",
