@@ -4,10 +4,9 @@ q(x) depends on the image and the frozen backbone only, so test images, statisti
 need it once. Its last bits depend on the batch in which it is computed. In memory, therefore, whole batches are cached,
 and callers ask for the same batches again. On disk are the queries of all images of a data set, computed in the order
 of the images, BATCH at once; a run that uses the disk takes every query from there, also the run that computes them.
-So results do not depend on what is cached. Beside the last feature, two mean patch tokens of earlier blocks
-are stored: they cost no further pass, and FedRDA with prompt=none reads all three. Models that read other features
-have a file of their own. Where a prompt
-learns in the first task only, f(x) of test images is kept in memory too.
+So results do not depend on what is cached. Beside the last feature, two mean patch tokens of earlier blocks are stored:
+they cost no further pass, and FedRDA with prompt=none reads all three. Models that read other features have a file of
+their own. Where a prompt learns in the first task only, f(x) of test images is kept in memory too.
 """
 
 import hashlib
@@ -118,7 +117,8 @@ def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor 
         return None
     source, of_source = resolve_source(images, positions)
     if _is_stored(model, source):
-        read = [_stored_parts(model).index(part) for part in model.query_parts]
+        stored = _stored_parts(model)
+        read = [stored.index(part) for part in model.query_parts]
         parts = _table(model, source).unflatten(1, (-1, model.backbone.dim))
         return parts[torch.from_numpy(of_source)[:, None], read].flatten(1).to(model.device)
     return torch.cat([_query(model, images, batch) for batch in batches(positions)])
