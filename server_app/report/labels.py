@@ -10,14 +10,15 @@ import numpy as np
 _DISTANCES = (5, 9, 16, 26, 40, 58, 80, 106, 136, 170)  # of a label from its point, in pixels
 _ANGLES = np.arange(0, 2 * np.pi, np.pi / 12)
 _SWEEPS = 6
+_ORDERS = 4
 
 
 def place_labels(points: np.ndarray, sizes: np.ndarray, inside: Sequence[float], radius: float) -> np.ndarray:
     """Lower left corners of the labels of points.
 
     Each label in turn takes the candidate around its point that costs least, given where the others are: overlaps with
-    labels and points, lines to points that cross, points of others beside it, and the distance. After some sweeps
-    nothing moves any more.
+    labels and points, lines to points that cross each other or a label, points of others beside it, and the distance.
+    After some sweeps nothing moves any more. Labels are placed in several orders, and the cheapest result is taken.
 
     Args:
         points: [n, 2], in pixels, as all else.
@@ -26,16 +27,26 @@ def place_labels(points: np.ndarray, sizes: np.ndarray, inside: Sequence[float],
         radius: of the markers of the points.
     """
     candidates = [_around(point, size, inside, radius) for point, size in zip(points, sizes, strict=True)]
+    orders = [np.random.default_rng(k).permutation(len(points)) for k in range(_ORDERS)]
+    tries = [_settle(order, candidates, points, sizes, radius) for order in orders]
+    return min(tries, key=lambda one: one[1])[0]
+
+
+def _settle(
+    order: np.ndarray, candidates: Sequence[np.ndarray], points: np.ndarray, sizes: np.ndarray, radius: float
+) -> tuple[np.ndarray, float]:
+    """Corners [n, 2] if labels are placed in this order, and what they cost in all."""
     corners, placed = np.array([choices[0] for choices in candidates]), np.zeros(len(points), bool)
     for _ in range(_SWEEPS):
-        before = corners.copy()
-        for i, choices in enumerate(candidates):
+        before, total = corners.copy(), 0.0
+        for i in order:
             placed[i] = False
-            corners[i] = choices[np.argmin(_costs(i, choices, points, corners, sizes, placed, radius))]
+            costs = _costs(i, candidates[i], points, corners, sizes, placed, radius)
+            corners[i], total = candidates[i][np.argmin(costs)], total + costs.min()
             placed[i] = True
         if (before == corners).all():
             break
-    return corners
+    return corners, total
 
 
 def _around(point: np.ndarray, size: np.ndarray, inside: Sequence[float], radius: float) -> np.ndarray:
@@ -68,10 +79,10 @@ def _costs(
     cost += 3 * _overlaps(candidates, size, points - radius, 2 * radius)
     cost += 20 * _overlaps(candidates - 1, size + 2, boxes, extents)
     cost += 4 * _cross(nearest, point, ends, points[placed]).sum(axis=1)
-    for share in (0.25, 0.5, 0.75):  # lines through labels, either way
-        cost += 4 * _overlaps(nearest + share * (point - nearest), 0, boxes, extents)
-        cost += 4 * _overlaps(candidates, size, ends + share * (points[placed] - ends), 0)
-    cost += 2 * _overlaps((nearest + point) / 2, 0, others - radius, 2 * radius)
+    lines = nearest[:, None]
+    cost += 4 * _passes(lines, point, boxes, boxes + extents).sum(axis=1)
+    cost += 4 * _passes(ends, points[placed], candidates[:, None], candidates[:, None] + size).sum(axis=1)
+    cost += 2 * _passes(lines, point, others - radius, others + radius).sum(axis=1)
     return cost
 
 
@@ -87,6 +98,14 @@ def _overlaps(
     """For each box with corners [k, 2], how many boxes with corners [n, 2] it overlaps: [k]; a point has size 0."""
     apart = (corners[:, None] >= other + other_sizes) | (corners[:, None] + size <= other)
     return (~apart.any(axis=2)).sum(axis=1)
+
+
+def _passes(starts: np.ndarray, ends: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Which segments pass through which boxes from ``low`` to ``high``: bool [k, n], of what broadcasts to [k, n, 2]."""
+    along = ends - starts + 1e-9  # of each axis, and never 0
+    first, second = (low - starts) / along, (high - starts) / along  # where it meets the box's sides, 1 at the end
+    enters, leaves = np.minimum(first, second).max(axis=-1), np.maximum(first, second).min(axis=-1)
+    return np.maximum(enters, 0) < np.minimum(leaves, 1)
 
 
 def _cross(starts: np.ndarray, end: np.ndarray, other_starts: np.ndarray, other_ends: np.ndarray) -> np.ndarray:

@@ -131,6 +131,17 @@ def test_clip_art_and_fashion():
             assert (cell == "not run") if not runs else (page(cell) == percent(runs, "final_average_accuracy")), name
 
 
+def test_in_short_has_the_figures_of_the_sections():
+    head, *rows = tables("In short")[0]
+    assert {row[0].partition("]")[0][1:] for row in rows} == {*TABLES, "Clip art", "Fashion-MNIST"}
+    for name, *cells in rows:
+        images = name.partition("]")[0][1:]
+        first, *lines = tables(images if images in TABLES else "Clip art and Fashion-MNIST")[0]
+        column = -1 if images == "Fashion-MNIST" else first.index("final average accuracy, %")
+        figures = {line[0]: line[column] for line in lines}
+        assert cells == [figures[label] for label in head[1:]], images
+
+
 def test_readme_has_figures_of_the_page():
     figures = re.findall(FIGURE, PAGES["README.md"])
     assert len(figures) > 5
