@@ -101,7 +101,7 @@ def _overlaps(
 
 
 def _passes(starts: np.ndarray, ends: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Which segments pass through which boxes from ``low`` to ``high``: bool [k, n], of what broadcasts to [k, n, 2]."""
+    """Which segments pass through which boxes from ``low`` to ``high``: bool [k, n]; all broadcasts to [k, n, 2]."""
     along = ends - starts + 1e-9  # of each axis, and never 0
     first, second = (low - starts) / along, (high - starts) / along  # where it meets the box's sides, 1 at the end
     enters, leaves = np.minimum(first, second).max(axis=-1), np.maximum(first, second).min(axis=-1)
