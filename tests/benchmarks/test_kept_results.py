@@ -1,4 +1,4 @@
-"""The tables of docs/results.md have the figures of the kept runs, and every kept run of a table's folder is in it."""
+"""The tables of docs/results.md and of FedRDA's variants have the figures of the kept runs, and miss none of them."""
 
 import json
 import re
@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.documents import PAGES, ROOT, section
 
 PAGE = "docs/results.md"
+VARIANTS = "docs/fedrda-choices.md"
 KEPT = ROOT / "benchmarks" / "results"
 FIGURE = r"\d+\.\d ± \d+\.\d"
 METRICS = {
@@ -37,9 +38,9 @@ PARTITIONS = {
 }
 
 
-def tables(heading: str) -> list[list[list[str]]]:
-    """The tables of a section of the page: of each its lines, the headings first, of each line its cells."""
-    blocks = re.findall(r"(?:^\|.*\|\n)+", section(PAGE, heading), re.MULTILINE)
+def tables(heading: str, page: str = PAGE) -> list[list[list[str]]]:
+    """The tables of a section of a page: of each its lines, the headings first, of each line its cells."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", section(page, heading), re.MULTILINE)
     lines = [[line for line in block.splitlines() if not set(line) <= set("| -")] for block in blocks]
     return [[[cell.strip() for cell in line[1:-1].split("|")] for line in table] for table in lines]
 
@@ -50,8 +51,9 @@ def named(table: list[list[str]]) -> list[dict[str, str]]:
 
 
 def rows_of_runs(heading: str) -> list[dict[str, str]]:
-    """The rows of a section's first table that were run, but for those of one task, whose runs stand elsewhere."""
-    rows = named(tables(heading)[0])
+    """What was run of a section's first table and of FedRDA's variants, but for rows of one task, kept elsewhere."""
+    variants = [row for row in named(tables("Variants", VARIANTS)[1]) if row["images"] == heading]
+    rows = named(tables(heading)[0]) + variants
     return [row for row in rows if "one task" not in row["row"] and "not run" not in "".join(row.values())]
 
 
@@ -117,7 +119,7 @@ def test_core_minutes(heading):
 
 def test_partitions():
     folder = KEPT / "cifar100-cpu"
-    for row in named(tables("100 classes of CIFAR-100")[1]):
+    for row in named(tables("100 classes of CIFAR-100")[1]) + named(tables("Variants", VARIANTS)[2]):
         for head, part in PARTITIONS.items():
             runs = kept(folder / label(row["row"]) / part)[:1]
             expected = percent(runs, "final_average_accuracy") if runs else "not run"
@@ -129,6 +131,10 @@ def test_clip_art_and_fashion():
         for cell, folder in ((clipart, "clipart"), (fashion, "fashion")):
             runs = kept(KEPT / folder / label(name))
             assert (cell == "not run") if not runs else (page(cell) == percent(runs, "final_average_accuracy")), name
+    for images, folder in (("Clip art", "clipart"), ("Fashion-MNIST", "fashion")):
+        for row in (row for row in named(tables("Variants", VARIANTS)[1]) if row["images"] == images):
+            expected = percent(kept(KEPT / folder / label(row["row"])), "final_average_accuracy")
+            assert page(row["final average accuracy, %"]) == expected, row["row"]
 
 
 def test_in_short_has_the_figures_of_the_sections():
