@@ -13,7 +13,6 @@ from task.config.parsing import check_values, parse, parse_text
 from task.config.schema import FROM_PATH, OWN, keys_affecting, known_keys
 from task.keys import AUTO, ConfigError, nearest
 from task.message import Scalar
-from task.utils.files import parse_small
 from task.utils.home import expand_home
 
 
@@ -39,7 +38,7 @@ def read_file(path: Path) -> dict[str, Scalar]:
         ConfigError: it cannot be read, or a key or value is none; names the file.
     """
     try:
-        values = parse_small(path, tomllib.loads)
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
         for name, value in values.items():
             if isinstance(value, dict):
                 raise ConfigError(f"{name!r} is a table, but run keys are flat: one KEY = VALUE a line, no [{name}].")

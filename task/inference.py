@@ -23,7 +23,6 @@ from task.models.load import build_backbone
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import Model, build_model, overwrite
 from task.models.preprocessing import normalise, resize
-from task.utils.files import require_file
 
 Picture = str | Path | Image.Image | np.ndarray
 
@@ -146,7 +145,6 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
 
 def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
     try:
-        require_file(file)
         with safe_open(file, framework="numpy") as content:
             metadata = ModelMetadata.read(content.metadata() or {})
             arrays = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
@@ -162,7 +160,7 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
         ) from error
     except ConfigError as error:
         raise ModelError(f"{file} is of another version: {error}") from error
-    except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{file} is damaged or no model of fcil run or fcil export ({error!r}).") from error
 
 

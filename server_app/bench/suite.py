@@ -9,7 +9,6 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from task.config.parsing import parse, reads_key
 from task.config.schema import OF_THE_SERVER, Config, defaults, keys_affecting, known_keys
 from task.keys import ConfigError, did_you_mean
 from task.message import Scalar
-from task.utils.files import parse_small
 
 _ENTRIES = {
     "title": str,
@@ -121,7 +119,7 @@ def read_suite(path: Path, overrides: Mapping[str, Scalar]) -> Suite:
         ConfigError: the file cannot be read, an entry or run key is wrong, or two runs would be the same.
     """
     try:
-        content = parse_small(path, partial(yaml.load, Loader=_Loader))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
         return _build_suite(_check_entries(content, _ENTRIES, _OPTIONAL), overrides, path.absolute().parent)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error

@@ -15,7 +15,6 @@ from server_app.clients.hello import AbsentNode
 from server_app.errors import LaunchError
 from server_app.run_files.writers import read_lines
 from task.utils.atomic import write_json
-from task.utils.files import parse_small
 
 if TYPE_CHECKING:
     from flwr.proto.node_pb2 import NodeInfo
@@ -74,7 +73,7 @@ def _entry(client: ClientInfo, absent: str) -> dict[str, Any]:
 def _earlier(directory: Path) -> dict[str, dict[str, Any]]:
     """What the file of a run has, by node; nothing, if there is none or it is not as a run writes it."""
     with contextlib.suppress(OSError, *_STRANGE):
-        return {entry["node_id"]: entry for entry in parse_small(directory / NODES, json.loads)}
+        return {entry["node_id"]: entry for entry in json.loads((directory / NODES).read_text(encoding="utf-8"))}
     return {}
 
 
@@ -138,7 +137,7 @@ def _read(run: Path) -> list[_NodeEntry]:
                 _iso(node["said_at"]) if "said_at" in node else "",
                 str(node.get("absent", "")),
             )
-            for node in parse_small(run / NODES, json.loads)
+            for node in json.loads((run / NODES).read_text(encoding="utf-8"))
         ]
     except (OSError, *_STRANGE) as error:
         log.warning("%s is passed over, it is not as a run writes it: %r", run / NODES, error)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server_app.doctor.finding import Finding
-from task.utils.files import read_small
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
@@ -36,15 +35,10 @@ def check_certificates(paths: Iterable[str]) -> Iterator[Finding]:
         try:
             from cryptography.x509 import load_pem_x509_certificates
 
-            certificates = load_pem_x509_certificates(read_small(Path(path)))
-        except Exception as error:  # damaged ones raise errors of several types
+            certificates = load_pem_x509_certificates(Path(path).read_bytes())
+            yield from [_check(path, certificate, datetime.now(UTC)) for certificate in certificates]
+        except Exception as error:  # damaged ones raise errors of several types, some only when the subject is read
             yield Finding("problem", f"{path}: no certificate can be read: {error}")
-            continue
-        for certificate in certificates:
-            try:  # the subject is parsed only on access
-                yield _check(path, certificate, datetime.now(UTC))
-            except Exception as error:
-                yield Finding("problem", f"{path}: no certificate can be read: {error}")
 
 
 def _check(path: str, certificate: "Certificate", now: datetime) -> Finding:

@@ -10,7 +10,6 @@ from typing import Any
 from server_app.report.runs import Run, build_run, is_number
 from task.keys import ConfigError
 from task.metrics import check_matrix
-from task.utils.files import parse_small
 
 _NEEDED = {"label": str, "source": str, "accuracy_matrix": list}
 _WORDS = {str: "a text", list: "a list of lists"}
@@ -53,7 +52,7 @@ def read_others(paths: Sequence[Path], datasets: Mapping[str, str]) -> list[Othe
 
 def _read(path: Path, datasets: Mapping[str, str]) -> OtherResult:
     try:
-        content = parse_small(path, json.loads)
+        content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError(f"it is a {type(content).__name__}, not an object")
         _check(content, list(datasets))

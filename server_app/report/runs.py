@@ -13,7 +13,6 @@ import yaml
 from server_app.errors import ReportError
 from server_app.run_files.paths import (
     FINISHED,
-    LARGEST_RESULTS,
     SCHEMA,
     resolve_output_dir,
     true_status,
@@ -21,7 +20,6 @@ from server_app.run_files.paths import (
 )
 from task.config.schema import complete_saved
 from task.metrics import crop_to_finished, fold, gaps, summarize_measured
-from task.utils.files import parse_small
 
 REQUIRED = ("status", "method", "dataset", "num_tasks")
 MATRICES = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "confusion")
@@ -174,7 +172,7 @@ def load_run(folder: Path) -> Run:
     """
     path, settings = folder / "results.json", _read_config(folder / "config.yaml")
     try:
-        results = parse_small(path, json.loads, LARGEST_RESULTS)
+        results = json.loads(path.read_text(encoding="utf-8"))
         if results["schema"] != SCHEMA:
             raise ValueError(f"its schema is {results['schema']!r}")
         return build_run(folder, true_status(folder, results), settings)
@@ -192,7 +190,7 @@ def _hint(folder: Path) -> str:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        return flat(parse_small(path, yaml.safe_load)) if path.exists() else {}
+        return flat(yaml.safe_load(path.read_text(encoding="utf-8"))) if path.exists() else {}
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
         raise ReportError(f"{path} cannot be read: {error}") from error
 

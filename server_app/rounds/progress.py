@@ -32,16 +32,16 @@ def summary(directory: Path) -> list[str]:
     metrics, untested = results.get("metrics", {}), untested_classes(results)
     shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
     outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)
-    missing = f"without a test image of {_list(untested)}" if untested else ""
+    missing = f"without a test image of {first_names(untested)}" if untested else ""
     lost = results.get("tasks_not_learned")
-    unlearned = f"not learned, and not tried again: task{'s' * (len(lost) > 1)} {_list(lost)}" if lost else ""
+    unlearned = f"not learned, and not tried again: task{'s' * (len(lost) > 1)} {first_names(lost)}" if lost else ""
     return [
         *filter(None, [outcome, missing, unlearned]),
         *(str(directory / n) for n in _RESULTS if (directory / n).exists()),
     ]
 
 
-def _list(names: Sequence[str | int]) -> str:
+def first_names(names: Sequence[str | int]) -> str:
     """The first names, and how many more there are."""
     return ", ".join(map(str, names[:NAMED])) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 

@@ -194,7 +194,8 @@ class Run:
             self._write_round(context)
         self._require_training()
         self.results.status = FINISHED
-        self._write_results()
+        self._stop_drawing()
+        self.results.write()
 
     def train_round(self, context: RoundContext) -> RoundReport:
         """Train on the clients of one round, aggregate and refine.
@@ -461,10 +462,6 @@ class Run:
     def draw(self) -> None:
         """Draw the last pictures; the run's end is recorded by then."""
         self._drawer.draw()
-
-    def _write_results(self) -> None:
-        self._stop_drawing()
-        self.results.write()
 
     def _stop_drawing(self) -> None:
         self._drawer.stop()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import wait_for_nodes
 from server_app.clients.registry import ClientRegistry
+from server_app.rounds.progress import first_names
 from server_app.transport.base import Transport
 from task.config.checks import doubt_backbone
 from task.config.parsing import set_num_clients
@@ -28,7 +29,6 @@ from task.utils.versions import code_sha256
 log = logging.getLogger(__name__)
 
 POLL = 30.0  # seconds between two looks for new classes
-NAMED = 40  # classes of a task that the log names
 
 
 def connect_clients(config: Config, transport: Transport, planned: Sequence[str]) -> tuple[Config, ClientRegistry]:
@@ -129,9 +129,7 @@ def settle_adaptation(
 def log_tasks(scenario: Scenario, first: int = 0) -> None:
     """Log the classes of each task from ``first`` on, counted from 0."""
     for task, classes in enumerate(scenario.schedule.tasks[first:], first + 1):
-        more = f" and {len(classes) - NAMED} more" if len(classes) > NAMED else ""
-        names = ", ".join(scenario.dataset.class_names[c] for c in classes[:NAMED])
-        log.info("classes of task %d: %s%s", task, names, more)
+        log.info("classes of task %d: %s", task, first_names([scenario.dataset.class_names[c] for c in classes]))
 
 
 def wait_for_new_classes(config: Config, plan: TaskPlan | None, registry: ClientRegistry) -> TaskPlan | None:

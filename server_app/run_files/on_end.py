@@ -8,7 +8,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import threading
 import urllib.request
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -97,23 +96,8 @@ def tell_operator(hook: str, directory: Path, error: BaseException | None = None
 
 
 def _post(url: str, content: bytes) -> None:
-    """Post in a thread of its own: the timeout of a request starts again with every byte that comes."""
-    problems: list[Exception] = []
-
-    def post() -> None:
-        try:
-            request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
-            urllib.request.urlopen(request, timeout=PATIENCE).close()
-        except Exception as error:
-            problems.append(error)
-
-    thread = threading.Thread(target=post, daemon=True)
-    thread.start()
-    thread.join(PATIENCE)
-    if thread.is_alive():
-        raise HookError(f"no answer within {PATIENCE:g} s")
-    if problems:
-        raise problems[0]
+    request = urllib.request.Request(url, content, {"Content-Type": "application/json"})
+    urllib.request.urlopen(request, timeout=PATIENCE).close()
 
 
 def _run_command(words: list[str], content: bytes, quotes_errors: bool) -> None:

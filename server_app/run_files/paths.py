@@ -16,14 +16,13 @@ from server_app.errors import LaunchError
 from task.config.schema import Config
 from task.keys import ConfigError
 from task.utils.atomic import write_json
-from task.utils.files import nearest_existing, parse_small
+from task.utils.files import nearest_existing
 from task.utils.home import expand_home
 
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
 SCHEMA = 1  # of results.json
-LARGEST_RESULTS = 2**30  # bytes; the confusion of ten thousand classes alone has 300 MB
 RUNNING, FINISHED = "running", "finished"
 INTERRUPTED = "interrupted"  # nobody records it: :func:`true_status` finds it out
 
@@ -147,7 +146,7 @@ def true_status(directory: Path, results: dict[str, Any]) -> dict[str, Any]:
 def read_results(directory: Path) -> dict[str, Any]:
     """The content of results.json, with its true status; empty if there is no such file or it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        results = parse_small(directory / "results.json", json.loads, LARGEST_RESULTS)
+        results = json.loads((directory / "results.json").read_text(encoding="utf-8"))
         return true_status(directory, results) if isinstance(results, dict) else {}
     return {}
 

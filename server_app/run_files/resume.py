@@ -13,7 +13,6 @@ from task.config.schema import APPEARING, MAY_CHANGE, Config, complete_saved, ke
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
-from task.utils.files import parse_small
 from task.utils.home import expand_home
 from task.utils.versions import code_and_versions
 
@@ -87,7 +86,7 @@ def require_same_keys(config: Config, saved: Mapping[str, Scalar]) -> None:
 
 def _read_saved_keys(directory: Path) -> dict[str, Scalar]:
     try:
-        saved = parse_small(directory / "config.yaml", yaml.safe_load)
+        saved = yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         if isinstance(error, FileNotFoundError) and directory.is_dir():
             raise ConfigError(

@@ -1,6 +1,5 @@
 """Combinations of run keys that cannot work together; each error says what to change."""
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,18 +42,8 @@ def check_combination(config: Config) -> None:
             f"data-dir = '' is not possible with dataset {config.dataset!r}: name the data's path "
             "(where published data are not there yet, the next error says what belongs there and where to get it)."
         )
-    _check_on_end(config.on_end)
     if "/" in config.run_name or config.run_name in (".", ".."):
         raise ConfigError(f"run-name = {config.run_name!r} is not possible: it names a folder, output-dir says where.")
-
-
-def _check_on_end(hook: str) -> None:
-    try:
-        words = shlex.split(hook)
-    except ValueError as error:
-        raise ConfigError(f"on-end = {hook!r} is no command line: {error}.") from error
-    if words and "://" in words[0] and not hook.startswith(("http://", "https://")):
-        raise ConfigError(f"on-end = {hook!r} is not possible: a URL begins with http:// or https://.")
 
 
 def _check_prompt(config: Config) -> None:

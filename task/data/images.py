@@ -204,8 +204,6 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
         UnreadableImage: the file is missing, truncated, not of :func:`readable_formats`, or too large.
     """
     try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise ValueError("it is a folder, a pipe, a socket or a device")  # opening it could wait for ever
         _require_bounded(path, max_pixels)
         with Image.open(path, formats=readable_formats()) as image:
             _shrink_to(image, max_pixels)

@@ -260,7 +260,7 @@ def _read_list(path: Path, root: Path) -> dict[str, Any]:
         content = json.loads(text)
         if content["data-dir"] == str(root):
             return {part: dict(content[part]) for part in _LISTS} | {"split": content["split"]}
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError):
         log.debug("no inventory in %s", path)
     return {part: {} for part in _LISTS} | {"split": False}
 

@@ -10,9 +10,5 @@ BUNDLED = {path.stem: path for path in ASSETS.glob("vit_*.json")}
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """A backbone's file: architecture (as timm names it), mean and std, and its weights: files of base64 and SHA-256.
-
-    Raises:
-        ValueError: the file is no JSON.
-    """
+    """A backbone's file: architecture (as timm names it), mean and std, and its weights: files of base64, SHA-256."""
     return dict(json.loads(path.read_text()))

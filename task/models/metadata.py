@@ -39,13 +39,6 @@ class ModelMetadata:
         """The inverse of :meth:`as_header`.
 
         Raises:
-            KeyError, TypeError, ValueError: something is missing, is no JSON, or not what belongs there.
+            KeyError, ValueError: something is missing, or is no JSON.
         """
-        read = cls(**{name: json.loads(metadata[name]) for name in cls.__dataclass_fields__})
-        lists = (read.class_ids, read.class_names, read.task_sizes, read.image_shape)
-        if not isinstance(read.config, dict) or not all(isinstance(values, list) for values in lists):
-            raise ValueError("config is no object, or class_ids, class_names, task_sizes or image_shape no list")
-        lengths = (len(read.class_ids), len(read.class_names), sum(read.task_sizes), len(read.image_shape))
-        if len({*lengths[:3], len(set(read.class_ids))}) > 1 or lengths[3] != 2:
-            raise ValueError(f"class_ids, class_names, task_sizes and image_shape do not fit: {lengths}")
-        return read
+        return cls(**{name: json.loads(metadata[name]) for name in cls.__dataclass_fields__})

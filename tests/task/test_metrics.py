@@ -1,6 +1,5 @@
 """The metrics against numbers worked by hand, against plain loops, and against what must hold for every matrix."""
 
-import doctest
 import itertools
 import math
 import re
@@ -307,12 +306,6 @@ def test_crop_to_finished_refuses_gaps(matrix, message):
 def test_forgetting_by_task():
     assert metrics.forgetting_by_task(WORKED) == pytest.approx([0.30, -0.05])
     assert metrics.forgetting_by_task([[0.8]]).shape == (0,)
-
-
-def test_examples_in_docstrings():
-    outcome = doctest.testmod(metrics)
-    assert outcome.attempted >= 3
-    assert outcome.failed == 0
 
 
 @pytest.mark.parametrize("classes", [1, 2, 7])

