@@ -90,7 +90,8 @@ def register(name: str) -> None:
         row = resolve_name(name)
     except Exception as error:  # a module of somebody else's may raise anything
         raise ConfigError(
-            f"method = {name!r} cannot be imported ({error}): write module:object, both there."
+            f"method = {name!r} cannot be imported ({error}): write module:object, and name the module's folder in "
+            "PYTHONPATH."
         ) from error
     if not isinstance(row, Method) or row.name in METHODS:
         raise ConfigError(f"method = {name!r} must be a Method of task.methods with a name that is not taken.")

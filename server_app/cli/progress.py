@@ -10,10 +10,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from server_app.rounds import progress
 from server_app.rounds.progress import describe_round
 from server_app.simulation.superlink import POLL
 
-FEATURES = "task.models.feature_cache"  # logger that says how far the first pass over a data set is
+# loggers that say how far the first pass over a data set is, and how many clients have answered in a round
+_SHOWN = ("task.models.feature_cache", progress.__name__)
 
 
 def say(text: str) -> None:
@@ -43,7 +45,7 @@ class _Said(logging.Handler):
 
 
 class Progress:
-    """Prints a line for each finished round, and from the log the warnings and the lines on features."""
+    """Prints a line for each finished round, and from the log the warnings and the lines on features and answers."""
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.log = directory, Path()
@@ -76,13 +78,15 @@ class Progress:
 
         follower = threading.Thread(target=follow, daemon=True)
         follower.start()
-        features, handler = logging.getLogger(FEATURES), _Said()
-        features.setLevel(logging.INFO)
-        features.addHandler(handler)
+        shown, handler = [logging.getLogger(name) for name in _SHOWN], _Said()
+        for logger in shown:
+            logger.setLevel(logging.INFO)
+            logger.addHandler(handler)
         try:
             yield
         finally:
-            features.removeHandler(handler)
+            for logger in shown:
+                logger.removeHandler(handler)
             done.set()
             follower.join()
             self.show()
@@ -93,7 +97,9 @@ class Progress:
             text = self.log.read_text(errors="replace").partition("results go to")[2]
             notes = re.findall(r"^(?:\x1b\[\d+m)?(WARNING|INFO) *(?:\x1b\[0m)?: +(.*)$", text, re.MULTILINE)
             warning = {"WARNING": "warning: ", "INFO": ""}
-            return [warning[kind] + n for kind, n in notes if kind == "WARNING" or n.startswith("features ")]
+            return [
+                warning[kind] + n for kind, n in notes if kind == "WARNING" or n.startswith(("features ", "answers "))
+            ]
         return []
 
     def _lines(self) -> list[str]:

@@ -116,7 +116,10 @@ class ClientRegistry:
     def _find_misfit(self, client: ClientInfo) -> str:
         """Why a node cannot be a client of this run at any time, or an empty text."""
         if self.config.own_data and not client.classes and self.config.class_order != APPEARING:
-            return "it has no image: its data-dir needs a folder of images per class"
+            return (
+                "it has no image: its data-dir needs a folder of images per class (that of fcil run, a folder per node "
+                "with a folder per class in each)"
+            )
         backbone_sha256, code_sha256 = self._checksums
         if client.backbone_sha256 != backbone_sha256:
             return "it has other backbone weights than the server: give every node the same backbone-weights"

@@ -240,5 +240,5 @@ def comparison_markdown(groups: Sequence[Group], notes: Mapping[str, Sequence[st
 
 
 def escape(text: str) -> str:
-    """``text`` as one line in which Markdown's characters are escaped."""
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split()))
+    """``text`` as one line in which Markdown's characters are escaped; an underscore within a word is none of them."""
+    return re.sub(r"([\\`*|<>\[\]]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", " ".join(text.split()))

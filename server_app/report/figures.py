@@ -73,6 +73,7 @@ def accuracy_figure(run: Run) -> Figure:
     """Accuracy in % after each task: a thick line over all classes seen so far, a thin one for each task."""
     outcome = {"final_average_accuracy": "final average {:.1f} %", "forgetting": "forgetting {:.1f} points"}
     reached = [words.format(100 * run.metrics[name]) for name, words in outcome.items() if name in run.metrics]
+    reached += ["after some tasks on fewer test images"] * bool(run.incomplete)
     figure = run_figure(7.6, 4.8, "accuracy after each task", run, " · ".join([*run.facts, *reached]))
     axes = figure.subplots()
     _draw_tasks(axes, run)

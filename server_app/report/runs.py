@@ -14,6 +14,7 @@ from server_app.errors import ReportError
 from server_app.run_files.paths import (
     FINISHED,
     SCHEMA,
+    incomplete_tests,
     resolve_output_dir,
     true_status,
     untested_classes,
@@ -141,10 +142,8 @@ class Run:
 
     @property
     def incomplete(self) -> list[tuple[int, int, int]]:
-        """Evaluations without images of nodes that were away: after which task, from 1, on how many, of how many."""
-        evaluated, away = (self.results.get(name, []) for name in ("samples_after_task", "samples_away_after_task"))
-        numbers = zip(map(sum, evaluated), map(sum, away), strict=False)
-        return [(task, now, now + missing) for task, (now, missing) in enumerate(numbers, start=1) if missing]
+        """Evaluations without images of nodes that were away, as :func:`incomplete_tests` has them."""
+        return incomplete_tests(self.results)
 
     def cost(self, part: str, name: str) -> float:
         """A number of the part ``communication`` or ``seconds`` of the results; NaN if not recorded."""

@@ -1,13 +1,29 @@
-"""A finished round, and a finished run, in words; imports nothing heavy."""
+"""A round that goes on, a finished one, and a finished run, in words; imports nothing heavy."""
 
-from collections.abc import Mapping, Sequence
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from server_app.run_files.paths import read_results, untested_classes
+from server_app.run_files.paths import incomplete_tests, read_results, untested_classes
 
 NAMED = 40  # classes or tasks
+SILENCE = 30.0  # seconds
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
+
+log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
+
+
+def count_answers(answers: Iterable[Answer], expected: int) -> Iterator[Answer]:
+    """The answers as they come; the log says how many of the ``expected`` ones have come, twice a minute at most."""
+    said = time.monotonic()
+    for number, answer in enumerate(answers, start=1):
+        if number < expected and time.monotonic() - said >= SILENCE:
+            said = time.monotonic()
+            log.info("answers of %d of %d clients", number, expected)
+        yield answer
 
 
 def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
@@ -33,10 +49,12 @@ def summary(directory: Path) -> list[str]:
     shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
     outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)
     missing = f"without a test image of {first_names(untested)}" if untested else ""
+    away = [f"task {task} on {now} of {held}" for task, now, held in incomplete_tests(results)]
+    fewer = f"measured on fewer test images, as nodes were away: after {first_names(away)}" if away else ""
     lost = results.get("tasks_not_learned")
     unlearned = f"not learned, and not tried again: task{'s' * (len(lost) > 1)} {first_names(lost)}" if lost else ""
     return [
-        *filter(None, [outcome, missing, unlearned]),
+        *filter(None, [outcome, fewer, missing, unlearned]),
         *(str(directory / n) for n in _RESULTS if (directory / n).exists()),
     ]
 

@@ -25,7 +25,7 @@ from server_app.privacy.account import (
 )
 from server_app.rounds.aggregation import RoundAggregator, sum_client_counts, sum_hidden_counts
 from server_app.rounds.federated_bias import local_distance, response_entropies
-from server_app.rounds.progress import describe_round, summary
+from server_app.rounds.progress import count_answers, describe_round, summary
 from server_app.rounds.reply_checks import MAX_VALUE
 from server_app.rounds.report_drawer import ReportDrawer
 from server_app.rounds.setup import (
@@ -260,7 +260,8 @@ class Run:
         """Send a train or evaluate message to clients; replies come in any order, see :class:`Transport`."""
         packet = self._packet(kind, context, clients, arrays)
         packets = {client.node: packet for client in clients}
-        return self.transport.exchange(kind, packets, self.config.round_timeout, largest_answer)
+        replies = self.transport.exchange(kind, packets, self.config.round_timeout, largest_answer)
+        return count_answers(replies, len(packets))
 
     def _packet(self, kind: Kind, context: RoundContext, clients: Sequence[ClientInfo], arrays: Arrays) -> Packet:
         return Packet(
@@ -381,7 +382,7 @@ class Run:
 
     def _restore(self, checkpoint: Mapping[str, Any]) -> int:
         """Go back to the end of the last saved round; returns its number."""
-        require_same_start(self.directory, self.model.backbone.sha256, self._data_sha256)
+        require_same_start(self.directory, self.model.backbone.sha256, self._data_sha256, self.config.data_dir)
         require_same_keys(self.config, complete_saved(checkpoint["keys"]))
         context = RoundContext(self.scenario.schedule, checkpoint["round"])
         self.model = build_model(self.config, self.scenario.task_sizes(context.task))

@@ -159,6 +159,16 @@ def untested_classes(results: Mapping[str, Any]) -> list[str]:
     return [name for name in learned if name in accuracies and accuracies[name] is None]
 
 
+def incomplete_tests(results: Mapping[str, Any]) -> list[tuple[int, int, int]]:
+    """Evaluations without images of nodes that were away: after which task, from 1, on how many, of how many.
+
+    ``results`` is a results.json.
+    """
+    evaluated, away = (results.get(name, []) for name in ("samples_after_task", "samples_away_after_task"))
+    numbers = zip(map(sum, evaluated), map(sum, away), strict=False)
+    return [(task, now, now + missing) for task, (now, missing) in enumerate(numbers, start=1) if missing]
+
+
 def mark_failed(directory: Path, reason: str) -> None:
     """Record as failed a run whose process was killed before it recorded its end; an end that is recorded stays."""
     results = read_results(directory)

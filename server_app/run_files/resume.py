@@ -18,11 +18,14 @@ from task.utils.versions import code_and_versions
 
 log = logging.getLogger(__name__)
 
+_MOVED = ("data-dir", "backbone-weights")  # may lie elsewhere when a run is resumed: their content is compared
+
 
 def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """The run keys of the run to resume, or ``values`` themselves where the key ``resume`` is not given.
 
-    Other keys in ``values`` must have their default or the run's value, but for those about waiting, which may differ.
+    Other keys in ``values`` must have their default or the run's value, but for those about waiting, and the paths of
+    data and weights.
 
     Raises:
         ConfigError: no such run, a finished one to which no task can be added, one without a checkpoint, or another
@@ -34,7 +37,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     saved = _read_saved_keys(directory)
     register(str(saved["method"]))
     saved = complete_saved(saved)
-    keys, free = known_keys(), keys_affecting(*MAY_CHANGE)
+    keys, free = known_keys(), {*keys_affecting(*MAY_CHANGE), *_MOVED}
     for name, value in values.items():
         if name in keys and name not in free and value not in (keys[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
@@ -51,7 +54,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     return {name: value for name, value in saved.items() if name in keys} | given
 
 
-def require_same_start(directory: Path, backbone_sha256: str, data_sha256: str) -> None:
+def require_same_start(directory: Path, backbone_sha256: str, data_sha256: str, data_dir: str) -> None:
     """Check that the run began with this backbone and these images; the log warns of other code or versions.
 
     Raises:
@@ -63,7 +66,7 @@ def require_same_start(directory: Path, backbone_sha256: str, data_sha256: str) 
     if saved.get("data-sha256", data_sha256) != data_sha256:  # a run of an earlier version has none
         raise ConfigError(
             f"resume = {str(directory)!r} began with other images: classes, labels, groups or files have changed in "
-            f"data-dir = {saved.get('data-dir')!r}. Put back what was there, or start the run anew."
+            f"data-dir = {data_dir!r}. Put back what was there, or start the run anew."
         )
     if any(saved.get(name) != value for name, value in code_and_versions().items()):
         log.warning("the run began with other code or versions: it may end otherwise than without the interruption")
@@ -75,7 +78,7 @@ def require_same_keys(config: Config, saved: Mapping[str, Scalar]) -> None:
     Raises:
         ConfigError: names a key that differs.
     """
-    free, now = keys_affecting(*MAY_CHANGE), config.flat()
+    free, now = {*keys_affecting(*MAY_CHANGE), *_MOVED}, config.flat()
     for name, value in saved.items():
         if name not in free and now.get(name) != value:
             raise ConfigError(

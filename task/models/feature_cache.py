@@ -25,7 +25,7 @@ from torch import Tensor
 
 from task.data.images import Dataset, ImageFiles, Images, resolve_source
 from task.method_options import FedRDAOptions
-from task.models.feature_store import stored_features
+from task.models.feature_store import is_stored, stored_features
 from task.models.model import Model, early_features, to_arrays
 from task.models.preprocessing import prepare
 from task.models.vit import Backbone, Early
@@ -101,7 +101,8 @@ class BatchCache:
 
 
 CACHE = BatchCache(CACHE_BYTES)
-_TABLES: dict[tuple[int, int, str, tuple[Early, ...], int], CachedBatch] = {}  # of data sets that are stored on disk
+# of data sets that are stored on disk: their features, and which parts of q(x) these are
+_TABLES: dict[tuple[int, int, str, tuple[Early, ...], int], tuple[CachedBatch, tuple[Early, ...]]] = {}
 
 
 @torch.no_grad()
@@ -117,9 +118,9 @@ def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor 
         return None
     source, of_source = resolve_source(images, positions)
     if _is_stored(model, source):
-        stored = _stored_parts(model)
+        table, stored = _table(model, source)
         read = [stored.index(part) for part in model.query_parts]
-        parts = _table(model, source).unflatten(1, (-1, model.backbone.dim))
+        parts = table.unflatten(1, (-1, model.backbone.dim))
         return parts[torch.from_numpy(of_source)[:, None], read].flatten(1).to(model.device)
     return torch.cat([_query(model, images, batch) for batch in batches(positions)])
 
@@ -169,31 +170,38 @@ def _is_stored(model: Model, source: Images) -> bool:
     return bool(model.stored_as) and len(source) >= WORTH_STORING
 
 
-def _stored_parts(model: Model) -> tuple[Early, ...]:
-    """The features that are stored: one file for all models that read the last and no others than those beside it."""
+def _stored_parts(model: Model, source: Images) -> tuple[Early, ...]:
+    """The features that are stored: one file for all models that read no others than the last and those beside it.
+
+    A model that does not read the last one needs less than a whole pass, and has a file of its own if that one is not
+    there.
+    """
     last, parts = model.backbone.last, model.query_parts
     shared = (last, *early_features(EARLY_DEPTHS, True, model.backbone))
-    return shared if last in parts and set(parts) <= set(shared) else parts
+    fits = set(parts) <= set(shared)
+    return shared if fits and (last in parts or is_stored(_identity(model, source, shared))) else parts
 
 
-def _table(model: Model, source: Images) -> Tensor:
-    """What is stored of all images, memory-mapped [N, D * parts] on the CPU."""
-    parts = _stored_parts(model)
-    key = (id(source), id(model.backbone), model.precision, parts, torch.get_num_threads())
-    table = _TABLES.get(key)
+def _table(model: Model, source: Images) -> tuple[Tensor, tuple[Early, ...]]:
+    """What is stored of all images, memory-mapped [N, D * parts] on the CPU, and these parts."""
+    key = (id(source), id(model.backbone), model.precision, model.query_parts, torch.get_num_threads())
+    table, parts = _TABLES.get(key, (None, ()))
     if not table or not table.belongs_to(source, model.backbone):
-        for other in [other for other, known in _TABLES.items() if known.images() is None]:
+        for other in [other for other, (known, _) in _TABLES.items() if known.images() is None]:
             del _TABLES[other]  # its file stays mapped, and on the disk, until then
+        parts = _stored_parts(model, source)
         blocks = ", ".join(f"{part.block + 1}{' (patches)' * part.patches}" for part in parts)
         about = {"belongs-to": model.stored_as, "number": str(len(source)), "blocks": blocks}
         shape = (len(source), model.backbone.dim * len(parts))
-        features = stored_features(_identity(model, source), about, shape, lambda: _compute_all(model, source))
-        table = _TABLES[key] = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
-    return table.features
+        identity = _identity(model, source, parts)
+        features = stored_features(identity, about, shape, lambda: _compute_all(model, source, parts))
+        table = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
+        _TABLES[key] = table, parts
+    return table.features, parts
 
 
-def _identity(model: Model, source: Images) -> dict[str, str]:
-    """All values that the bits of stored queries depend on."""
+def _identity(model: Model, source: Images, parts: tuple[Early, ...]) -> dict[str, str]:
+    """All values that the bits of stored ``parts`` of queries depend on."""
     backbone = model.backbone
     normalisation = [backbone.mean.flatten().tolist(), backbone.std.flatten().tolist()]
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads={torch.get_num_threads()}"
@@ -205,7 +213,7 @@ def _identity(model: Model, source: Images) -> dict[str, str]:
         "image-size": str(backbone.image_size),
         "normalisation": str(normalisation),
         "precision": model.precision,
-        "features": str([tuple(feature) for feature in _stored_parts(model)]),
+        "features": str([tuple(feature) for feature in parts]),
         "batch": str(BATCH),
         "processor": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor,
         "versions": " ".join(f"{name} {package_version(name)}" for name in ("torch", "timm", "pillow")),
@@ -229,9 +237,8 @@ def image_digest(images: Images) -> str:
 
 
 @torch.no_grad()
-def _compute_all(model: Model, source: Images) -> Tensor:
-    """What is stored of all images, in batches of BATCH, float32 [N, D * parts]; logs how far it is."""
-    parts = _stored_parts(model)
+def _compute_all(model: Model, source: Images, parts: tuple[Early, ...]) -> Tensor:
+    """These ``parts`` of q(x) of all images, in batches of BATCH, float32 [N, D * parts]; logs how far it is."""
     table = torch.empty(len(source), model.backbone.dim * len(parts))
     log.info("features of %d images are computed once, for all runs on %s", len(source), model.stored_as)
     logged = started = time.monotonic()

@@ -74,8 +74,7 @@ def stored_features(
     Raises:
         ConfigError: no room, or a folder or file that cannot be used.
     """
-    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    path = store_folder() / f"{name}.safetensors"
+    path = _path(identity)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(path):
@@ -90,6 +89,16 @@ def stored_features(
         raise ConfigError(f"the feature cache {path.parent} cannot be used ({error}): {REMEDY}.") from error
     except SafetensorError as error:
         raise ConfigError(f"{path} is damaged ({error}): delete it, or all by fcil cache clear.") from error
+
+
+def is_stored(identity: Mapping[str, str]) -> bool:
+    """Whether there is a file of these features."""
+    return _path(identity).exists()
+
+
+def _path(identity: Mapping[str, str]) -> Path:
+    name = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return store_folder() / f"{name}.safetensors"
 
 
 @contextmanager

@@ -269,11 +269,11 @@ def test_other_backbone_weights_are_refused(tiny: Values) -> None:
         run({"resume": str(folder)})
 
 
-def resume_anew(folder: Path) -> dict[str, Any]:
+def resume_anew(folder: Path, **values: str) -> dict[str, Any]:
     """As a new process does, which has read no image yet."""
     load_dataset.cache_clear()
     build_scenario.cache_clear()
-    return run({"resume": str(folder)})
+    return run({"resume": str(folder), **values})
 
 
 def _rename(folder: Path) -> None:
@@ -305,8 +305,8 @@ def test_other_images_in_the_folder_are_refused(change: Callable[[Path], object]
         resume_anew(cut)
     assert json.loads((cut / "results.json").read_text())["status"] == "failed"
     shutil.rmtree(folder)
-    shutil.copytree(moved, folder)
-    assert resume_anew(cut)["status"] == "finished"
+    elsewhere = shutil.copytree(moved, tmp_path / "elsewhere")
+    assert resume_anew(cut, **{"data-dir": str(elsewhere)})["status"] == "finished"
 
 
 @pytest.mark.parametrize("mapped", [False, True])

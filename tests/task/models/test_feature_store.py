@@ -122,13 +122,16 @@ def test_the_file_of_images_that_are_gone_is_let_go(values):
 
 def test_two_methods_in_a_process_take_each_its_own_features(values, monkeypatch):
     run(values | {"method": "fedrda", "prompt": "none"}, "other")
-    after = run(values | {"method": "fedrda"}, "after")
+    after = run(values | {"method": "fedrda"}, "after")  # which takes one of the other's three, see below
     monkeypatch.setattr(feature_cache, "_TABLES", {})
+    clear_store()
     assert run(values | {"method": "fedrda"}, "alone")[0] == after[0]
+    assert [file.about["blocks"] for file in list_stored()] == ["2 (patches)"]
 
 
 def test_all_methods_and_splits_share_one_pass(values, passed):
-    for number, keys in enumerate([*PLAIN, {"method": "ncm", "validation-share": 0.25}, {"method": "ncm", "seed": 3}]):
+    others = {"method": "fedrda"}, {"method": "ncm", "validation-share": 0.25}, {"method": "ncm", "seed": 3}
+    for number, keys in enumerate([*PLAIN, *others]):
         run(values | keys, str(number))
     assert sum(passed) == number_of_images(values)
     assert len(list_stored()) == 1
@@ -240,16 +243,12 @@ CHANGES: list[tuple[str, str, Change]] = [
 ]
 
 
-def _width(model: Model) -> int:
-    return model.backbone.dim * len(feature_cache._stored_parts(model))
-
-
 @pytest.fixture
 def stored_abouts(values: dict, monkeypatch: pytest.MonkeyPatch) -> Callable[[Change | None], list[dict[str, str]]]:
     """Stores features of four images, changes one thing, stores them again; what the stored files say of themselves."""
     model, images = build_model(parse(values | {"method": "ncm"}), [2]), np.zeros((4, 16, 16, 3), np.uint8)
-    zeros = torch.zeros(4, 3 * model.backbone.dim)  # at most; the parts are of no importance here
-    monkeypatch.setattr(feature_cache, "_compute_all", lambda model, source: zeros[:, : _width(model)])
+    zeros = torch.zeros(4, 3, model.backbone.dim)  # at most; the parts are of no importance here
+    monkeypatch.setattr(feature_cache, "_compute_all", lambda model, source, parts: zeros[:, : len(parts)].flatten(1))
     model._shared = [copy.deepcopy(model.backbone)]  # the process's own is that of all later tests
 
     def store_twice(change: Change | None) -> list[dict[str, str]]:
