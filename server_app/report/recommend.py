@@ -36,6 +36,7 @@ def recommend(groups: Sequence[Group], keys: Mapping[str, str] | None = None) ->
     (level, best), less, unclear = ranked[0], list[str](), list[str]()
     how = AS_IF if _accuracy(best) < max(map(_accuracy, known)) - ROUNDING else ""
     equal, lines = [best], [f"Most accurate{how}: {_describe(best)}."]
+    hidden = dict[str, float]()  # by how much groups that count as equal are below the best, if it is above one point
     for their_level, group in ranked[1:]:
         below, where, (sd, source) = _compare(best, group, level - their_level)
         limit = max(POINT, sd) + ROUNDING
@@ -43,6 +44,7 @@ def recommend(groups: Sequence[Group], keys: Mapping[str, str] | None = None) ->
         words = f"{_describe(group)}; {points}, noise {100 * sd:.1f}: {source}"
         if not less and below <= limit:
             equal.append(group)
+            hidden |= {group.label: below} if below > POINT + ROUNDING else {}
             lines.append(f"Close to it: {words}{SMALL * (sd + ROUNDING < below)}.")
         else:
             close = "; about twice the noise at most, so that it may be chance" if below < CLOSE * sd - ROUNDING else ""
@@ -50,6 +52,12 @@ def recommend(groups: Sequence[Group], keys: Mapping[str, str] | None = None) ->
         if below < -limit:
             unclear.append(f"Not clear yet: {group.label} is {points}, though {best.label} is ranked first.")
     decision, chosen = _decide(best, equal)
+    unclear += [
+        f"{label} may be less accurate than {best.label}, {100 * hidden[label]:.1f} points are within the noise: more "
+        "test images or seeds would tell."
+        for label in chosen
+        if label in hidden
+    ]
     told = [f"Run keys of {label}: {keys[label]}" for label in chosen if label in keys] if keys else []
     return [*lines, *less[:1], decision, *told, *unclear, *_doubts(able, [group for _, group in ranked])]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import client_app.client
+from server_app import rounds
 from server_app.cli import main as cli
 from server_app.cli import run as run_command
 from server_app.cli.progress import Progress
@@ -134,6 +135,21 @@ def test_progress_shows_what_the_run_warns_of(tmp_path, capsys):
     progress.show()
     progress.show()
     assert capsys.readouterr().out.splitlines() == ["warning: no image of b", "warning: c is damaged"]
+
+
+@pytest.mark.parametrize(("silence", "said"), [(0.0, [1, 2]), (1e9, [])])
+def test_a_round_that_goes_on_says_how_many_have_answered(silence, said, tmp_path, capsys, monkeypatch, caplog):
+    monkeypatch.setattr(rounds.progress, "SILENCE", silence)
+    lines = [f"answers of {number} of 3 clients" for number in said]
+    with Progress(tmp_path).in_background():
+        assert list(rounds.progress.count_answers(iter("abc"), 3)) == list("abc")
+    assert capsys.readouterr().out.splitlines() == lines
+    log = "".join(f"INFO :      {line}\n" for line in ["results go to /runs/a", *caplog.messages])
+    (tmp_path / "flower.log").write_text(log)
+    progress = Progress(tmp_path)
+    progress.follow(tmp_path / "flower.log")
+    progress.show()
+    assert capsys.readouterr().out.splitlines() == lines
 
 
 def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):

@@ -26,6 +26,7 @@ from server_app.report.compare import Group, comparison_table, group_runs
 from server_app.report.pages import single_page
 from server_app.report.runs import load_run
 from server_app.report.write import write_report
+from server_app.rounds.progress import summary
 
 MATRIX = [[0.80, None, None], [0.90, 0.70, None], [0.60, 0.75, 0.45]]
 SEEN = [0.80, 0.80, 0.5625]
@@ -241,6 +242,11 @@ def test_page_says_where_fewer_images_were_evaluated(make_run):
     assert "fewer test images than nodes hold: after task 2 on 190 of 200, after task 3 on 207 of 400." in text
     row = comparison_table(group_runs([load_run(folder)]))[1][0]
     assert row[2] == "0 (1 measured on fewer test images, as nodes were away)"
+    away = "measured on fewer test images, as nodes were away: after task 2 on 190 of 200, task 3 on 207 of 400"
+    assert away in summary(folder)
+    for run in (load_run(folder), load_run(make_run("whole"))):
+        shown = " ".join(text.get_text() for text in figures.accuracy_figure(run).texts)
+        assert ("after some tasks on fewer test images" in shown) == bool(run.incomplete)
 
 
 def test_page_names_the_classes_without_test_images(make_run):
