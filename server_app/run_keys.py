@@ -75,14 +75,14 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     Raises:
         ConfigError: values that are no run, or a run that cannot be resumed.
     """
-    if values.get("resume"):
-        keys = load_resumed_keys({**values, "resume": str(expand_home(str(values["resume"]), "resume").absolute())})
-        _require_same_nodes(keys)
-        return keys
     keys = dict(values)
     for name in keys_affecting("files"):  # the workers' working directory is the project's
         if isinstance(keys.get(name), str) and keys[name]:
             keys[name] = _resolve(name, str(keys[name]))
+    if keys.get("resume"):
+        keys = load_resumed_keys({**keys, "resume": str(expand_home(str(keys["resume"]), "resume").absolute())})
+        _require_same_nodes(keys)
+        return keys
     if not parse(keys).num_clients:
         keys["num-clients"] = len(_node_folders(keys)) or DEFAULT_CLIENTS  # so that the server waits for all of them
     return keys

@@ -44,7 +44,8 @@ def recommend(groups: Sequence[Group], keys: Mapping[str, str] | None = None) ->
         words = f"{_describe(group)}; {points}, noise {100 * sd:.1f}: {source}"
         if not less and below <= limit:
             equal.append(group)
-            hidden |= {group.label: below} if below > POINT + ROUNDING else {}
+            if below > POINT + ROUNDING:
+                hidden[group.label] = below
             lines.append(f"Close to it: {words}{SMALL * (sd + ROUNDING < below)}.")
         else:
             close = "; about twice the noise at most, so that it may be chance" if below < CLOSE * sd - ROUNDING else ""
@@ -53,7 +54,7 @@ def recommend(groups: Sequence[Group], keys: Mapping[str, str] | None = None) ->
             unclear.append(f"Not clear yet: {group.label} is {points}, though {best.label} is ranked first.")
     decision, chosen = _decide(best, equal)
     unclear += [
-        f"{label} may be less accurate than {best.label}, {100 * hidden[label]:.1f} points are within the noise: more "
+        f"{label} may be less accurate than {best.label}: {100 * hidden[label]:.1f} points are within the noise. More "
         "test images or seeds would tell."
         for label in chosen
         if label in hidden

@@ -18,14 +18,14 @@ from task.utils.versions import code_and_versions
 
 log = logging.getLogger(__name__)
 
-_MOVED = ("data-dir", "backbone-weights")  # may lie elsewhere when a run is resumed: their content is compared
+_MOVED = {"data-dir", "backbone-weights"}  # may lie elsewhere when a run is resumed, where their content is compared
 
 
 def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """The run keys of the run to resume, or ``values`` themselves where the key ``resume`` is not given.
 
     Other keys in ``values`` must have their default or the run's value, but for those about waiting, and the paths of
-    data and weights.
+    data and weights whose digest the run has recorded.
 
     Raises:
         ConfigError: no such run, a finished one to which no task can be added, one without a checkpoint, or another
@@ -38,6 +38,8 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     register(str(saved["method"]))
     saved = complete_saved(saved)
     keys, free = known_keys(), {*keys_affecting(*MAY_CHANGE), *_MOVED}
+    if not saved.get("data-sha256"):  # of nodes with images of their own, and of an earlier version
+        free -= {"data-dir"}
     for name, value in values.items():
         if name in keys and name not in free and value not in (keys[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")

@@ -111,6 +111,8 @@ def _npz_file(path: Path) -> dict[str, np.ndarray]:
     with file:
         _check_members(file.zip.infolist())
         arrays = {name: file[name] for name in _ARRAYS if name in file.files}
+    if foreign := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise ValueError(f"{foreign[0]!r} in it is no array")
     names = arrays.get("class_names", np.empty(0))
     return arrays | ({"class_names": np.char.decode(names, "utf-8")} if names.dtype.kind == "S" else {})
 

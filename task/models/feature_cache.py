@@ -170,7 +170,7 @@ def _is_stored(model: Model, source: Images) -> bool:
     return bool(model.stored_as) and len(source) >= WORTH_STORING
 
 
-def _stored_parts(model: Model, source: Images) -> tuple[Early, ...]:
+def _stored_parts(model: Model, identity: dict[str, str]) -> tuple[Early, ...]:
     """The features that are stored: one file for all models that read no others than the last and those beside it.
 
     A model that does not read the last one needs less than a whole pass, and has a file of its own if that one is not
@@ -179,7 +179,11 @@ def _stored_parts(model: Model, source: Images) -> tuple[Early, ...]:
     last, parts = model.backbone.last, model.query_parts
     shared = (last, *early_features(EARLY_DEPTHS, True, model.backbone))
     fits = set(parts) <= set(shared)
-    return shared if fits and (last in parts or is_stored(_identity(model, source, shared))) else parts
+    return shared if fits and (last in parts or is_stored(identity | _features(shared))) else parts
+
+
+def _features(parts: tuple[Early, ...]) -> dict[str, str]:
+    return {"features": str([tuple(feature) for feature in parts])}
 
 
 def _table(model: Model, source: Images) -> tuple[Tensor, tuple[Early, ...]]:
@@ -189,19 +193,20 @@ def _table(model: Model, source: Images) -> tuple[Tensor, tuple[Early, ...]]:
     if not table or not table.belongs_to(source, model.backbone):
         for other in [other for other, (known, _) in _TABLES.items() if known.images() is None]:
             del _TABLES[other]  # its file stays mapped, and on the disk, until then
-        parts = _stored_parts(model, source)
+        identity = _identity(model, source)
+        parts = _stored_parts(model, identity)
         blocks = ", ".join(f"{part.block + 1}{' (patches)' * part.patches}" for part in parts)
         about = {"belongs-to": model.stored_as, "number": str(len(source)), "blocks": blocks}
         shape = (len(source), model.backbone.dim * len(parts))
-        identity = _identity(model, source, parts)
+        identity |= _features(parts)
         features = stored_features(identity, about, shape, lambda: _compute_all(model, source, parts))
         table = CachedBatch(weakref.ref(source), weakref.ref(model.backbone), features)
         _TABLES[key] = table, parts
     return table.features, parts
 
 
-def _identity(model: Model, source: Images, parts: tuple[Early, ...]) -> dict[str, str]:
-    """All values that the bits of stored ``parts`` of queries depend on."""
+def _identity(model: Model, source: Images) -> dict[str, str]:
+    """All values that the bits of stored queries depend on, beside which parts they are."""
     backbone = model.backbone
     normalisation = [backbone.mean.flatten().tolist(), backbone.std.flatten().tolist()]
     processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads={torch.get_num_threads()}"
@@ -213,7 +218,6 @@ def _identity(model: Model, source: Images, parts: tuple[Early, ...]) -> dict[st
         "image-size": str(backbone.image_size),
         "normalisation": str(normalisation),
         "precision": model.precision,
-        "features": str([tuple(feature) for feature in parts]),
         "batch": str(BATCH),
         "processor": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else processor,
         "versions": " ".join(f"{name} {package_version(name)}" for name in ("torch", "timm", "pillow")),

@@ -75,7 +75,7 @@ def test_the_cheapest_within_the_noise_is_recommended() -> None:
         "Below it: far, 87.5 ± 0.0 % for 0.1 MB and 0.1 core-minutes; 2.5 points below, noise 2.0: standard "
         "deviation over 3 seeds; about twice the noise at most, so that it may be chance.",
         "Recommended: near: about the cheapest of these in traffic and in computation.",
-        "near may be less accurate than best, 1.5 points are within the noise: more test images or seeds would tell.",
+        "near may be less accurate than best: 1.5 points are within the noise. More test images or seeds would tell.",
     ]
 
 
@@ -412,7 +412,7 @@ def test_one_seed_has_the_noise_of_its_images_and_says_so() -> None:
     lines = recommend([group("a", [0.90], 10, 10, images=100), group("b", [0.88], 1, 1, images=100)])
     assert lines[1].endswith("; 2.0 points below, noise 3.1: by the draw of the 100 test images.")
     assert lines[2] == "Recommended: b: about the cheapest of these in traffic and in computation."
-    assert lines[3].startswith("b may be less accurate than a, 2.0 points are within the noise: ")
+    assert lines[3].startswith("b may be less accurate than a: 2.0 points are within the noise. ")
     assert lines[4].startswith("One seed only: each method;")
 
 

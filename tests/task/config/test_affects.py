@@ -26,7 +26,7 @@ KEYS = known_keys()
 NODE_WINS = {"files", "device"}
 HIDDEN_FROM_CLIENTS = {"folder", "output"}
 FREE_WHEN_RESUMED = {"folder", "output", "waiting"}
-MAY_MOVE = {"data-dir", "backbone-weights"}  # when a run is resumed, though they affect files
+MAY_MOVE = {"backbone-weights"}  # when a run is resumed; data too where their digest is recorded
 SET_BY_A_SUITE = {"folder", "seed"}
 SAME_RUN_IN_A_SUITE = {"folder", "output"}
 NOT_COMPARED_BY_BENCH = {"device", "speed", "waiting", "folder", "output"}
@@ -191,6 +191,18 @@ def test_runs_that_differ_in_it_are_one_row_of_a_report(name: str, tmp_path: Pat
     folders = [write_run(tmp_path / "a", **needed), write_run(tmp_path / "b", **needed, **{name: "another"})]
     groups = group_runs([load_run(folder) for folder in folders])
     assert len(groups) == (1 if affects(name) in ONE_ROW_OF_A_REPORT else 2)
+
+
+def test_images_that_lie_elsewhere_are_looked_for_where_the_resume_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = {"dataset": "folder", "data-dir": "/mnt/gone", "data-sha256": "0"}
+    folder = write_run(tmp_path / "runs" / "cut", **began)
+    (folder / "results.json").write_text('{"status": "running"}')
+    write_checkpoint(folder / "checkpoint", 1, {})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    assert complete_run_keys({"resume": str(folder), "data-dir": "photos"})["data-dir"] == str(tmp_path / "photos")
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "output-dir", "round-timeout", "start-timeout", "threads"])
