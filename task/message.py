@@ -42,11 +42,14 @@ def _scalar_bytes(value: Scalar | list[int] | list[str]) -> int:
     return len(value.encode("utf-8", "backslashreplace")) if isinstance(value, str) else 8
 
 
+_INTEGERS = range(-(2**63), 2**64)  # integers that Flower's records can hold
+
+
 def copy_packet(packet: Packet) -> Packet:
     """A deep copy of ``packet``, equal to what the receiver of the message gets.
 
     Raises:
-        TypeError: an entry cannot be sent; the message names it.
+        TypeError, ValueError: an entry cannot be sent; the message names it.
     """
     return Packet(
         arrays={name: np.array(to_wire_array(name, a), copy=True) for name, a in packet.arrays.items()},
@@ -74,7 +77,7 @@ def to_plain_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     """Convert metrics to Python's int and float, also from NumPy scalars and bool.
 
     Raises:
-        TypeError: a value is no number; the message names it.
+        TypeError, ValueError: a value is no number, or too large an integer; the message names it.
     """
     plain = {name: _scalar(name, value) for name, value in metrics.items()}
     for name, value in plain.items():
@@ -87,7 +90,7 @@ def to_plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Convert settings to Python's bool, int, float, str, or lists of one of these, also from NumPy scalars.
 
     Raises:
-        TypeError: a value of another type, a mixed list; the message names it.
+        TypeError, ValueError: a value of another type, a mixed list, too large an integer; the message names it.
     """
     return {name: _list(name, v) if isinstance(v, list) else _scalar(name, v) for name, v in config.items()}
 
@@ -107,4 +110,6 @@ def _scalar(name: str, value: Any) -> Scalar:
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if not isinstance(value, (int, float)):  # bool is an int
         raise TypeError(f"{name!r} is of type {type(value).__name__}; only bool, int, float and str travel")
+    if isinstance(value, int) and value not in _INTEGERS:
+        raise ValueError(f"{name!r} = {value} does not fit into 64 bits")
     return value

@@ -31,6 +31,7 @@ CASES = [
 ]
 
 
+@pytest.mark.ci
 def test_rounds_of_adaptation_are_those_of_the_run(tiny, tmp_path):
     values = tiny | {"method": "fedrda", "batch-size": 10}
     _, problem, _, indices = written(values, tmp_path / "problem")

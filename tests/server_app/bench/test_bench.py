@@ -146,6 +146,7 @@ def test_images_that_are_not_there_are_named_before_anything_runs(write, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.ci
 def test_weights_that_cannot_be_had_are_told_of_before_anything_runs(write, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -156,6 +157,7 @@ def test_weights_that_cannot_be_had_are_told_of_before_anything_runs(write, tmp_
     assert "started" not in said.out
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -42,6 +42,7 @@ from tests.helpers.own_data import OWN
 from tests.helpers.own_data import store as put_images
 from tests.helpers.runs import comparable, without_times
 
+ONE_ROUND = {"fedrda-adaptation-rounds": 1}
 PLAIN = [  # methods whose features are q(x), and those that read it beside their prompt
     {"method": "ncm"},
     {"method": "afcl"},
@@ -53,8 +54,9 @@ PLAIN = [  # methods whose features are q(x), and those that read it beside thei
     {"method": "fppl"},
     {"method": "fedrda", "prompt": "none"},  # which reads two mean patch tokens of earlier blocks too
     {"method": "fedrda", "prompt": "none", "fedrda-frozen-depth": 0},  # one of them
-    {"method": "fedrda", "prompt": "l2p"},  # the other, beside what the prompt reads
+    {"method": "fedrda", "prompt": "l2p"} | ONE_ROUND,  # the other, beside what the prompt reads
 ]
+LORA = {"method": "fedrda", "prompt": "lora"} | ONE_ROUND  # the other alone
 
 
 @pytest.fixture(autouse=True)
@@ -98,7 +100,7 @@ def model_and_images(values, **more):
     return build_model(config, scenario.task_sizes(0)), scenario.dataset
 
 
-@pytest.mark.parametrize("keys", [*PLAIN, {"method": "fedrda"}], ids=lambda keys: "-".join(map(str, keys.values())))
+@pytest.mark.parametrize("keys", [*PLAIN, LORA], ids=lambda keys: "-".join(map(str, keys.values())))
 def test_the_first_run_passes_each_image_once_and_the_second_none(values, passed, monkeypatch, keys):
     first = run(values | keys, "first")
     assert sum(passed) == number_of_images(values)
@@ -122,16 +124,17 @@ def test_the_file_of_images_that_are_gone_is_let_go(values):
 
 def test_two_methods_in_a_process_take_each_its_own_features(values, monkeypatch):
     run(values | {"method": "fedrda", "prompt": "none"}, "other")
-    after = run(values | {"method": "fedrda"}, "after")  # which takes one of the other's three, see below
+    after = run(values | LORA, "after")  # which takes one of the other's three, see below
     monkeypatch.setattr(feature_cache, "_TABLES", {})
     clear_store()
-    assert run(values | {"method": "fedrda"}, "alone")[0] == after[0]
+    assert run(values | LORA, "alone")[0] == after[0]
     assert [file.about["blocks"] for file in list_stored()] == ["2 (patches)"]
 
 
 def test_all_methods_and_splits_share_one_pass(values, passed):
-    others = {"method": "fedrda"}, {"method": "ncm", "validation-share": 0.25}, {"method": "ncm", "seed": 3}
-    for number, keys in enumerate([*PLAIN, *others]):
+    for number, keys in enumerate(
+        [*PLAIN, LORA, {"method": "ncm", "validation-share": 0.25}, {"method": "ncm", "seed": 3}]
+    ):
         run(values | keys, str(number))
     assert sum(passed) == number_of_images(values)
     assert len(list_stored()) == 1
