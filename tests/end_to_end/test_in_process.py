@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.bare_python import BLOCK
 
 TINY = ["dataset=synthetic", "image-size=16", "num-tasks=2", "rounds-per-task=1", "local-epochs=1", "num-clients=2"]
@@ -25,6 +27,7 @@ def test_a_whole_run_without_flower(tmp_path: Path) -> None:
     assert "need matplotlib and jinja2: pip install" in done.stderr
 
 
+@pytest.mark.ci
 def test_a_run_goes_on_where_nobody_reads_its_progress(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "server_app.cli", "run", "--in-process", *TINY, f"output-dir={tmp_path}"]
     with subprocess.Popen([*command, "run-name=run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:

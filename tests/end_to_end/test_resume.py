@@ -441,7 +441,7 @@ def test_a_method_from_outside_that_adapts_keeps_its_number_of_rounds(tiny: Valu
 def test_a_run_of_an_earlier_version_keeps_its_class_tokens(prompt: str, tiny: Values) -> None:
     """Its config.yaml has no run key for the early feature, and says whether the last one is taken without prompt."""
     old = {"fedrda-depth": 0.75, "fedrda-early-feature": "class-token", "fedrda-frozen-depth": 1.0}
-    straight, cut = two_runs(tiny, method="fedrda", prompt=prompt, **{"fedrda-adaptation-rounds": 1}, **old)
+    straight, cut = two_runs(tiny, method="fedrda", prompt=prompt, **{"fedrda-adaptation-rounds": 5}, **old)
     folder = interrupt(cut, cut_in_round=2)
     text = (folder / "config.yaml").read_text()
     for new, earlier in (("early-feature: class-token\n", None), ("frozen-depth: 1.0\n", "frozen-features: true\n")):

@@ -100,7 +100,11 @@ def model_and_images(values, **more):
     return build_model(config, scenario.task_sizes(0)), scenario.dataset
 
 
-@pytest.mark.parametrize("keys", [*PLAIN, LORA], ids=lambda keys: "-".join(map(str, keys.values())))
+@pytest.mark.parametrize(
+    "keys",
+    [pytest.param(k, marks=() if k["method"] in ("ncm", "fedrda") else pytest.mark.ci) for k in (*PLAIN, LORA)],
+    ids=lambda keys: "-".join(map(str, keys.values())),
+)
 def test_the_first_run_passes_each_image_once_and_the_second_none(values, passed, monkeypatch, keys):
     first = run(values | keys, "first")
     assert sum(passed) == number_of_images(values)
