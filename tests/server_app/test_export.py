@@ -17,6 +17,7 @@ from server_app.export import write_onnx, write_self_contained
 from server_app.run_files.writers import write_model
 from task.config.parsing import parse
 from task.config.schema import Config
+from task.data.load import load_dataset
 from task.inference import Classifier, ModelError, Predictor, load_predictor
 from task.methods import load_class
 from task.models.metadata import MODEL, ModelMetadata
@@ -134,9 +135,10 @@ def test_onnxruntime_agrees_with_torch_on_a_regularised_discriminant(keys: dict,
     predictor = load_predictor(tmp_path / "runs" / "run")
     write_onnx(predictor, tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    images = list(load_dataset("synthetic", "", 16, 0.0, 0).test_images[np.arange(0, 96, 20)])  # of different classes
     for size in (1, 5):
-        expected = predictor.predict(IMAGES[:size]).probabilities
-        (probabilities,) = session.run(["probabilities"], {"images": predictor.pixels(IMAGES[:size]).numpy()})
+        expected = predictor.predict(images[:size]).probabilities
+        (probabilities,) = session.run(["probabilities"], {"images": predictor.pixels(images[:size]).numpy()})
         assert np.abs(probabilities - expected).max() < 1e-3
     assert np.ptp(expected, axis=0).max() > 1e-3
 
