@@ -18,8 +18,6 @@ from task.utils.versions import code_and_versions
 
 log = logging.getLogger(__name__)
 
-_MOVED = {"data-dir", "backbone-weights"}  # may lie elsewhere when a run is resumed, where their content is compared
-
 
 def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """The run keys of the run to resume, or ``values`` themselves where the key ``resume`` is not given.
@@ -37,7 +35,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     saved = _read_saved_keys(directory)
     register(str(saved["method"]))
     saved = complete_saved(saved)
-    keys, free = known_keys(), {*keys_affecting(*MAY_CHANGE), *_MOVED}
+    keys, free = known_keys(), _may_differ()
     if not saved.get("data-sha256"):  # of nodes with images of their own, and of an earlier version
         free -= {"data-dir"}
     for name, value in values.items():
@@ -54,6 +52,11 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     given = {name: values[name] for name in free if values.get(name, keys[name].default) != keys[name].default}
     given |= {"resume": str(directory), "output-dir": str(directory.parent), "run-name": directory.name}
     return {name: value for name, value in saved.items() if name in keys} | given
+
+
+def _may_differ() -> set[str]:
+    """Run keys that change no result; data and weights may lie elsewhere, as their content is compared."""
+    return {*keys_affecting(*MAY_CHANGE), "data-dir", "backbone-weights"}
 
 
 def require_same_start(directory: Path, backbone_sha256: str, data_sha256: str, data_dir: str) -> None:
@@ -80,7 +83,7 @@ def require_same_keys(config: Config, saved: Mapping[str, Scalar]) -> None:
     Raises:
         ConfigError: names a key that differs.
     """
-    free, now = {*keys_affecting(*MAY_CHANGE), *_MOVED}, config.flat()
+    free, now = _may_differ(), config.flat()
     for name, value in saved.items():
         if name not in free and now.get(name) != value:
             raise ConfigError(

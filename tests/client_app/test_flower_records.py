@@ -85,6 +85,7 @@ def test_numpy_scalars_become_pythons():
         Packet(arrays={"bad": np.array([{}])}),
         Packet(arrays={"bad": [1.0]}),
         Packet(metrics={"bad": "text"}),
+        Packet(metrics={"bad": 2**64}),
         Packet(config={"bad": None}),
         Packet(config={"bad": {}}),
         Packet(config={"bad": [1, 2.0]}),

@@ -162,7 +162,7 @@ def test_the_order_of_classes_does_not_change_the_shrinkage() -> None:
     labels = np.arange(12).repeat(3)
     features = (0.6 * rng.normal(size=(12, 20))[labels] + rng.normal(size=(36, 20))).astype(np.float32)
     server_keys, chosen = EXACT | {"afcl-head": "discriminant"}, set()
-    for _ in range(4):
+    for _ in range(8):
         order = rng.permutation(12)
         server = AFCL(parse(server_keys))
         context = RoundContext(Schedule([order.tolist()], 1), 1)

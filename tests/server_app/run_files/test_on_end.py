@@ -56,15 +56,8 @@ def test_a_run_that_does_not_come_to_its_first_round_is_reported_too(tiny: Value
 @pytest.mark.parametrize(
     "hook",
     [
-        *(
-            "no-such-program --now",
-            "mail 'ops",
-            "ftp://e.org",
-            "$NO_SUCH_HOOK",
-            "https://",
-            "http://[::1",
-            "http://a b/",
-        ),
+        *("no-such-program --now", "mail 'ops", "ftp://e.org"),
+        *("$NO_SUCH_HOOK", "https://", "http://[::1", "http://a b/"),
         *("http://localhost:abc/", "http://localhost:99999/"),
         *("https://$NO_SUCH_HOOK/x", "https://a.example/${NO_SUCH_HOOK}"),
         *("true $NO_SUCH_HOOK", "true --token=$NO_SUCH_HOOK", "$EMPTY_HOOK"),

@@ -267,6 +267,14 @@ def test_an_npz_that_python_cannot_unpack(offset: int, value: int, tmp_path: Pat
         load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0)
 
 
+def test_an_npz_with_a_member_that_is_no_array(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("split.npy", "train,test")
+    with pytest.raises(ConfigError, match=r"is not a readable \.npz file \('split' in it is no array\)"):
+        load_dataset("npz", path, 32, 0.0, 0)
+
+
 def test_other_arrays_of_an_npz_are_not_unpacked(tmp_path: Path) -> None:
     """A few bytes may unpack to gigabytes; this one cannot be unpacked at all."""
     path = write_npz(tmp_path / "a.npz")
