@@ -1,29 +1,13 @@
-"""A round that goes on, a finished one, and a finished run, in words; imports nothing heavy."""
+"""A finished round and a finished run in words; imports nothing heavy."""
 
-import logging
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from server_app.run_files.paths import incomplete_tests, read_results, untested_classes
 
 NAMED = 40  # classes or tasks
-SILENCE = 30.0  # seconds
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")
-
-log = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
-
-
-def count_answers(answers: Iterable[Answer], expected: int) -> Iterator[Answer]:
-    """The answers as they come; the log says how many of the ``expected`` ones have come, twice a minute at most."""
-    said = time.perf_counter()
-    for number, answer in enumerate(answers, start=1):
-        if number < expected and time.perf_counter() - said >= SILENCE:
-            said = time.perf_counter()
-            log.info("answers of %d of %d clients", number, expected)
-        yield answer
 
 
 def describe_round(line: Mapping[str, Any], number: int) -> list[str]:

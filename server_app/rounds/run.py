@@ -25,7 +25,7 @@ from server_app.privacy.account import (
 )
 from server_app.rounds.aggregation import RoundAggregator, sum_client_counts, sum_hidden_counts
 from server_app.rounds.federated_bias import local_distance, response_entropies
-from server_app.rounds.progress import count_answers, describe_round, summary
+from server_app.rounds.progress import describe_round, summary
 from server_app.rounds.reply_checks import MAX_VALUE
 from server_app.rounds.report_drawer import ReportDrawer
 from server_app.rounds.setup import (
@@ -45,7 +45,7 @@ from server_app.run_files.resume import require_same_keys, require_same_start
 from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
 from server_app.run_files.writers import write_config, write_model
 from server_app.secure_aggregation.round_sum import RoundSum
-from server_app.transport.base import SMALL_ANSWER, Reply, Transport
+from server_app.transport.base import SMALL_ANSWER, Reply, Transport, count_answers
 from strategies.base import RoundContext, Strategy, Update
 from task.config.checks import require_few
 from task.config.parsing import ignored_keys

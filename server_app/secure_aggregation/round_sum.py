@@ -12,7 +12,7 @@ import numpy as np
 from server_app.clients.client_info import ClientInfo, failure
 from server_app.errors import one_line
 from server_app.run_files.results import RoundReport
-from server_app.transport.base import SMALL_ANSWER, Transport
+from server_app.transport.base import SMALL_ANSWER, Transport, count_answers
 from task.message import SECURE_SUM, Kind, Packet
 from task.secure_aggregation.crypto import SEALED, SECRET, combine, is_key, mask, pair_mask, public_key
 from task.secure_aggregation.fixed_point import decode
@@ -103,7 +103,8 @@ class RoundSum:
         dtype = np.dtype(np.uint64 if name == "hidden" else np.uint8)
         timeout = self._timeout * (_SMALL if kind in SECURE_SUM else 1 - 3 * _SMALL)
         largest = SMALL_ANSWER + dtype.itemsize * math.prod(shape)
-        for reply in self._transport.exchange(kind, packets, timeout, largest):
+        answers = self._transport.exchange(kind, packets, timeout, largest)
+        for reply in count_answers(answers, len(packets)):
             self._report.bytes_up += reply.bytes_up
             self._report.bytes_down += reply.bytes_down
             answer, problem = reply.packet or Packet(), failure(reply)

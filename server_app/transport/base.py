@@ -1,11 +1,16 @@
 """The interface through which the round loop reaches its clients; it has two implementations."""
 
-from collections.abc import Iterable, Mapping
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from task.message import Kind, Packet
 
+log = logging.getLogger(__name__)
+
+SILENCE = 30.0  # seconds
 SMALL_ANSWER = 2**24  # bytes that every answer may have, beside the arrays that a train message asks for
 
 
@@ -50,3 +55,13 @@ def sort_replies(replies: Iterable[Reply], nodes: Iterable[int]) -> list[Reply]:
     """All replies of an exchange, in the order of ``nodes``, which it addressed."""
     by_node = {reply.node: reply for reply in replies}
     return [by_node[node] for node in nodes]
+
+
+def count_answers(replies: Iterable[Reply], expected: int) -> Iterator[Reply]:
+    """The replies as they come; the log says how many of the ``expected`` ones have come, twice a minute at most."""
+    said = time.perf_counter()
+    for number, reply in enumerate(replies, start=1):
+        if number < expected and time.perf_counter() - said >= SILENCE:
+            said = time.perf_counter()
+            log.info("answers of %d of %d clients", number, expected)
+        yield reply

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import client_app.client
-from server_app import rounds
 from server_app.cli import main as cli
 from server_app.cli import run as run_command
 from server_app.cli.progress import Progress
 from server_app.simulation import superlink as launcher
+from server_app.transport import base
 from task.config.parsing import parse
 from task.message import Packet
 from tests.helpers.runs import results_of, settings
@@ -139,10 +139,11 @@ def test_progress_shows_what_the_run_warns_of(tmp_path, capsys):
 
 @pytest.mark.parametrize(("silence", "said"), [(0.0, [1, 2]), (1e9, [])])
 def test_a_round_that_goes_on_says_how_many_have_answered(silence, said, tmp_path, capsys, monkeypatch, caplog):
-    monkeypatch.setattr(rounds.progress, "SILENCE", silence)
+    monkeypatch.setattr(base, "SILENCE", silence)
     lines = [f"answers of {number} of 3 clients" for number in said]
+    replies = [base.Reply(node, Packet(), "", 0, 0) for node in range(3)]
     with Progress(tmp_path).in_background():
-        assert list(rounds.progress.count_answers(iter("abc"), 3)) == list("abc")
+        assert list(base.count_answers(iter(replies), 3)) == replies
     assert capsys.readouterr().out.splitlines() == lines
     log = "".join(f"INFO :      {line}\n" for line in ["results go to /runs/a", *caplog.messages])
     (tmp_path / "flower.log").write_text(log)

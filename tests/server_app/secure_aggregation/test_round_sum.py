@@ -15,6 +15,7 @@ from client_app.secure_aggregation import _Secrets, hide_in_sum
 from server_app.clients.client_info import ClientInfo
 from server_app.run_files.results import RoundReport
 from server_app.secure_aggregation.round_sum import RoundSum, SpoiledSum, TooFewClients
+from server_app.transport import base
 from server_app.transport.base import Reply
 from task.keys import ConfigError
 from task.message import Kind, Packet, copy_packet, payload_bytes
@@ -88,6 +89,13 @@ def test_the_sum_is_that_of_all_clients(clients):
     assert given.report.failures == []
     assert given.report.bytes_up == sum(map(payload_bytes, given.answers.values()))
     assert given.report.bytes_down == sum(map(payload_bytes, given.sent.values()))
+
+
+def test_a_sum_that_goes_on_says_how_many_have_answered_each_message(monkeypatch, caplog):
+    monkeypatch.setattr(base, "SILENCE", 0.0)
+    with caplog.at_level("INFO"):
+        Clients(vectors(3)).sum(2)
+    assert caplog.messages == ["answers of 1 of 3 clients", "answers of 2 of 3 clients"] * len(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
