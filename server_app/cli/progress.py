@@ -10,12 +10,12 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from server_app.rounds import progress
 from server_app.rounds.progress import describe_round
 from server_app.simulation.superlink import POLL
+from server_app.transport import base
 
 # loggers that say how far the first pass over a data set is, and how many clients have answered in a round
-_SHOWN = ("task.models.feature_cache", progress.__name__)
+_SHOWN = ("task.models.feature_cache", base.__name__)
 
 
 def say(text: str) -> None:
