@@ -90,6 +90,15 @@ def test_local_loss_by_hand():
     assert not model.head.bias.grad[:2].any()
 
 
+def test_the_local_loss_adds_the_penalty_of_the_prompt():
+    """Logits of zero give ln 3 for three current classes, and a matching loss is below zero: keys go to queries."""
+    model = head_only([2, 3])
+    model.head.weight.data.zero_()
+    model.prompt.penalty = -0.25
+    loss, _ = Objective(parse({}), Packet()).loss(model, Inputs(torch.ones(2, 3, 2, 2)), torch.tensor([3, 2]))
+    assert loss.item() == pytest.approx(math.log(3) - 0.25, rel=1e-6)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_only_current_rows_and_the_prompt_learn(optimizer):
     """Old rows and every weight of the backbone keep all their bits."""

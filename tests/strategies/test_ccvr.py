@@ -53,6 +53,16 @@ def test_merging_gives_mean_and_covariance_of_the_pooled_samples(packing):
         assert np.allclose(spread[i], covariance[row, column], atol=1e-4)
 
 
+def test_two_images_of_a_class_give_a_covariance_by_hand():
+    """Features 1 and 4, at two clients or one: mean 2.5, variance (1.5^2 + 1.5^2) / (2 - 1) = 4.5."""
+    first, second = np.full((1, D), 1.0), np.full((1, D), 4.0)
+    for clients in ([{7: first}, {7: second}], [{7: np.concatenate([first, second])}]):
+        merged = pool_gaussians([report(one, "diagonal") for one in clients])
+        assert merged["counts"].tolist() == [2]
+        assert merged["means"].tolist() == [[2.5] * D]
+        assert merged["variances"].tolist() == [[4.5] * D]
+
+
 def test_merging_agrees_with_the_single_class_reference():
     clients = samples(3)
     merged = pool_gaussians([report(one) for one in clients])

@@ -240,6 +240,21 @@ def test_a_hidden_confusion_matrix_with_a_negative_count_is_refused(tiny: Values
         sum_hidden_counts(KnownSum(right.ravel()), Packet(), scenario.dataset, context, config)
 
 
+@pytest.mark.parametrize("secure", ["off", "pairwise"])
+def test_an_evaluation_by_as_many_as_the_quorum_is_enough(secure: str, tiny: Values) -> None:
+    keys = {"method": "fedavg", "evaluate": "clients", "quorum": 3, "secure-aggregation": secure}
+    assert results(tiny | keys)["status"] == "finished"
+
+
+def test_the_seconds_of_the_server_are_a_part_of_those_of_the_run(tiny: Values) -> None:
+    config = parse(tiny)
+    run_experiment(config, FaultyTransport(config.flat(), 3))
+    seconds = results_of(folder_of(tiny))["seconds"]
+    parts = [seconds[name] for name in ("server_aggregate", "server_refine", "evaluate")]
+    assert min(parts) > 0
+    assert sum(parts) < seconds["total"]
+
+
 def test_more_nodes_than_a_sum_can_have_are_refused_when_they_come(tiny: Values) -> None:
     run = Run.__new__(Run)
     run.config = parse(tiny)
