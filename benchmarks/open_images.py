@@ -13,7 +13,6 @@ Fashion-MNIST (Xiao et al. 2017), 10 classes of 100 training and 100 test images
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -44,22 +43,38 @@ DRAWINGS = {
     "transport-symbols": "transportation/aiga-symbols",
     "vehicles": "transportation/vehicles",
 }
+SIDE, SMALL = 256, 32  # pixels of a drawing; of the size at which two that look alike are one
 CLOTHES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle-boot")
 
 
-def copy_drawings(source: Path, target: Path, each: int = 60) -> None:
-    """At most ``each`` .png files of each class, drawn with seed 0, into a folder per class; without too large ones."""
-    rng = numpy_rng(0, "drawings")
+def draw_all(source: Path, target: Path, each: int = 60) -> None:
+    """At most ``each`` drawings of each class, drawn with seed 0, into a folder per class; none is in it twice.
+
+    The package has many drawings under several names and in several classes.
+    """
+    rng, seen = numpy_rng(0, "drawings"), set[bytes]()
     for name, folder in DRAWINGS.items():
-        files = sorted(path for path in (source / folder).glob("*.png") if _pixels(path) <= MAX_PIXELS)
+        files = sorted((source / folder).glob("*.png"))
         (target / name).mkdir(parents=True)
-        for path in rng.permutation(np.array(files, object))[:each]:
-            shutil.copy(path, target / name)
+        for path in rng.permutation(np.array(files, object)):
+            drawing = draw(path)
+            if drawing and (look := drawing.resize((SMALL, SMALL)).tobytes()) not in seen:
+                seen.add(look)
+                drawing.save(target / name / path.name)
+            if len(list((target / name).iterdir())) == each:
+                break
 
 
-def _pixels(path: Path) -> int:
+def draw(path: Path) -> Image.Image | None:
+    """The drawing on white, its longer side SIDE pixels; None if it is too large, or empty."""
     with Image.open(path) as image:
-        return image.width * image.height
+        if image.width * image.height > MAX_PIXELS:
+            return None
+        ground = Image.new("RGBA", image.size, "white")
+        ground.alpha_composite(image.convert("RGBA"))
+    drawing = ground.convert("RGB")
+    drawing.thumbnail((SIDE, SIDE))
+    return drawing if drawing.getextrema() != ((255, 255),) * 3 else None
 
 
 def read_clothes(source: Path, each: int = 100) -> dict[str, np.ndarray]:
@@ -85,7 +100,7 @@ def _main() -> None:
     if args.target.suffix == ".npz":
         np.savez(args.target, allow_pickle=False, **read_clothes(args.source))
     else:
-        copy_drawings(args.source, args.target)
+        draw_all(args.source, args.target)
 
 
 if __name__ == "__main__":

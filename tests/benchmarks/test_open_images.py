@@ -6,17 +6,31 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from benchmarks.open_images import CLOTHES, DRAWINGS, copy_drawings, read_clothes
+from benchmarks.open_images import CLOTHES, DRAWINGS, draw_all, read_clothes
 
 
-def test_drawings_are_copied_by_class(tmp_path: Path) -> None:
-    for folder in DRAWINGS.values():
+def test_each_drawing_is_in_one_class_once_and_on_white(tmp_path: Path) -> None:
+    for number, folder in enumerate(DRAWINGS.values()):
         (tmp_path / "png" / folder).mkdir(parents=True, exist_ok=True)
-        for i in range(4):
-            Image.new("L", (i + 1, 1)).save(tmp_path / "png" / folder / f"{i}.png")
-    copy_drawings(tmp_path / "png", tmp_path / "out", each=3)
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(DRAWINGS)
-    assert all(len(list(p.iterdir())) == 3 for p in (tmp_path / "out").iterdir())
+        for name, share in (
+            ("all", 0),
+            ("a", number + 1),
+            ("copy of a", number + 1),
+            ("b", number + 30),
+            ("empty", 60),
+        ):
+            drawing = np.zeros((60, 60, 4), np.uint8)  # black below what is transparent
+            drawing[share:, :, 3] = 255
+            Image.fromarray(drawing).save(tmp_path / "png" / folder / f"{name}.png")
+    draw_all(tmp_path / "png", tmp_path / "out")
+    drawings = {c: list((tmp_path / "out" / c).iterdir()) for c in DRAWINGS}
+    assert [len(files) for files in drawings.values()] == [3] + [2] * (len(DRAWINGS) - 1)  # "all" is the first class's
+    [top] = [np.asarray(Image.open(p)) for p in drawings["arrows"] if p.stem == "b"]
+    assert top.shape == (60, 60, 3)
+    assert (top[:30] == 255).all()
+    assert (top[30:] == 0).all()
+    draw_all(tmp_path / "png", tmp_path / "one", each=1)
+    assert {len(list(p.iterdir())) for p in (tmp_path / "one").iterdir()} == {1}
 
 
 def test_clothes_are_parted_by_class_and_an_empty_row_is_passed_over(tmp_path: Path) -> None:
