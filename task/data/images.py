@@ -249,7 +249,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to RGB; grey of more than 8 bits is scaled so that its pixels span 0 .. 255.
+    """Convert an image to RGB, on white where it is transparent; grey of more than 8 bits is scaled to span 0 .. 255.
 
     (Scanners use any part of 16 bits, and Pillow's own conversion clips at 255.)
 
@@ -259,10 +259,14 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB":
         image.load()
         return image
-    if not image.mode.startswith(("I", "F")):
-        transparent = image.mode == "P" and "transparency" in image.info  # converted at once, Pillow warns of it
-        return (image.convert("RGBA") if transparent else image).convert("RGB")
-    return Image.fromarray(_stretch(np.asarray(image))).convert("RGB")
+    if image.mode.startswith(("I", "F")):
+        return Image.fromarray(_stretch(np.asarray(image))).convert("RGB")
+    if image.has_transparency_data:
+        picture = image if image.mode == "RGBA" else image.convert("RGBA")
+        ground = Image.new("RGB", image.size, "white")
+        ground.paste(picture, mask=picture)
+        return ground
+    return image.convert("RGB")
 
 
 def _stretch(values: np.ndarray) -> np.ndarray:

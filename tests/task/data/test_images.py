@@ -97,11 +97,15 @@ def test_the_limit_is_the_keys_not_pillows(tmp_path: Path, recwarn: pytest.Warni
     assert not recwarn.list
 
 
-def test_a_transparent_palette_is_read_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    image = Image.fromarray(np.array([[0, 1]], np.uint8), "P")
-    image.putpalette([10, 20, 30, 40, 50, 60])
-    image.save(tmp_path / "a.png", transparency=bytes([0, 128]))
-    assert np.asarray(read_rgb(str(tmp_path / "a.png"))).tolist() == [[[10, 20, 30], [40, 50, 60]]]
+@pytest.mark.parametrize("mode", ["P", "RGBA", "LA"])
+def test_what_is_transparent_is_white(mode: str, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """Wholly, by 128 of 255, and not at all: 255 - (255 - 40) * 128 / 255 = 147."""
+    image = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
+    image.putpalette([10, 20, 30, 40, 40, 40, 40, 40, 40])
+    image.save(tmp_path / "a.png", transparency=bytes([0, 128, 255]))
+    if mode != "P":
+        Image.open(tmp_path / "a.png").convert("RGBA").convert(mode).save(tmp_path / "a.png")
+    assert np.asarray(read_rgb(str(tmp_path / "a.png"))).tolist() == [[[255] * 3, [147] * 3, [40] * 3]]
     assert not recwarn.list
 
 
