@@ -31,7 +31,6 @@ TABLES = {  # section of the page -> folder of its runs, and the part of it that
     "Clip art": ("clipart", ""),
     "Fashion-MNIST": ("fashion", ""),
 }
-DOUBLE = "Clip art and Fashion-MNIST"  # one section, and one table with fewer columns, for two sets
 PARTITIONS = {
     "Dirichlet 0.5": "beta-0.5",
     "Dirichlet 0.1": "beta-0.1",
@@ -56,8 +55,7 @@ def named(table: list[list[str]]) -> list[dict[str, str]]:
 def rows_of_runs(heading: str) -> list[dict[str, str]]:
     """What was run of a section's first table and of FedRDA's variants, but for rows of one task, kept elsewhere."""
     variants = [row for row in named(tables("Variants", VARIANTS)[1]) if row["images"] == heading]
-    rows = variants if heading in DOUBLE else named(tables(heading)[0]) + variants
-    return [row for row in rows if "one task" not in row["row"] and "not run" not in "".join(row.values())]
+    return [row for row in named(tables(heading)[0]) + variants if "one task" not in row["row"] and "not run" not in "".join(row.values())]
 
 
 def label(name: str) -> str:
@@ -87,8 +85,7 @@ def test_main_table(heading):
     folder, below = TABLES[heading]
     rows = {label(row["row"]): row for row in rows_of_runs(heading)}
     found = {path.name: runs for path in (KEPT / folder).iterdir() if (runs := kept(path / below))}
-    elsewhere = {label(row[0]) for row in tables(DOUBLE)[0][1:] if "`" in row[0]} if heading in DOUBLE else set()
-    assert set(found) - {"fedavg-none"} - elsewhere == set(rows)  # head-only's row is fedavg-none's too
+    assert set(found) - {"fedavg-none"} == set(rows)  # head-only's row is fedavg-none's too
     for name, row in rows.items():
         runs = found[name]
         for head, metric in METRICS.items():
@@ -130,20 +127,13 @@ def test_partitions():
             assert (page(row[head]) if runs else row[head]) == expected, (row["row"], head)
 
 
-def test_clip_art_and_fashion():
-    for name, _, _, clipart, _, _, fashion in tables(DOUBLE)[0][1:]:
-        for cell, folder in ((clipart, "clipart"), (fashion, "fashion")):
-            runs = kept(KEPT / folder / label(name))
-            assert (cell == "not run") if not runs else (page(cell) == percent(runs, "final_average_accuracy")), name
-
-
 def test_in_short_has_the_figures_of_the_sections():
     head, *rows = tables("In short")[0]
     assert {row[0].partition("]")[0][1:] for row in rows} == set(TABLES)
     for name, *cells in rows:
         images = name.partition("]")[0][1:]
-        first, *lines = tables(DOUBLE if images in DOUBLE else images)[0]
-        column = -1 if images == "Fashion-MNIST" else first.index("final average accuracy, %")
+        first, *lines = tables(images)[0]
+        column = first.index("final average accuracy, %")
         figures = {line[0]: line[column] for line in lines}
         assert cells == [figures[label] for label in head[1:]], images
 
