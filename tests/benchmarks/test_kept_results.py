@@ -55,7 +55,8 @@ def named(table: list[list[str]]) -> list[dict[str, str]]:
 def rows_of_runs(heading: str) -> list[dict[str, str]]:
     """What was run of a section's first table and of FedRDA's variants, but for rows of one task, kept elsewhere."""
     variants = [row for row in named(tables("Variants", VARIANTS)[1]) if row["images"] == heading]
-    return [row for row in named(tables(heading)[0]) + variants if "one task" not in row["row"] and "not run" not in "".join(row.values())]
+    rows = named(tables(heading)[0]) + variants
+    return [row for row in rows if "one task" not in row["row"] and "not run" not in "".join(row.values())]
 
 
 def label(name: str) -> str:
