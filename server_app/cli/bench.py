@@ -66,17 +66,21 @@ def _run_command(args: argparse.Namespace) -> int:
         require_hook(hook, elsewhere=True)
     if args.flower:
         require_listed({name: value for run in left for name, value in run.values.items()})
-    _require_images([run.config for run in left])
+    doubts = _require_images([run.config for run in left])
     _require_backbones([run.config for run in left])
     try:
         failed = _run_suite(suite, args, options)
     except Interrupted as stop:
         return complain("stopped; the same command continues the suite", 128 + stop.number)
+    for doubt in doubts:  # once more, as the recommendation has to be read with it
+        say(f"WARNING   {doubt}")
     return complain(f"failed: {', '.join(failed)}", FAILED) if failed else OK
 
 
-def _require_images(configs: Sequence["Config"]) -> None:
+def _require_images(configs: Sequence["Config"]) -> list[str]:
     """Count the images of each data set, and read those of people's own folders: a damaged one would end every run.
+
+    Returns what it warns of: test images that are training images too.
 
     Raises:
         ConfigError: a data set cannot be read, or has too few classes or too few images of one.
@@ -85,6 +89,7 @@ def _require_images(configs: Sequence["Config"]) -> None:
     from task.data.load import load_dataset, require_readable
 
     sources: dict[tuple[str, str, int], list[Config]] = {}
+    doubts: list[str] = []
     for c in configs:
         if not c.own_data:
             sources.setdefault((c.dataset, c.data_dir, c.max_image_pixels), []).append(c)
@@ -102,7 +107,9 @@ def _require_images(configs: Sequence["Config"]) -> None:
         require_readable(counted[0], name)
         if repeated := describe_repeated(counted[0], name):
             say(f"WARNING   {repeated}")
+            doubts.append(repeated)
         load_dataset.cache_clear()  # the runs have processes of their own
+    return doubts
 
 
 def _require_backbones(configs: Sequence["Config"]) -> None:
