@@ -13,7 +13,8 @@ import json
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
+
+from task.data.images import read_rgb
 
 MAKERS = ("twitter", "google", "apple", "facebook")
 CLASSES = ["animal-bird", "animal-bug", "animal-mammal", "animal-marine", "book-paper", "clothing", "computer", "drink"]
@@ -24,11 +25,7 @@ MOST, SHARE, SIDE = 20, 0.7, 64  # emoji of a class, share of them for training,
 
 def draw(file: Path) -> np.ndarray:
     """A drawing on white, uint8 [SIDE, SIDE, 3]."""
-    with Image.open(file) as image:
-        drawing = image.convert("RGBA")
-    ground = Image.new("RGBA", drawing.size, "white")
-    ground.alpha_composite(drawing)
-    return np.asarray(ground.convert("RGB").resize((SIDE, SIDE)))
+    return np.asarray(read_rgb(str(file)).resize((SIDE, SIDE)))
 
 
 def choose_emoji(source: Path) -> list[tuple[int, int, str]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from task.data.images import MAX_PIXELS
+from task.data.images import UnreadableImage, read_rgb
 from task.utils.seeding import numpy_rng
 
 DRAWINGS = {
@@ -56,23 +56,22 @@ def draw_all(source: Path, target: Path, each: int = 60) -> None:
     for name, folder in DRAWINGS.items():
         files = sorted((source / folder).glob("*.png"))
         (target / name).mkdir(parents=True)
+        most = len(seen) + each
         for path in rng.permutation(np.array(files, object)):
             drawing = draw(path)
             if drawing and (look := drawing.resize((SMALL, SMALL)).tobytes()) not in seen:
                 seen.add(look)
                 drawing.save(target / name / path.name)
-            if len(list((target / name).iterdir())) == each:
+            if len(seen) == most:
                 break
 
 
 def draw(path: Path) -> Image.Image | None:
-    """The drawing on white, its longer side SIDE pixels; None if it is too large, or empty."""
-    with Image.open(path) as image:
-        if image.width * image.height > MAX_PIXELS:
-            return None
-        ground = Image.new("RGBA", image.size, "white")
-        ground.alpha_composite(image.convert("RGBA"))
-    drawing = ground.convert("RGB")
+    """The drawing on white, its longer side SIDE pixels; None if it cannot be read, is too large, or empty."""
+    try:
+        drawing = read_rgb(str(path))
+    except UnreadableImage:
+        return None
     drawing.thumbnail((SIDE, SIDE))
     return drawing if drawing.getextrema() != ((255, 255),) * 3 else None
 
