@@ -66,30 +66,27 @@ def _run_command(args: argparse.Namespace) -> int:
         require_hook(hook, elsewhere=True)
     if args.flower:
         require_listed({name: value for run in left for name, value in run.values.items()})
-    doubts = _require_images([run.config for run in left])
+    _require_images([run.config for run in left])
     _require_backbones([run.config for run in left])
     try:
         failed = _run_suite(suite, args, options)
     except Interrupted as stop:
         return complain("stopped; the same command continues the suite", 128 + stop.number)
-    for doubt in doubts:  # once more, as the recommendation has to be read with it
-        say(f"WARNING   {doubt}")
     return complain(f"failed: {', '.join(failed)}", FAILED) if failed else OK
 
 
-def _require_images(configs: Sequence["Config"]) -> list[str]:
+def _require_images(configs: Sequence["Config"]) -> None:
     """Count the images of each data set, and read those of people's own folders: a damaged one would end every run.
 
-    Returns what it warns of: test images that are training images too.
+    It warns of test images that are training images too.
 
     Raises:
         ConfigError: a data set cannot be read, or has too few classes or too few images of one.
     """
-    from task.data.digests import describe_repeated
+    from task.data.digests import count_repeated, describe_repeated
     from task.data.load import load_dataset, require_readable
 
     sources: dict[tuple[str, str, int], list[Config]] = {}
-    doubts: list[str] = []
     for c in configs:
         if not c.own_data:
             sources.setdefault((c.dataset, c.data_dir, c.max_image_pixels), []).append(c)
@@ -105,11 +102,9 @@ def _require_images(configs: Sequence["Config"]) -> list[str]:
         if name == "folder":
             say(f"reading the images in {path}")
         require_readable(counted[0], name)
-        if repeated := describe_repeated(counted[0], name):
-            say(f"WARNING   {repeated}")
-            doubts.append(repeated)
+        if repeated := count_repeated(counted[0], name):
+            say(f"WARNING   {describe_repeated(repeated, len(counted[0].test_labels))}")
         load_dataset.cache_clear()  # the runs have processes of their own
-    return doubts
 
 
 def _require_backbones(configs: Sequence["Config"]) -> None:

@@ -129,6 +129,11 @@ class Run:
         return self.results["samples_per_task"] or [1] * len(self.matrix)
 
     @property
+    def copies(self) -> int:
+        """Test images that are training images too, as far as was recorded."""
+        return self.results.get("copied_test_images", 0)
+
+    @property
     def gaps(self) -> list[tuple[int, int]]:
         """Where an accuracy is missing that other tasks have: after which task, on which task, counted from 1."""
         matrix, kept = fold(self.matrix, self.samples)

@@ -93,6 +93,12 @@ Nodes that hold test images of these tasks were away, or had none then. Metrics 
 Nodes were away. Accuracies on different images differ for that reason too, and so does forgetting.
 </section>
 {% endif %}
+{% if run.copies %}
+<section class="notice">
+<strong>Copied test images: {{ run.copies }}.</strong>
+They are training images too, byte by byte, so that the accuracy is too high: keep one copy of each image.
+</section>
+{% endif %}
 {% if run.untested and run.samples | sum %}
 <section class="notice">
 <strong>Not tested: {{ run.untested | join(", ") }}.</strong>

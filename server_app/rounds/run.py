@@ -36,6 +36,7 @@ from server_app.rounds.setup import (
     prepare_features,
     settle_adaptation,
     wait_for_new_classes,
+    warn_of_repeated,
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.on_end import require_hook, tell_operator
@@ -156,6 +157,7 @@ class Run:
         if initial:
             self.model.load(initial)
         self.results = Results(directory, self.config, self.scenario)
+        self.results.copies = warn_of_repeated(config, dataset)
         if transport.one_process:
             self.results.start_cpu_clock()
         self.results.privacy = account

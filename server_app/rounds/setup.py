@@ -13,7 +13,7 @@ from task.config.checks import doubt_backbone
 from task.config.parsing import set_num_clients
 from task.config.schema import APPEARING, Config
 from task.data.class_names import class_ids
-from task.data.digests import describe_repeated
+from task.data.digests import count_repeated, describe_repeated
 from task.data.images import Dataset
 from task.data.load import default_augmentation, require_readable
 from task.keys import ConfigError
@@ -47,8 +47,6 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
     dataset = None if config.own_data else build_scenario(config).dataset
     if dataset:
         require_readable(dataset, config.dataset)
-        if repeated := describe_repeated(dataset, config.dataset):
-            log.warning(repeated)
     # a resumed run goes on without nodes that are gone: at night nobody may be there to start them
     minimum = config.quorum if config.resume else None
     nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, minimum)
@@ -58,6 +56,14 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
         client_task_data(config, client=0, task=0, round=0)
     checksums = (backbone.sha256, code_sha256())
     return config, ClientRegistry(transport, nodes, config, dataset, checksums, expected, planned)
+
+
+def warn_of_repeated(config: Config, dataset: Dataset) -> int:
+    """Warn of test images that are training images too; returns their number, 0 where nodes keep the images."""
+    repeated = 0 if config.own_data else count_repeated(dataset, config.dataset)
+    if repeated:
+        log.warning(describe_repeated(repeated, len(dataset.test_labels)))
+    return repeated
 
 
 def prepare_features(config: Config, model: Model, dataset: Dataset) -> None:

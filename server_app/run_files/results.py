@@ -70,6 +70,7 @@ class Results:
         self.distances: list[float | None] = [None] * len(tasks)
         # by client, its node and its own test images of each class id, by its latest word
         self.holders: dict[str, tuple[int, np.ndarray]] = {}
+        self.copies = 0  # test images that are training images too, as far as was looked
         self.samples: list[int] = []
         self.counted: list[list[int]] = []  # test images of each task so far that were evaluated after each task
         self.away: list[list[int]] = []  # those that nobody evaluated, as nodes were away
@@ -254,6 +255,7 @@ class Results:
             "tasks": self.tasks,
             **({"stream": self.sharing} if self.sharing else {}),
             "samples_per_task": self.samples,
+            **({"copied_test_images": self.copies} if self.copies else {}),
             "samples_after_task": self.counted,
             "samples_away_after_task": self.away,
             "accuracy_matrix": self.matrix,

@@ -35,26 +35,30 @@ def data_digest(dataset: Dataset, whole_files: bool) -> str:
     return total.hexdigest()
 
 
-def describe_repeated(dataset: Dataset, name: str) -> str:
-    """A sentence on test, or validation, images that are training images too, byte by byte; empty if there is none.
+def count_repeated(dataset: Dataset, name: str) -> int:
+    """Test, or validation, images that are training images too, byte by byte.
 
     Neither published sets are looked at nor .npy files, which may be large.
     """
     parts = dataset.train_images, dataset.test_images
     (train, of_train), (test, of_test) = (resolve_source(images, np.arange(len(images))) for images in parts)
     if is_published(name) or isinstance(train, np.memmap):
-        return ""
+        return 0
     if isinstance(train, ImageFiles) and isinstance(test, ImageFiles):
         known, tested = _digests_of_files([train.paths[i] for i in of_train], [test.paths[i] for i in of_test])
     else:
         known, tested = ([_digest(images[np.array([i])]) for i in range(len(images))] for images in parts)
     seen = set(known)
-    repeated = sum(digest in seen for digest in tested)
+    return sum(digest in seen for digest in tested)
+
+
+def describe_repeated(repeated: int, tested: int) -> str:
+    """A sentence on :func:`count_repeated` images of those ``tested``; empty if there is none."""
     if not repeated:
         return ""
     return (
-        f"{repeated} of the {len(dataset.test_labels)} images to evaluate are training images too, byte by byte, so "
-        "that the accuracy will be too high: keep one copy of each image"
+        f"{repeated} of the {tested} images to evaluate are training images too, byte by byte, so that the accuracy "
+        "will be too high: keep one copy of each image"
     )
 
 

@@ -476,6 +476,15 @@ def test_images_of_unequal_tasks_are_worth_less() -> None:
     assert run.effective_images == pytest.approx(160 / 11)
 
 
+def test_copied_test_images_are_a_reason_to_doubt_even_one_method() -> None:
+    line = "35 of the 400 test images are training images too, byte by byte, so that accuracies are too high: keep one "
+    line += "copy of each image."
+    one, other = group("a", [0.9], 1, 1), group("b", [0.8], 1, 1)
+    assert not any(text.startswith("35 of") for text in recommend([one, other]))
+    one.runs[0].results["copied_test_images"] = 35
+    assert recommend([other, one]).count(line) == recommend([one]).count(line) == 1
+
+
 def test_the_backbone_for_digits_on_other_images_is_a_reason_to_doubt() -> None:
     own, digits = ({"backbone": "vit_glyphs", "dataset": name} for name in ("folder", "digits"))
     line = "backbone = 'vit_glyphs' is for digits and sees 32 x 32 pixels: name another for other images."

@@ -249,6 +249,12 @@ def test_page_says_where_fewer_images_were_evaluated(make_run):
         assert ("after some tasks on fewer test images" in shown) == bool(run.incomplete)
 
 
+def test_page_tells_of_copied_test_images(make_run):
+    folder = make_run(copied_test_images=35)
+    write_report([folder])
+    assert "Copied test images: 35. They are training images too" in " ".join(page_of(folder).text.split())
+
+
 def test_page_names_the_classes_without_test_images(make_run):
     accuracies = {"zero": 0.9, "one": 0.75, "two": None, "three": 0.25}
     folder = make_run(per_class_accuracy=accuracies, samples_per_task=[100, 100, 200])

@@ -329,8 +329,10 @@ def test_a_run_warns_of_test_images_that_it_trains_on(
 ) -> None:
     for name in ("cat", "dog"):
         paint(tmp_path / "pets" / name, 10)
-    run(tiny | {"dataset": "folder", "data-dir": str(tmp_path / "pets"), "partition": "iid", "method": "ncm"})
+    done = run(tiny | {"dataset": "folder", "data-dir": str(tmp_path / "pets"), "partition": "iid", "method": "ncm"})
     assert "4 of the 4 images to evaluate are training images too, byte by byte" in caplog.text
+    assert done["copied_test_images"] == 4
+    assert "copied_test_images" not in run(tiny | {"run-name": "digits"})
 
 
 def test_two_nodes_of_one_name(tiny: dict) -> None:
