@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from strategies.base import RoundContext, Update
+from strategies.base import RoundContext, Update, join_statistics
 from strategies.hgp import HGP
 from task.config.parsing import parse
 from task.message import Arrays
@@ -55,10 +55,11 @@ class Phase:
         rng = np.random.default_rng(0)
         self.config = parse({"method": "hgp", "hgp-covariance": packing, "hgp-rank": RANK})
         self.packing, self.classes = packing, classes
-        self.old = prepare_gaussians([_answer(rng, range(classes - TASK), packing) for _ in range(CLIENTS)], packing)
+        known = [_answer(rng, range(classes - TASK), packing) for _ in range(CLIENTS)]
+        self.old = prepare_gaussians(join_statistics(known), packing)
         answers = [_answer(rng, range(classes - TASK, classes), packing) for _ in range(CLIENTS)]
         self.updates = [Update(f"client {m}", 1, {}, a) for m, a in enumerate(answers)]
-        self.everything = self.old.join(prepare_gaussians(answers, packing))
+        self.everything = self.old.join(prepare_gaussians(join_statistics(answers), packing))
 
     def run(self, sampler: Sampler) -> Seconds:
         """One refinement of a fresh head."""

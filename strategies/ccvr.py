@@ -34,17 +34,17 @@ class CCVR(Strategy):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.reports: dict[str, Arrays] = {}  # the current task's, by client
+        self.reports: dict[tuple[int, str], Arrays] = {}  # the last of each (task, client), until they are merged
         self.prototypes: Gaussians | None = None  # on the CPU, so that a checkpoint can be read on any machine
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Collect statistics; when the task ends, merge them and calibrate the head."""
-        self.reports = self.reports | {u.client: u.statistics for u in updates if u.statistics}
+        self.reports = self.reports | {(context.task, u.client): u.statistics for u in updates if u.statistics}
         if not context.ends_task:
             return {}
         if self.reports:
-            merged = pool_gaussians(list(self.reports.values()))
-            reported = prepare_gaussians([merged], self.options.covariance)
+            pooled = pool_gaussians(join_statistics(self.reports.values()))
+            reported = prepare_gaussians(pooled, self.options.covariance)
             self.prototypes, self.reports = replace_class_gaussians(self.prototypes, reported), {}
         if self.prototypes is None:
             return {}
@@ -54,7 +54,7 @@ class CCVR(Strategy):
         return {"calibration-loss": rebalance(model.head, prototypes, rows, settings, rng)}
 
 
-def pool_gaussians(reports: Sequence[Arrays]) -> Arrays:
+def pool_gaussians(joined: Arrays) -> Arrays:
     """Statistics of the union of all clients' samples, for each of K classes (Luo et al. 2021).
 
     mu = sum_m n_m mu_m / N;  Sigma = sum_m [(n_m - 1) Sigma_m + n_m (mu_m - mu) (mu_m - mu)^T] / (N - 1)
@@ -62,7 +62,6 @@ def pool_gaussians(reports: Sequence[Arrays]) -> Arrays:
     A class with one sample in all keeps a covariance of zero. Each report has class_ids, counts [K_m], means [K_m, D],
     and variances [K_m, D] or covariances [K_m, D (D + 1) / 2]; the result has one row per class, class ids ascending.
     """
-    joined = join_statistics(reports)
     spread = "covariances" if "covariances" in joined else "variances"
     classes, index = np.unique(joined["class_ids"], return_inverse=True)
     of_class = (np.arange(len(classes))[:, None] == index).astype(np.float64)  # [K, rows of all reports]

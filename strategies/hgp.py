@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from strategies.base import RoundContext, Strategy, Update
+from strategies.base import RoundContext, Strategy, Update, join_statistics
 from strategies.rebalancing import RebalanceSettings, rebalance, replace_class_gaussians
 from task.config.schema import Config
 from task.method_options import HGPOptions
@@ -41,9 +41,9 @@ class HGP(Strategy):
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Store the round's Gaussians and rebalance the head on samples of them."""
-        reports = [u.statistics for u in updates if u.statistics]
-        if reports:
-            reported = prepare_gaussians(reports, self.options.covariance)
+        joined = join_statistics(u.statistics for u in updates)
+        if joined:
+            reported = prepare_gaussians(joined, self.options.covariance)
             self.prototypes = replace_class_gaussians(self.prototypes, reported)
         if self.prototypes is None:
             return {}

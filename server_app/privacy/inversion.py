@@ -133,7 +133,7 @@ def _attack_targets(statistics: Arrays, target: str, config: Config) -> Tensor:
         return torch.from_numpy(statistics["means"]).float()  # squares of fp16 overflow
     if not statistics.keys() & {"variances", "covariances"}:
         raise ConfigError(f"--target sample is not possible: method {config.method!r} sends means alone.")
-    bank, rng = prepare_gaussians([statistics], config.options.covariance), torch_rng(config.seed, "inversion", 1)
+    bank, rng = prepare_gaussians(statistics, config.options.covariance), torch_rng(config.seed, "inversion", 1)
     diagonal = bank.means + bank.deviations * torch.randn(bank.means.shape, generator=rng)
     return diagonal + (torch.randn(len(bank), 1, bank.factors.shape[1], generator=rng) @ bank.factors)[:, 0]
 

@@ -8,7 +8,6 @@ the covariance in the run's packing:
 - low-rank: factors [K, r, D] and variances [K, D]; covariance = factors^T factors + diag(variances)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,19 +148,18 @@ class Gaussians:
         return torch.cat(rows)
 
 
-def prepare_gaussians(replies: Sequence[Arrays], packing: str) -> Gaussians:
-    """Join the statistics of a round's clients and factorise each covariance once.
+def prepare_gaussians(joined: Arrays, packing: str) -> Gaussians:
+    """The Gaussians of statistics of one or several clients, joined; each covariance is factorised once.
 
     A class of which a client has one image has no covariance: it takes the count-weighted mean covariance of that class
-    over the other clients, or if there is none, of all classes in ``replies``.
+    over the other clients, or if there is none, of all classes.
     """
-    joined = {name: np.concatenate([r[name] for r in replies]) for name in replies[0]}
     spread = "covariances" if packing == "full" else "variances"
     total = joined[spread]  # where the covariance is low-rank, its diagonal
     if "factors" in joined:
         total = total + np.square(joined["factors"]).sum(axis=1)
     filled = fill_singletons(joined["class_ids"], joined["counts"], total)
-    joined[spread] = np.where(joined["counts"][:, None] == 1, filled, joined[spread])
+    joined = joined | {spread: np.where(joined["counts"][:, None] == 1, filled, joined[spread])}
     class_ids, counts, means = (torch.from_numpy(joined[name]) for name in ("class_ids", "counts", "means"))
     P, D = means.shape
     if packing == "full":

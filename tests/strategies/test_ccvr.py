@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import strategies.ccvr
-from strategies.base import RoundContext, Update
+from strategies.base import RoundContext, Update, join_statistics
 from strategies.ccvr import CCVR, pool_gaussians
 from task.config.parsing import parse
 from task.models.model import Head
@@ -40,7 +40,7 @@ def report(by_class, packing="full"):
 @pytest.mark.parametrize("packing", ["full", "diagonal"])
 def test_merging_gives_mean_and_covariance_of_the_pooled_samples(packing):
     clients = samples()
-    merged = pool_gaussians([report(one, packing) for one in clients])
+    merged = pool_gaussians(join_statistics(report(one, packing) for one in clients))
     assert merged["class_ids"].tolist() == [0, 2, 5, 7]
     assert merged["counts"].tolist() == [1, 12, 3, 13]
     assert [merged[n].dtype for n in ("class_ids", "counts", "means")] == [np.int64, np.int64, np.float32]
@@ -57,7 +57,7 @@ def test_two_images_of_a_class_give_a_covariance_by_hand():
     """Features 1 and 4, at two clients or one: mean 2.5, variance (1.5^2 + 1.5^2) / (2 - 1) = 4.5."""
     first, second = np.full((1, D), 1.0), np.full((1, D), 4.0)
     for clients in ([{7: first}, {7: second}], [{7: np.concatenate([first, second])}]):
-        merged = pool_gaussians([report(one, "diagonal") for one in clients])
+        merged = pool_gaussians(join_statistics(report(one, "diagonal") for one in clients))
         assert merged["counts"].tolist() == [2]
         assert merged["means"].tolist() == [[2.5] * D]
         assert merged["variances"].tolist() == [[4.5] * D]
@@ -65,7 +65,7 @@ def test_two_images_of_a_class_give_a_covariance_by_hand():
 
 def test_merging_agrees_with_the_single_class_reference():
     clients = samples(3)
-    merged = pool_gaussians([report(one) for one in clients])
+    merged = pool_gaussians(join_statistics(report(one) for one in clients))
     holders = [one[2] for one in clients]
     covariances = np.array([np.cov(x, rowvar=False) if len(x) > 1 else np.zeros((D, D)) for x in holders])
     counts = np.array([len(x) for x in holders])
@@ -130,6 +130,20 @@ def test_calibration_learns_the_classes():
     for server_round in (1, 2):
         strategy.refine(head, [Update("a", 18, {}, report(by_class))], RoundContext(SCHEDULE, server_round))
     assert head.head(4 * torch.eye(2, D)).argmax(dim=1).tolist() == [0, 1]
+
+
+def test_an_undone_calibration_keeps_the_classes_of_its_task(monkeypatch):
+    """Task 1 ends in a round that is undone; its classes come with task 2, though client a has reported again."""
+    seen = []
+    monkeypatch.setattr("strategies.ccvr.rebalance", lambda _, bank, *rest: seen.append(bank.class_ids.tolist()) or 0.0)
+    strategy, by_class = CCVR(parse({"method": "ccvr"})), samples()[0]
+    a, b = (Update(name, 4, {}, report(only(by_class, c))) for name, c in (("a", 7), ("b", 2)))
+    strategy.refine(head_of(2), [a, b], RoundContext(SCHEDULE, 1))
+    before = dict(vars(strategy))
+    strategy.refine(head_of(2), [a, b], RoundContext(SCHEDULE, 2))
+    vars(strategy).update(before)
+    strategy.refine(head_of(4), [Update("a", 4, {}, report({5: by_class[7]}))], RoundContext(SCHEDULE, 4))
+    assert seen == [[2, 7], [2, 5, 7]]
 
 
 def test_nothing_reported_changes_nothing():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from strategies.base import join_statistics
 from task.method_options import HGPOptions, Options
 from task.prototypes.gaussians import (
     Gaussians,
@@ -284,7 +285,7 @@ def implied_covariances(bank):
 def test_prepare_gaussians_joins_and_fills(packing):
     """Covariances from numpy.cov; the single images of class 2 and 3 take class 2's from the other client, else all."""
     sent, raw = replies(packing)
-    bank = prepare_gaussians(sent, packing)
+    bank = prepare_gaussians(join_statistics(sent), packing)
     assert bank.class_ids.tolist() == [1, 2, 2, 3]
     assert bank.counts.tolist() == [4, 1, 6, 1]
     means = [raw[0][:4].mean(axis=0), raw[0][4], raw[1][:6].mean(axis=0), raw[1][6]]
@@ -311,7 +312,7 @@ def expected_covariance(full, packing, single):
 
 
 def test_pick_and_join():
-    bank = prepare_gaussians(replies("low-rank")[0], "low-rank")
+    bank = prepare_gaussians(join_statistics(replies("low-rank")[0]), "low-rank")
     picked, rest = bank.pick(bank.class_ids == 2), bank.pick(bank.class_ids != 2)
     assert (len(bank), len(picked), len(rest)) == (4, 2, 2)
     joined = picked.join(rest)
