@@ -21,7 +21,7 @@ from client_app.node import Node
 from client_app.secure_aggregation import hide_in_sum
 from server_app.clients.client_info import ClientInfo
 from server_app.run_files.results import RoundReport
-from server_app.secure_aggregation.round_sum import RoundSum
+from server_app.secure_aggregation.secure_sum import SecureSum
 from server_app.transport.base import Reply
 from task.config.parsing import parse
 from task.message import Kind, Packet, Scalar, payload_bytes
@@ -77,7 +77,7 @@ def measure(number: int, length: int) -> str:
     threshold = parse(keys).unmask_threshold(number)
     none = np.empty(0)
     infos = [ClientInfo(f"{i}", i, (), none, none, none, 0, (), (), "", "", (), "", 0) for i in range(number)]
-    server, started = RoundSum(clients, infos, threshold, 0.0, RoundReport(1, 1, [])), time.process_time()
+    server, started = SecureSum(clients, infos, threshold, 0.0, RoundReport(1, 1, [])), time.process_time()
     total, _ = server.collect("train", Packet(), length, LARGEST)
     seconds = time.process_time() - started
     left = number - clients.lost

@@ -26,7 +26,7 @@ from task.prototypes.noise import GaussianMechanism
 from task.prototypes.statistics import Sample
 from task.scenario.client_data import ClientTaskData, learnable_classes
 from task.scenario.scenario import Scenario
-from task.secure_aggregation.round_sums import RoundSums
+from task.secure_aggregation.sum_layout import SumLayout
 from task.utils.seeding import torch_rng
 
 
@@ -54,7 +54,7 @@ def train(answer: Packet, request: Request, scenario: Scenario, task_data: Clien
         return answer
     classes = learnable_classes(config, scenario.schedule, request.task)
     ends_task = bool(request.packet.config["ends-task"])
-    sums = RoundSums.of(config, request.number("server-round"), ends_task, model, classes)
+    sums = SumLayout.of(config, request.number("server-round"), ends_task, model, classes)
     hidden = hide_in_sum(sums.of_answer(answer), config.secure_aggregation_range, request.packet, request.node)
     seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
     return Packet({"hidden": hidden}, metrics=seconds, config=answer.config)
@@ -70,13 +70,13 @@ def _add_local_update(
     labels = dataset.train_labels[task_data.positions]
     augmentation = default_augmentation(dataset, config.augmentation)
     data = LocalData(dataset.train_images, task_data.positions, scenario.rows[labels], augmentation)
-    stream = random_stream(config, request.node), request.number("server-round")
-    mechanism = GaussianMechanism.of(config, *stream)
+    client_and_round = random_stream(config, request.node), request.number("server-round")
+    mechanism = GaussianMechanism.of(config, *client_and_round)
     if config.options.statistics_first:
         _add_statistics(answer, request, model, data, labels, mechanism)
     if config.trains_in(request.number("server-round")):
         objective = load_class(config.method_row.objective)(config, packet)
-        answer.metrics |= _fit(request, model, objective, data, torch_rng(config.seed, "local", *stream))
+        answer.metrics |= _fit(request, model, objective, data, torch_rng(config.seed, "local", *client_and_round))
         fixed = np.setdiff1d(np.arange(sum(model.task_sizes)), objective.learned_rows(model).cpu().numpy())
         answer.arrays = mechanism.arrays(to_arrays(model.trained_state()), packet.arrays, fixed)
     if not config.options.statistics_first:

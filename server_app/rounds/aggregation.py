@@ -11,6 +11,7 @@ import numpy as np
 from server_app.clients.client_info import ClientInfo
 from server_app.errors import RunError
 from server_app.rounds.reply_checks import (
+    Bounds,
     InvalidReply,
     check_counts,
     check_reply,
@@ -19,7 +20,7 @@ from server_app.rounds.reply_checks import (
     largest_answer,
 )
 from server_app.run_files.results import RoundReport
-from server_app.secure_aggregation.round_sum import RoundSum, SpoiledSum, TooFewClients
+from server_app.secure_aggregation.secure_sum import SecureSum, SpoiledSum, TooFewClients
 from server_app.transport.base import Reply, sort_replies
 from strategies.averaging import WeightedMean
 from strategies.base import RoundContext, Strategy, Update
@@ -28,7 +29,7 @@ from task.data.images import Dataset
 from task.message import Packet
 from task.models.model import Model
 from task.scenario.client_data import learnable_classes
-from task.secure_aggregation.round_sums import RoundSums
+from task.secure_aggregation.sum_layout import SumLayout
 
 log = logging.getLogger(__name__)
 
@@ -57,18 +58,15 @@ class RoundAggregator:
         self._config, self._strategy, self._model, self._context = config, strategy, model, context
         self._clients = {client.node: client for client in clients}
         self._order = {client.name: i for i, client in enumerate(clients)}
-        self._shapes = {name: tuple(value.shape) for name, value in model.trained_state().items()}
-        self._dim, self._longest = model.head.weight.shape[1], model.longest_input
-        self._classes = learnable_classes(config, context.schedule, context.task)
+        self._bounds = Bounds.of(model, learnable_classes(config, context.schedule, context.task))
 
     def largest_answer(self) -> int:
         """Bytes that no honest answer of the round can have."""
-        clients = list(self._clients.values())
-        return largest_answer(clients, self._shapes, self._dim, self._classes, self._config)
+        return largest_answer(list(self._clients.values()), self._bounds, self._config)
 
     def anything_to_train(self) -> bool:
         """Whether a drawn client holds an image of a class that can be learned now, by the answers to hello."""
-        return any(client.class_counts[self._classes].any() for client in self._clients.values())
+        return any(client.class_counts[self._bounds.classes].any() for client in self._clients.values())
 
     def collect(self, replies: Iterable[Reply], report: RoundReport, measure: Measure) -> None:
         """Use all answers of the round, one from each drawn client; ``report`` gets bytes, idle clients and failures.
@@ -81,7 +79,7 @@ class RoundAggregator:
             report.bytes_down += reply.bytes_down
             client = self._clients[reply.node]
             try:
-                update = self._check(reply, client)
+                update = check_reply(reply, client, self._bounds, self._context, self._config)
             except InvalidReply as error:
                 report.failures.append({"name": client.name, "reason": str(error)})
                 continue
@@ -96,21 +94,17 @@ class RoundAggregator:
         report.idle.sort(key=self._order.__getitem__)
         report.failures.sort(key=lambda failed: self._order[failed["name"]])
 
-    def _check(self, reply: Reply, client: ClientInfo) -> Update:
-        shapes, dim, longest = self._shapes, self._dim, self._longest
-        return check_reply(reply, client, shapes, dim, self._classes, self._context, self._config, longest)
-
-    def collect_sum(self, secure_sum: RoundSum, train: Packet, report: RoundReport) -> None:
+    def collect_sum(self, secure_sum: SecureSum, train: Packet, report: RoundReport) -> None:
         """Use the sum over the clients of the round, as if it were the answer of one client with all their images.
 
         A sum that cannot be right is dropped, and the round with it.
         """
         config, context = self._config, self._context
-        sums = RoundSums.of(config, context.server_round, context.ends_task, self._model, self._classes)
+        sums = SumLayout.of(config, context.server_round, context.ends_task, self._model, self._bounds.classes)
         try:
             total, survivors = secure_sum.collect("train", train, sums.length, config.secure_aggregation_range)
             answer = sums.to_answer(total)
-            update = check_sum(answer, survivors, self._classes, config, self._dim, self._longest)
+            update = check_sum(answer, survivors, self._bounds, config)
             if update:
                 self._use([replace(update, metrics={**update.metrics, **secure_sum.seconds})], report, lambda _: [])
         except TooFewClients as error:
@@ -143,7 +137,7 @@ class RoundAggregator:
 
 
 def sum_hidden_counts(
-    secure_sum: RoundSum, evaluate: Packet, dataset: Dataset, context: RoundContext, config: Config
+    secure_sum: SecureSum, evaluate: Packet, dataset: Dataset, context: RoundContext, config: Config
 ) -> tuple[np.ndarray, set[str]]:
     """As :func:`sum_client_counts`, where only the sum of the answers is known.
 

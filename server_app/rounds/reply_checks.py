@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from strategies.base import RoundContext, Update
 from task.config.schema import Config
 from task.message import Arrays, Packet
 from task.methods import load_class
+from task.models.model import Model
 from task.prototypes.statistics import ClientStatistics
 
 MAX_VALUE = ClientStatistics.largest  # of trained arrays
@@ -28,21 +30,26 @@ class InvalidReply(ValueError):
         super().__init__(one_line(reason))
 
 
-def check_reply(
-    reply: Reply,
-    client: ClientInfo,
-    shapes: Shapes,
-    dim: int,
-    classes: Sequence[int],
-    context: RoundContext,
-    config: Config,
-    longest: float,
-) -> Update:
+class Bounds(NamedTuple):
+    """What an honest answer to a train message keeps to."""
+
+    classes: Sequence[int]  # ids of the classes that may be reported
+    shapes: Shapes  # of the arrays that clients train
+    dim: int  # numbers of a feature under the head
+    max_norm: float  # largest L2 norm of such a feature
+
+    @classmethod
+    def of(cls, model: Model, classes: Sequence[int]) -> Self:
+        """Those of a round's model and of the classes that can be learned in the round."""
+        shapes = {name: tuple(value.shape) for name, value in model.trained_state().items()}
+        return cls(classes, shapes, model.head.weight.shape[1], model.max_input_norm)
+
+
+def check_reply(reply: Reply, client: ClientInfo, bounds: Bounds, context: RoundContext, config: Config) -> Update:
     """Check the answer to a train message; returns the update in it.
 
-    The client can report no more images than in its answer to hello, of the class ids ``classes``. Trained arrays must
-    have these ``shapes``, features under the head the length ``dim`` and at most the L2 norm ``longest``. The round
-    decides which of them must come.
+    The client can report no more images than in its answer to hello. The round decides whether arrays and statistics
+    must come.
 
     Raises:
         InvalidReply: names what is wrong.
@@ -59,14 +66,14 @@ def check_reply(
     if not 0 <= packet.metrics.get("accuracy", 0) <= 1:
         raise InvalidReply(f"accuracy is {packet.metrics['accuracy']!r}; a share from 0 to 1 was expected")
     examples = packet.metrics.get("num-examples")
-    num_held = int(client.class_counts[list(classes)].sum())
+    num_held = int(client.class_counts[list(bounds.classes)].sum())
     if type(examples) is not int or not 0 <= examples <= num_held:
         raise InvalidReply(f"num-examples is {examples!r}; a whole number from 0 to {num_held} was expected")
     if examples == 0 and num_held and config.own_data:
         raise InvalidReply(f"it has {num_held} images of the task and used none: its data-dir may have changed")
     if examples == 0:
         return Update(client.name, 0, {}, {})
-    expected = shapes if config.trains_in(context.server_round) else {}
+    expected = bounds.shapes if config.trains_in(context.server_round) else {}
     if set(packet.arrays) != set(expected):
         raise InvalidReply(f"arrays {sorted(packet.arrays)} came; {sorted(expected)} were expected")
     for name, shape in expected.items():
@@ -74,52 +81,47 @@ def check_reply(
     kind = load_class(config.method_row.statistics)()
     due = kind.due(config, context.server_round, context.ends_task)
     if due and (packet.statistics or not config.min_class_count):
-        _check_statistics(kind, packet.statistics, client.class_counts, classes, shapes, dim, config)
-        _check_lengths(kind, packet.statistics, dim, config, longest)
+        _check_statistics(kind, packet.statistics, client.class_counts, bounds, config)
+        _check_norms(kind, packet.statistics, bounds, config)
     elif packet.statistics:
         raise InvalidReply(f"statistics {sorted(packet.statistics)} came; none were expected")
     # a new dict: a method may remove large statistics from it
     return Update(client.name, examples, packet.arrays, dict(packet.statistics), packet.metrics)
 
 
-def largest_answer(
-    clients: Sequence[ClientInfo], shapes: Shapes, dim: int, classes: Sequence[int], config: Config
-) -> int:
-    """Bytes that an honest answer to a train message of these clients cannot have; arguments as :func:`check_reply`."""
+def largest_answer(clients: Sequence[ClientInfo], bounds: Bounds, config: Config) -> int:
+    """Bytes that no honest answer of these clients to a train message exceeds."""
     kind = load_class(config.method_row.statistics)()
-    counts = np.max([client.class_counts[list(classes)] for client in clients], axis=0)
-    statistics = kind.expected(counts, shapes, dim, config)
+    counts = np.max([client.class_counts[list(bounds.classes)] for client in clients], axis=0)
+    statistics = kind.expected(counts, bounds.shapes, bounds.dim, config)
     numbers = sum(map(math.prod, statistics.values())) * np.dtype(kind.number_type(config.options)).itemsize
-    return SMALL_ANSWER + 4 * sum(map(math.prod, shapes.values())) + numbers
+    return SMALL_ANSWER + 4 * sum(map(math.prod, bounds.shapes.values())) + numbers
 
 
-def check_sum(
-    answer: Packet, clients: Sequence[ClientInfo], classes: Sequence[int], config: Config, dim: int, longest: float
-) -> Update | None:
+def check_sum(answer: Packet, clients: Sequence[ClientInfo], bounds: Bounds, config: Config) -> Update | None:
     """The update that a sum over ``clients`` stands for; None if they have no images.
 
-    What each client sent is hidden. Only a sum that honest clients cannot have produced is refused; ``dim`` and
-    ``longest`` as in :func:`check_reply`.
+    What each client sent is hidden. Only a sum that honest clients cannot have produced is refused.
 
     Raises:
         InvalidReply: names what is wrong.
     """
-    held = np.sum([client.class_counts[list(classes)] for client in clients], axis=0)
+    held = np.sum([client.class_counts[list(bounds.classes)] for client in clients], axis=0)
     images, statistics = int(answer.metrics["num-examples"]), answer.statistics
     if not 0 <= images <= held.sum():
         raise InvalidReply(f"the sum is of {images} images; 0 to {held.sum()} were expected")
     if not images:
         return None
     for name, array in (answer.arrays | statistics).items():
-        largest = math.inf if name not in answer.arrays else MAX_VALUE
+        largest = MAX_VALUE if name in answer.arrays else math.inf
         if not (np.abs(array) <= largest).all():
             raise InvalidReply(f"the mean of {name} holds values above {largest:g}")
     kind = load_class(config.method_row.statistics)()
     if negative := [name for name in kind.not_negative & statistics.keys() if (statistics[name] < 0).any()]:
         raise InvalidReply(f"the mean of {negative[0]} is negative")
-    if "counts" in statistics and (statistics["counts"] > held[np.isin(classes, statistics["class_ids"])]).any():
+    if "counts" in statistics and (statistics["counts"] > held[np.isin(bounds.classes, statistics["class_ids"])]).any():
         raise InvalidReply("the sum is of more images of a class than the clients hold")
-    _check_lengths(kind, statistics, dim, config, longest)
+    _check_norms(kind, statistics, bounds, config)
     return Update(f"sum of {len(clients)} clients", images, answer.arrays, statistics, answer.metrics)
 
 
@@ -161,31 +163,23 @@ def _check_numbers(
 
 
 def _check_statistics(
-    kind: ClientStatistics,
-    statistics: Arrays,
-    class_counts: np.ndarray,
-    classes: Sequence[int],
-    arrays: Shapes,
-    dim: int,
-    config: Config,
+    kind: ClientStatistics, statistics: Arrays, class_counts: np.ndarray, bounds: Bounds, config: Config
 ) -> None:
-    """Check statistics of features of length ``dim``.
-
-    ``class_counts`` int64 [classes] are the client's images, ``arrays`` the shapes of the trained arrays.
-    """
+    """Check names, types, shapes and numbers; ``class_counts`` are the client's images by class id, int64 [classes]."""
     class_ids, counts = statistics.get("class_ids", np.empty(0)), statistics.get("counts", np.empty(0))
     integers = class_ids.dtype == counts.dtype == np.int64
     if not integers or class_ids.ndim != 1 or class_ids.shape != counts.shape or not len(class_ids):
         raise InvalidReply("class_ids and counts must be int64 lists of equal length, not empty")
-    if len(set(class_ids.tolist())) < len(class_ids) or not set(class_ids.tolist()) <= set(classes):
-        raise InvalidReply(f"class_ids {class_ids.tolist()} are not distinct classes of the task {sorted(classes)}")
+    if len(set(class_ids.tolist())) < len(class_ids) or not set(class_ids.tolist()) <= set(bounds.classes):
+        known = sorted(bounds.classes)
+        raise InvalidReply(f"class_ids {class_ids.tolist()} are not distinct classes of the task {known}")
     for c, count, held in zip(class_ids.tolist(), counts.tolist(), class_counts[class_ids].tolist(), strict=True):
         if not 1 <= count <= held:
             raise InvalidReply(
                 f"counts has {count} images of class id {c}, below 1 or above what the client said to hold, {held}: "
                 "its data-dir may have changed during the run"
             )
-    shapes = kind.expected(counts, arrays, dim, config)
+    shapes = kind.expected(counts, bounds.shapes, bounds.dim, config)
     if set(statistics) != {"class_ids", "counts", *shapes}:
         raise InvalidReply(
             f"statistics {sorted(statistics)} came; class_ids, counts and {sorted(shapes)} were expected"
@@ -195,19 +189,19 @@ def _check_statistics(
     for name in kind.not_negative & statistics.keys():
         if (statistics[name] < 0).any():
             raise InvalidReply(f"{name} are negative")
-    if problem := kind.invalid(statistics, dim):
+    if problem := kind.invalid(statistics, bounds.dim):
         raise InvalidReply(problem)
 
 
-def _check_lengths(kind: ClientStatistics, statistics: Arrays, dim: int, config: Config, longest: float) -> None:
-    """Refuse statistics that no features of L2 norm ``longest`` have: a few would outweigh those of all others."""
+def _check_norms(kind: ClientStatistics, statistics: Arrays, bounds: Bounds, config: Config) -> None:
+    """Refuse statistics that need features of a larger norm than any image has: a few would outweigh all others."""
     if config.privacy_noise:
         return
-    longest = min(longest, config.privacy_feature_clip or math.inf)
-    for name, length in kind.lengths(statistics, dim, config.options).items():
-        if length > SLACK * longest:
+    largest = min(bounds.max_norm, config.privacy_feature_clip or math.inf)
+    for name, norm in kind.norms(statistics, bounds.dim, config.options).items():
+        if norm > SLACK * largest:
             raise InvalidReply(
-                f"{name} are those of features of norm {length:.3g}; with this backbone none is above {longest:.3g}"
+                f"{name} are those of features of norm {norm:.3g}; with this backbone none is above {largest:.3g}"
             )
 
 

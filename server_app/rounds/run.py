@@ -45,7 +45,7 @@ from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_keys, require_same_start
 from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
 from server_app.run_files.writers import write_config, write_model
-from server_app.secure_aggregation.round_sum import RoundSum
+from server_app.secure_aggregation.secure_sum import SecureSum
 from server_app.transport.base import SMALL_ANSWER, Reply, Transport, count_answers
 from strategies.base import RoundContext, Strategy, Update
 from task.config.checks import require_few
@@ -79,9 +79,9 @@ def run_experiment(config: Config, transport: Transport, initial: Arrays | None 
     torch.set_num_threads(config.threads)
     directory = run_directory(config)
     require_hook(config.on_end)
-    with contextlib.ExitStack() as told:
+    with contextlib.ExitStack() as after_telling:
         try:
-            run = _run_all(config, transport, directory, initial, told)
+            run = _run_all(config, transport, directory, initial, after_telling)
         except BaseException as error:
             tell_operator(config.on_end, directory, None if _still_finished(directory, error) else error)
             raise
@@ -99,9 +99,9 @@ def _still_finished(directory: Path, error: BaseException) -> bool:
 
 
 def _run_all(
-    config: Config, transport: Transport, directory: Path, initial: Arrays | None, told: contextlib.ExitStack
+    config: Config, transport: Transport, directory: Path, initial: Arrays | None, after_telling: contextlib.ExitStack
 ) -> "Run":
-    """The run after its last round; pictures of one that failed are drawn when ``told`` is left."""
+    """The run after its last round; if it failed, its pictures are drawn when ``after_telling`` closes."""
     require_tensorboard(config)
     require_writable(directory)
     log.info("results go to %s", directory)
@@ -115,7 +115,7 @@ def _run_all(
             run.run()
         except BaseException as error:
             run.fail(error)
-            told.callback(run.draw_failed)  # after the operator is told: Flower kills what it has told to end after 5 s
+            after_telling.callback(run.draw_failed)  # Flower kills what it has told to end after 5 s
             raise
     return run
 
@@ -236,7 +236,7 @@ class Run:
         aggregator = RoundAggregator(self.config, self.strategy, self.model, context, clients)
         if self.config.secure_aggregation != "off":
             train = self._packet("train", context, clients, aggregator.sent_arrays)
-            aggregator.collect_sum(self._round_sum(clients, report), train, report)
+            aggregator.collect_sum(self._secure_sum(clients, report), train, report)
             return aggregator
         # messages would only start processes on the nodes; but a node that owes an answer needs the time
         if not aggregator.anything_to_train() and not self.transport.busy():
@@ -246,10 +246,10 @@ class Run:
         aggregator.collect(replies, report, measure)
         return aggregator
 
-    def _round_sum(self, clients: Sequence[ClientInfo], report: RoundReport) -> RoundSum:
+    def _secure_sum(self, clients: Sequence[ClientInfo], report: RoundReport) -> SecureSum:
         require_few(len(clients))  # nodes may have come that were not expected
         threshold = self.config.unmask_threshold(len(clients))
-        return RoundSum(self.transport, clients, threshold, self.config.round_timeout, report)
+        return SecureSum(self.transport, clients, threshold, self.config.round_timeout, report)
 
     def exchange(
         self,
@@ -299,7 +299,6 @@ class Run:
             if self.config.method_row.pooled:  # one client has all images, and the others are not asked for any
                 problem = problem or said
         if problem:
-            self.results.write_round()
             raise RunError(f"task {report.task}, round {report.round}: {problem}. {reasons}")
 
     def _require_training(self) -> None:
@@ -353,8 +352,10 @@ class Run:
     def _count_on_clients(self, context: RoundContext, report: RoundReport) -> tuple[np.ndarray, set[str]]:
         clients, arrays, dataset = self.registry.clients, self.model.export(), self.scenario.dataset
         if self.config.secure_aggregation != "off":
-            evaluate = self._packet("evaluate", context, clients, arrays)
-            return sum_hidden_counts(self._round_sum(clients, report), evaluate, dataset, context, self.config)
+            evaluate, before = self._packet("evaluate", context, clients, arrays), len(report.failures)
+            counted = sum_hidden_counts(self._secure_sum(clients, report), evaluate, dataset, context, self.config)
+            report.failures[before:] = sorted(report.failures[before:], key=lambda failed: failed["name"])
+            return counted
         replies = self.exchange("evaluate", context, clients, arrays)
         return sum_client_counts(replies, clients, dataset, context, self.config, report)
 
@@ -408,9 +409,9 @@ class Run:
         """Write model, results and checkpoint after a round."""
         self._write_model(context)
         line = self.results.write_round()
+        self.finished_rounds = context.server_round
         if self._tensorboard:
             add_round(self._tensorboard, line, self.results.matrix[context.task], context.server_round)
-        self.finished_rounds = context.server_round
         self._write_checkpoint(context)
         if context.ends_task or context.server_round == 1:
             self._drawer.draw_in_background()  # so that a run that is killed leaves its pictures too
@@ -449,8 +450,9 @@ class Run:
         rounds = self.results.rounds
         if rounds and not (rounds[-1].seconds or isinstance(error, RunError)):  # cut short, and nothing to say
             rounds.pop()
+        write = self.results.write_round if len(rounds) > self.finished_rounds else self.results.write
         with contextlib.suppress(OSError):
-            self.results.write()
+            write()
 
     def draw_failed(self) -> None:
         """Draw the last pictures of a run that failed; neither a full disk nor a signal hides why it failed.

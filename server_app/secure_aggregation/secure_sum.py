@@ -31,7 +31,7 @@ class SpoiledSum(RuntimeError):
     """The shares of a lost client give another key than its own; the message names the client."""
 
 
-class RoundSum:
+class SecureSum:
     """Sends the four messages of a secure sum and adds up what the clients answer.
 
     ``report`` records the bytes, and each client that is not in the sum, with the reason. ``timeout`` seconds hold for

@@ -197,7 +197,7 @@ def _check_secure_aggregation(config: Config) -> None:
             f"itself. It goes with {able}."
         )
     kind = load_class(row.statistics)()
-    if what := kind.inseparable(config.options):
+    if what := kind.not_summable(config.options):
         raise ConfigError(f"{setting} is not possible: method {config.method!r} sends {what}, which do not add up.")
     if kind.carries and not kind.at_task_end and config.rounds_per_task > 1:
         raise ConfigError(

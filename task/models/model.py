@@ -102,7 +102,7 @@ class Model(nn.Module):
     Args:
         backbone: shared by all models of the process; frozen.
         prompt: makes prefixes or prompt tokens of queries.
-        seed: of the head's initial values and projection.
+        seed: of the initial values of the head that is built where none is given.
         precision: fp32 or bf16, of the backbone's arithmetic.
         head: classifier of features [B, width].
         early: what of blocks before the last is a part of the features too.
@@ -223,18 +223,18 @@ class Model(nn.Module):
         return _width(self.backbone, self.early, self.unprompted)
 
     @cached_property
-    def longest_input(self) -> float:
+    def max_input_norm(self) -> float:
         """No input of the head's linear layer has a larger L2 norm; infinite if the backbone trains."""
         if self.trained_backbone is not None:
             return math.inf
         whole = 2 if self.unprompted == self.backbone.last else 1  # the others are of norm sqrt(D)
         others = self.width - whole * self.backbone.dim
-        longest = math.sqrt(whole * self.backbone.longest**2 + others)
+        norm = math.sqrt(whole * self.backbone.max_norm**2 + others)
         projection = self.head.projection
         if projection is None:
-            return longest
+            return norm
         largest = torch.linalg.eigvalsh((projection @ projection.T).double())[-1]  # the square of its spectral norm
-        return longest * math.sqrt(float(largest))
+        return norm * math.sqrt(float(largest))
 
     @property
     def prompted(self) -> bool:

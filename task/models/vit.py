@@ -108,11 +108,11 @@ class Backbone(nn.Module):
         mean, std: per-channel normalisation, [1, 3, 1, 1], that the weights were trained with.
         sha256: digest of all weights, to compare server and clients.
         has_class_token: whether the first token of the blocks stands for the whole image.
-        longest: no feature has a larger L2 norm, whatever the image and the prompt; infinite if no bound is known.
+        max_norm: no feature has a larger L2 norm, whatever the image and the prompt; infinite if no bound is known.
     """
 
     has_class_token = False
-    longest = math.inf
+    max_norm = math.inf
     mean: Tensor
     std: Tensor
 
@@ -146,7 +146,7 @@ class ViT(Backbone):
             block.attn = PrefixAttention(block.attn)
             vit.blocks[i] = PromptedBlock(block)
         self.vit, self.has_class_token = vit.requires_grad_(False), vit.cls_token is not None
-        self.longest = _longest_output(vit)
+        self.max_norm = _max_output_norm(vit)
         self.train()
 
     def train(self, mode: bool = True) -> "ViT":
@@ -170,7 +170,7 @@ class ViT(Backbone):
         Without ``prompted`` this is q(x): timm's forward_features and pre-logits head. With it, the last block computes
         the class token only, as nothing reads the others: the same feature but for rounding.
         """
-        with self._reading(early) as read, self._holding(prompted or {}, projects):
+        with self._reading(early) as read, self._prompting(prompted or {}, projects):
             feature = self.vit.forward_head(self.vit.forward_features(images), pre_logits=True)
         return torch.cat([feature, *(read[each] for each in early)], dim=1)
 
@@ -200,7 +200,8 @@ class ViT(Backbone):
         return tokens[:, self.vit.num_prefix_tokens :].mean(dim=1)
 
     @contextmanager
-    def _holding(self, prompted: PromptVectors, projects: bool) -> Iterator[None]:
+    def _prompting(self, prompted: PromptVectors, projects: bool) -> Iterator[None]:
+        """For one pass: give each prompted block its vectors, and let the last block compute the first token only."""
         blocks, last = [self.vit.blocks[i] for i in prompted], self.vit.blocks[-1]
         try:
             plain = type(self.vit) is VisionTransformer and type(last.block) is Block
@@ -224,7 +225,7 @@ class ViT(Backbone):
                 block.block.attn.prefix = block.block.attn.change = block.tokens = None
 
 
-def _longest_output(vit: VisionTransformer) -> float:
+def _max_output_norm(vit: VisionTransformer) -> float:
     """Bound of the L2 norm of what the last normalisation gives: z has norm sqrt(D) there, and a feature is g z + b."""
     norms = [norm for norm in (vit.norm, vit.fc_norm) if isinstance(norm, nn.LayerNorm)]
     if not norms or vit.attn_pool is not None:

@@ -69,19 +69,19 @@ class ScatterStatistics(ClientStatistics):
         bad = scatter.shape[1] != dim and cholesky_fails(scatter.astype(np.float64), dim, slack)
         return "scatter is not positive semi-definite" if bad else ""
 
-    def lengths(self, statistics: Arrays, dim: int, options: Options) -> dict[str, float]:
-        """The scatter is of all classes together, divided by all images; a sketch of it does not tell its trace."""
+    def norms(self, statistics: Arrays, dim: int, options: Options) -> dict[str, float]:
+        """As the base's. One trace for all classes, as the scatter is of all together; none of a sketch."""
         known = ("factors",) if _own(options).sketch else ("factors", "scatter")
         trace = sum(float(traces(name, statistics[name], dim).sum()) for name in known if name in statistics)
         means = {name: statistics[name] for name in ("means",) if name in statistics}  # a sum may have none
-        return super().lengths(means, dim, options) | {"variances": max(trace, 0.0) ** 0.5}
+        return super().norms(means, dim, options) | {"variances": max(trace, 0.0) ** 0.5}
 
     def unprotected(self, options: Options) -> str:
         """The effect of one image on principal directions has no known bound, and a sketch is made of the scatter."""
         own = _own(options)
         return "principal directions of classes" if own.class_rank else "a sketch" if own.sketch else ""
 
-    def inseparable(self, options: Options) -> str:
+    def not_summable(self, options: Options) -> str:
         """Principal directions of two clients have no sum."""
         return "principal directions of classes" if _own(options).class_rank else ""
 
@@ -181,8 +181,10 @@ def gram_of(report: Arrays, dim: int, options: AFCLOptions) -> Tensor:
     if form == "rows":
         roots.append(scatter)
     root = torch.cat(roots)
-    omega = sketch_matrix(dim, options.sketch) if options.sketch else None
-    gram = root.T @ root if omega is None else (root @ omega).T @ root
+    if not options.sketch:
+        return root.T @ root + (scatter if form == "matrix" else 0)
+    omega = sketch_matrix(dim, options.sketch)
+    gram = (root @ omega).T @ root
     if form == "matrix":
-        gram += scatter if omega is None else omega.T @ scatter
+        return gram + omega.T @ scatter
     return gram + scatter if form == "sketch" else gram

@@ -42,10 +42,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class SumFrame:
-    """What client and server know beforehand of sums over clients.
+    """What fixes the shapes of the sums over clients; client and server know it before the round.
 
-    ``classes`` are the ids [K] that a client may report, ``dim`` is the length D of a feature under the head,
-    ``arrays`` are the shapes of the trained arrays.
+    ``classes`` are the ids [K] that a client may report, ``dim`` is D of a feature under the head, [D], and ``arrays``
+    are the shapes of the trained arrays.
     """
 
     classes: tuple[int, ...]
@@ -103,11 +103,11 @@ class ClientStatistics:
         bad = "covariances" in statistics and cholesky_fails(statistics["covariances"], dim)
         return "covariances are not positive semi-definite" if bad else ""
 
-    def lengths(self, statistics: Arrays, dim: int, options: Options) -> dict[str, float]:
-        """Norms that features of length D = ``dim`` must reach to have means and variances like these.
+    def norms(self, statistics: Arrays, dim: int, options: Options) -> dict[str, float]:
+        """The smallest norms with which features [N, D], D = ``dim``, can give these means and variances.
 
-        Of means it is the largest |mu|. Of variances it is the root of the largest trace of a class's covariance, which
-        is divided by n - 1 and so at most the square root of two times too large.
+        For means the largest |mu_c|. For variances the root of the largest trace of a class's covariance: this is
+        divided by n - 1, so the root is up to sqrt(2) times too large.
         """
         parts = [traces(name, statistics[name], dim) for name in SPREADS if name in statistics]
         norms = {"variances": math.sqrt(np.sum(parts, axis=0).max(initial=0))} if parts else {}
@@ -119,8 +119,8 @@ class ClientStatistics:
         """Why these statistics cannot be noised, or an empty text."""
         return ""
 
-    def inseparable(self, options: Options) -> str:
-        """What of these statistics is no sum over images, in words, or an empty text."""
+    def not_summable(self, options: Options) -> str:
+        """What of these statistics cannot be added up over clients, in words; empty if all can."""
         return ""
 
     def sums(self, report: Arrays, images: int, frame: SumFrame) -> Arrays:

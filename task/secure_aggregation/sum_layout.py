@@ -18,7 +18,7 @@ MEASURED = ("loss", "accuracy")
 
 
 @dataclass(frozen=True)
-class RoundSums:
+class SumLayout:
     """The numbers that all clients of a round add up, in one order that client and server both know.
 
     They are the client's images n_m and its weight w_m, n_m times what its training measured, w_m times its arrays, and
@@ -33,7 +33,7 @@ class RoundSums:
     @classmethod
     def of(
         cls, config: Config, server_round: int, ends_task: bool, model: Model, classes: Sequence[int]
-    ) -> "RoundSums":
+    ) -> "SumLayout":
         """The sums of a round (counted from 1 in the run) in which clients may learn ``classes``."""
         trained = model.trained_state() if config.trains_in(server_round) else {}
         arrays = {name: tuple(value.shape) for name, value in trained.items()}

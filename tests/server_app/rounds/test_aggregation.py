@@ -15,7 +15,7 @@ from server_app.errors import RunError
 from server_app.rounds.aggregation import RoundAggregator, sum_hidden_counts
 from server_app.rounds.run import Run, run_experiment
 from server_app.run_files.results import RoundReport
-from server_app.secure_aggregation.round_sum import RoundSum
+from server_app.secure_aggregation.secure_sum import SecureSum
 from server_app.transport.base import SMALL_ANSWER, Reply
 from server_app.transport.in_process import InProcessTransport
 from strategies.base import RoundContext, Update
@@ -218,7 +218,7 @@ def test_whoever_measures_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
         np.testing.assert_allclose(mean, stacked @ weights / weights.sum(), rtol=1e-6, atol=1e-12)
 
 
-class KnownSum(RoundSum):
+class KnownSum(SecureSum):
     """A sum of confusion matrices that stands already."""
 
     def __init__(self, total: np.ndarray) -> None:
@@ -259,7 +259,7 @@ def test_more_nodes_than_a_sum_can_have_are_refused_when_they_come(tiny: Values)
     run = Run.__new__(Run)
     run.config = parse(tiny)
     with pytest.raises(ConfigError, match="a sum of 301 clients"):
-        run._round_sum([None] * 301, RoundReport(1, 1, []))
+        run._secure_sum([None] * 301, RoundReport(1, 1, []))
 
 
 def test_the_bytes_of_a_run_are_those_of_all_its_messages(tiny: Values) -> None:

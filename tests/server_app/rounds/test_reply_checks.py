@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from server_app.clients.client_info import ClientInfo
-from server_app.rounds.reply_checks import InvalidReply, check_counts, check_reply, largest_answer
+from server_app.rounds.reply_checks import Bounds, InvalidReply, check_counts, check_reply, largest_answer
 from server_app.transport.base import Reply
 from strategies.base import RoundContext, Update
 from task.config.parsing import parse
@@ -34,11 +34,11 @@ def test_a_confusion_with_more_images_than_the_client_has_is_refused() -> None:
     assert check_counts(Reply(1, Packet(arrays), "", 0, 0), np.array([3, 0]), [0, 1]).tolist() == [[2, 1], [0, 0]]
 
 
-def checked(packet: Packet, config: Config, dim: int = 4, longest: float = math.inf) -> Update:
+def checked(packet: Packet, config: Config, dim: int = 4, max_norm: float = math.inf) -> Update:
     """As the answer of a client that holds 3 images of the task's class and 5 of another one's."""
     context = RoundContext(Schedule([[0], [1]], 1), 1)
     shapes, client = {"w": (2,)}, client_with(3, 5)
-    return check_reply(Reply(1, packet, "", 0, 0), client, shapes, dim, [0], context, config, longest)
+    return check_reply(Reply(1, packet, "", 0, 0), client, Bounds([0], shapes, dim, max_norm), context, config)
 
 
 @pytest.mark.parametrize(("examples", "accepted"), [(3, True), (4, False)])
@@ -56,7 +56,8 @@ def test_a_client_weighs_by_the_images_of_the_task_alone(examples: int, accepted
 def test_the_client_with_most_images_may_send_the_largest_answer(tiny) -> None:
     """Afcl at D = 64: of 2 + 2 images a few rows travel, of 500 + 500 a packed matrix, 64 x 65 / 2 numbers."""
     config, few, many = parse(tiny | {"method": "afcl"}), client_with(2, 2), client_with(500, 500)
-    small, large, both = (largest_answer(c, {}, 64, [0, 1], config) for c in ([few], [many], [few, many]))
+    bounds = Bounds([0, 1], {}, 64, math.inf)
+    small, large, both = (largest_answer(c, bounds, config) for c in ([few], [many], [few, many]))
     assert both == large == 2**24 + 4 * (2 * 64 + 64 * 65 // 2)
     assert small < large
 
@@ -102,9 +103,9 @@ def test_statistics_that_no_features_have_are_refused(keys, means, variances, wo
     packet = Packet({"w": np.ones(2, np.float32)}, statistics, {"num-examples": 3})
     if words:
         with pytest.raises(InvalidReply, match=words):
-            checked(packet, config, dim=2, longest=3.0)
+            checked(packet, config, dim=2, max_norm=3.0)
     else:
-        assert checked(packet, config, dim=2, longest=3.0).num_examples == 3
+        assert checked(packet, config, dim=2, max_norm=3.0).num_examples == 3
 
 
 @pytest.mark.parametrize("count", [0, 4])
@@ -119,16 +120,16 @@ def test_norms_of_every_form_by_hand() -> None:
     """A packed [[1, 5], [5, 3]] has the trace 4, directions (0, 1) and (3, 4) 1 + 25, variances (4, 2) 6."""
     kind, scatter, means = ClientStatistics(), ScatterStatistics(), np.array([[3, 4], [1, 1]], np.float32)
     packed, rows = np.array([[1, 5, 3]], np.float16), np.array([[0, 1], [3, 4]], np.float16)
-    assert kind.lengths({"class_ids": np.array([9])}, 2, Options()) == {}
-    assert kind.lengths({"means": means}, 2, Options()) == {"means": 5.0}
-    assert kind.lengths({"covariances": packed}, 2, Options()) == {"variances": 2.0}
+    assert kind.norms({"class_ids": np.array([9])}, 2, Options()) == {}
+    assert kind.norms({"means": means}, 2, Options()) == {"means": 5.0}
+    assert kind.norms({"covariances": packed}, 2, Options()) == {"variances": 2.0}
     low_rank = {"variances": np.array([[4, 2], [1, 1]]), "factors": np.stack([rows, 0 * rows])}  # of two classes
-    assert kind.lengths(low_rank, 2, Options()) == {"variances": pytest.approx(32**0.5)}
+    assert kind.norms(low_rank, 2, Options()) == {"variances": pytest.approx(32**0.5)}
     of_all = {"means": means, "factors": rows, "scatter": packed}
-    assert scatter.lengths(of_all, 2, AFCLOptions()) == {"means": 5.0, "variances": pytest.approx(30**0.5)}
+    assert scatter.norms(of_all, 2, AFCLOptions()) == {"means": 5.0, "variances": pytest.approx(30**0.5)}
     of_all["scatter"] = rows
-    assert scatter.lengths(of_all, 2, AFCLOptions()) == {"means": 5.0, "variances": pytest.approx(52**0.5)}
-    assert scatter.lengths(of_all, 2, AFCLOptions(sketch=2)) == {"means": 5.0, "variances": pytest.approx(26**0.5)}
+    assert scatter.norms(of_all, 2, AFCLOptions()) == {"means": 5.0, "variances": pytest.approx(52**0.5)}
+    assert scatter.norms(of_all, 2, AFCLOptions(sketch=2)) == {"means": 5.0, "variances": pytest.approx(26**0.5)}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Whole runs with sums that the server cannot take apart: equal to plain ones, with lost and lying clients."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from server_app.errors import RunError
-from server_app.rounds.reply_checks import InvalidReply, check_sum
+from server_app.rounds.reply_checks import Bounds, InvalidReply, check_sum
 from task.config.parsing import parse
 from task.config.schema import defaults, known_keys
 from task.keys import ConfigError
@@ -256,8 +257,11 @@ def test_a_sum_that_no_clients_can_have_drops_the_round(tmp_path):
 
 
 def test_a_task_of_such_rounds_only_ends_the_run_with_the_reason(tmp_path):
+    keys = keys_of(tmp_path, "fedavg", **SECURE)
     with pytest.raises(RunError, match="no round of task 1 gave a usable model: the sum is of "):
-        run(keys_of(tmp_path, "fedavg", **SECURE), tamper=lie)
+        run(keys, tamper=lie)
+    (line,) = (folder_of(keys) / "rounds.jsonl").read_text().splitlines()
+    assert json.loads(line)["dropped"]
 
 
 def test_the_same_seed_gives_the_same_results_whatever_the_masks(tmp_path):
@@ -341,6 +345,7 @@ def test_there_is_no_sum_of_one_client(tmp_path):
 
 
 # Clients hold 3 + 1 images of class 0 and 0 + 2 of class 1
+BOUNDS = Bounds([0, 1], {}, 1, 2.0)
 HOLDERS = [SimpleNamespace(class_counts=np.array(counts)) for counts in ([3, 0, 4], [1, 2, 0])]
 
 
@@ -359,10 +364,10 @@ def summed(
 
 def test_a_sum_that_honest_clients_can_have_made_is_taken() -> None:
     config = parse({"method": "hgp"})
-    update = check_sum(summed(), HOLDERS, [0, 1], config, dim=1, longest=2.0)
+    update = check_sum(summed(), HOLDERS, BOUNDS, config)
     assert update
     assert update.num_examples == 6
-    assert check_sum(summed(images=0), HOLDERS, [0, 1], config, dim=1, longest=2.0) is None
+    assert check_sum(summed(images=0), HOLDERS, BOUNDS, config) is None
 
 
 @pytest.mark.parametrize(
@@ -380,4 +385,4 @@ def test_a_sum_that_honest_clients_can_have_made_is_taken() -> None:
 )
 def test_a_sum_that_no_honest_clients_can_have_made_is_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidReply, match=words):
-        check_sum(summed(**wrong), HOLDERS, [0, 1], parse({"method": "hgp"}), dim=1, longest=2.0)
+        check_sum(summed(**wrong), HOLDERS, BOUNDS, parse({"method": "hgp"}))

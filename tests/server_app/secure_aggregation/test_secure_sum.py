@@ -14,7 +14,7 @@ from client_app.node import Node
 from client_app.secure_aggregation import _Secrets, hide_in_sum
 from server_app.clients.client_info import ClientInfo
 from server_app.run_files.results import RoundReport
-from server_app.secure_aggregation.round_sum import RoundSum, SpoiledSum, TooFewClients
+from server_app.secure_aggregation.secure_sum import SecureSum, SpoiledSum, TooFewClients
 from server_app.transport import base
 from server_app.transport.base import Reply
 from task.keys import ConfigError
@@ -59,7 +59,7 @@ class Clients:
 
     def sum(self, threshold: int) -> np.ndarray:
         infos = [ClientInfo(f"client-{i}", i, (), *[np.empty(0)] * 3, 0, (), (), "", "", (), "", 0) for i in self.nodes]
-        secure_sum = RoundSum(self, infos, threshold, 5.0, self.report)
+        secure_sum = SecureSum(self, infos, threshold, 5.0, self.report)
         values, survivors = secure_sum.collect("train", Packet(), self.vectors.shape[1], LARGEST)
         self.survivors = [client.node for client in survivors]
         self.seconds = secure_sum.seconds

@@ -710,7 +710,7 @@ def test_no_feature_is_longer_than_the_last_normalisation_allows(changes):
     torch.nn.init.normal_(prompt.prefix, std=100.0)
     with torch.no_grad():
         norms = backbone(1e3 * images(batch=64), prompt(None)).norm(dim=1)
-    assert backbone.longest / 4 < norms.max() <= backbone.longest
+    assert backbone.max_norm / 4 < norms.max() <= backbone.max_norm
 
 
 def test_a_backbone_that_reads_two_tokens_keeps_both_with_a_prompt():
@@ -730,8 +730,8 @@ def test_the_longest_feature_by_hand():
     vit = tiny_vit()
     vit.norm.weight.data.fill_(-3.0)
     vit.norm.bias.data[:] = torch.tensor([3.0, 4.0] + [0.0] * 10)
-    assert ViT(vit, *HALVES).longest == pytest.approx(3 * 12**0.5 + 5)
-    assert ViT(tiny_vit(global_pool="map", class_token=False), *HALVES).longest == math.inf
+    assert ViT(vit, *HALVES).max_norm == pytest.approx(3 * 12**0.5 + 5)
+    assert ViT(tiny_vit(global_pool="map", class_token=False), *HALVES).max_norm == math.inf
 
 
 @pytest.mark.parametrize(
@@ -751,9 +751,9 @@ def test_the_longest_input_of_the_head(keys, parts):
     model = build_model(parse({"dataset": "synthetic", "image-size": 16, "device": "cpu"} | keys), [3])
     assert model.backbone.dim == 112
     if parts is None:
-        assert model.longest_input == math.inf
+        assert model.max_input_norm == math.inf
         return
-    expected = (parts[0] * model.backbone.longest**2 + parts[1] * 112) ** 0.5
+    expected = (parts[0] * model.backbone.max_norm**2 + parts[1] * 112) ** 0.5
     if keys.get("afcl-random-features"):
         expected *= np.linalg.svd(model.head.projection.numpy(), compute_uv=False)[0]
-    assert model.longest_input == pytest.approx(expected, rel=1e-4)
+    assert model.max_input_norm == pytest.approx(expected, rel=1e-4)

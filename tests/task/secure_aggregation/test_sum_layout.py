@@ -9,7 +9,7 @@ from task.message import Packet
 from task.models.model import build_model
 from task.prototypes.scatter import ScatterStatistics, sketch_matrix
 from task.prototypes.statistics import ClientStatistics, FisherStatistics, MeanStatistics, SumFrame
-from task.secure_aggregation.round_sums import RoundSums
+from task.secure_aggregation.sum_layout import SumLayout
 
 CLASSES = (7, 2, 5)
 DIM = 6
@@ -22,7 +22,7 @@ def add_up(kind: ClientStatistics, answers: list[Packet], **keys: object) -> Pac
     """The answer that the sums of the clients' answers stand for."""
     config = parse({"method": "fedavg", "num-clients": 3, "secure-aggregation": "pairwise"} | keys)
     trained = {"w": (2, 2)} if config.trains_in(1) else {}
-    sums = RoundSums(config, 1, SumFrame(CLASSES, DIM, trained | {"backbone": (4,)}, config.options), kind)
+    sums = SumLayout(config, 1, SumFrame(CLASSES, DIM, trained | {"backbone": (4,)}, config.options), kind)
     for answer in answers:
         if answer.metrics["num-examples"] and trained:
             answer.arrays.setdefault("backbone", np.zeros(4, np.float32))
@@ -90,7 +90,7 @@ def test_fisher_information_is_weighted_by_images_of_the_clients_that_send_it() 
 def test_no_images_at_all_and_sums_that_nobody_can_have() -> None:
     assert add_up(ClientStatistics(), [Packet(metrics={"num-examples": 0})] * 3).metrics == {"num-examples": 0}
     config = parse({"method": "head-only"})
-    sums = RoundSums(config, 1, SumFrame(CLASSES, DIM, {}, config.options), None)
+    sums = SumLayout(config, 1, SumFrame(CLASSES, DIM, {}, config.options), None)
     for images, weight in ((3, -3), (0, 3), (-3, -3)):
         assert sums.to_answer(np.array([images, weight, 0.0, 0.0])).metrics == {"num-examples": -1}
 
@@ -104,7 +104,7 @@ def test_a_secure_sum_of_noised_answers_has_no_loss() -> None:
     ):
         config = parse(secure | private)
         model = build_model(config, [2])
-        sums = RoundSums.of(config, 1, True, model, [0, 1])
+        sums = SumLayout.of(config, 1, True, model, [0, 1])
         trained = {name: value.numpy() for name, value in model.trained_state().items()}
         answer = sums.to_answer(sums.of_answer(Packet(trained, metrics={"num-examples": 5})))
         assert answer.metrics.keys() == names
