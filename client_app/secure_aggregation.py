@@ -83,8 +83,9 @@ def _send_shares(packet: Packet, node: Node) -> Packet:
     secrets.sealing_keys, secrets.masking_keys = ([bytes(key) for key in keys[:, i]] for i in (0, 1))
     secrets.threshold, number = int(str(packet.config["threshold"])), len(keys)
     pairs = list(zip(secrets.sealing_keys, secrets.masking_keys, strict=True))
-    distinct, enough = len({*secrets.sealing_keys, *secrets.masking_keys}), max(1, number / 2)
-    if secrets.public() not in pairs or distinct != 2 * number or not enough < secrets.threshold <= number:
+    all_distinct = len({*secrets.sealing_keys, *secrets.masking_keys}) == 2 * number
+    safe_threshold = max(1, number / 2) < secrets.threshold <= number
+    if not (secrets.public() in pairs and all_distinct and safe_threshold):
         raise ConfigError(
             f"the keys of the {number} clients of this round are not distinct or lack this node's, or a threshold of "
             f"{secrets.threshold} is not more than half of them, and two."

@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ClassSums:
-    """Sums over all images so far, float64; head row c is class c of K.
+    """Sums over all images so far, float64; row c belongs to head row c. h [M] is an image's feature under the head.
 
-    counts [K]; sums of h [K, M]; gram: sum of h h^T [M, M], or with a sketch (sum h h^T Omega)^T [r, M]; factors
+    counts [K]; sums of h [K, M]; gram: sum of h h^T [M, M], or with a sketch (sum of h h^T Omega)^T [r, M]; factors
     [K, q, M]: factors_c^T factors_c is the scatter of class c about its mean, or its q largest principal directions.
     """
 
@@ -128,10 +128,8 @@ class AFCL(Strategy):
     def _solve_discriminant(self, total: ClassSums, by_class: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
         options, means = self.options, total.sums / total.counts.clamp(min=1)[:, None]
         within = self._spectrum(self._within(total))
-        unknown = options.sketch or means.shape[1] > MAX_FEATURES
-        shrinkage = options.shrinkage or USUAL_SHRINKAGE
-        if not (options.shrinkage or unknown):  # what is drawn must not depend on the order in which classes arrive
-            shrinkage = choose_shrinkage(total.counts[by_class], means[by_class], within)
+        # by class id: what is drawn must not depend on the order in which classes arrive
+        shrinkage = options.shrinkage or self._choose_shrinkage(total.counts[by_class], means[by_class], within)
         freedom = float(total.counts.sum()) - int((total.counts > 0).sum())
         covariance = Spectrum(within.values / max(freedom, 1), within.vectors)
         if options.head == "discriminant":
@@ -143,6 +141,11 @@ class AFCL(Strategy):
         if options.priors == "counts":
             solution["bias"] += (total.counts / total.counts.sum()).log()
         return solution, {"shrinkage": shrinkage}
+
+    def _choose_shrinkage(self, counts: Tensor, means: Tensor, within: Spectrum) -> float:
+        if self.options.sketch or means.shape[1] > MAX_FEATURES:
+            return USUAL_SHRINKAGE
+        return choose_shrinkage(counts, means, within)
 
     def _within(self, total: ClassSums) -> Tensor:
         """Scatter about the class means: sum h h^T - sum_c s_c s_c^T / n_c, or its sketch."""
@@ -157,10 +160,11 @@ class AFCL(Strategy):
 
 
 def _gaps(earlier: Tensor, sums: Tensor, counts: Tensor, means: Tensor) -> Tensor:
-    """sqrt(n_1 n_2 / (n_1 + n_2)) (mu_2 - mu_1) of each class, [K, M]: n_1 ``earlier`` and mu_1 = ``sums`` / n_1.
+    """sqrt(n_1 n_2 / (n_1 + n_2)) (mu_2 - mu_1) of each of K classes, [K, M].
 
-    The scatter of two sets of images about their common mean is that of each about its own, and gap gap^T (Chan, Golub
-    and LeVeque 1979).
+    Of the images before: n_1 = ``earlier`` [K], mu_1 = ``sums`` / n_1. Of a new report: n_2 = ``counts`` [K] and
+    mu_2 = ``means`` [K, M]. The scatter of both sets about their common mean is that of each about its own mean, plus
+    gap gap^T (Chan, Golub and LeVeque 1979).
     """
     return (earlier * counts / (earlier + counts)).sqrt()[:, None] * (means - sums / earlier.clamp(min=1)[:, None])
 

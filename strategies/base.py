@@ -20,7 +20,7 @@ class Update:
 
     client: str  # its name
     num_examples: int  # n_m, its training images of this round
-    arrays: Arrays  # what it trained; empty if the method trains nothing, and after the round's mean was taken
+    arrays: Arrays  # what it trained; empty in a round without training, and once they are in the mean
     statistics: Arrays  # what it sent beside the arrays, as the method's row in the table says; may be empty
     metrics: Mapping[str, int | float] = field(default_factory=dict)  # loss, accuracy, seconds of the local training
 

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from task.utils.seeding import torch_rng
 
-GRID = torch.logspace(-10, 1, 45, dtype=torch.float64)  # ridges that are tried, in shares of the largest eigenvalue
-SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # shrinkages that are tried
-FOLDS = 5
-ENOUGH = 2000  # features that are classified before the shrinkage is chosen
+RIDGES = torch.logspace(-10, 1, 45, dtype=torch.float64)  # that are tried, in shares of the largest eigenvalue
+SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # that are tried
+FOLDS = 5  # of the cross-validation
+MIN_CLASSIFIED = 2000  # features that are classified, at least, before the shrinkage is chosen
 USUAL_SHRINKAGE = 0.01  # the shrinkage where it is not chosen by cross-validation
-LIMIT = 20_000_000  # numbers that are drawn at most
+MAX_DRAWN = 20_000_000  # numbers in the drawn features, at most
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A symmetric positive semi-definite A [M, M]: eigenvalues [R], eigenvectors [M, R]; all other values are 0."""
+    """A symmetric positive semi-definite A [M, M]: R eigenvalues [R] and eigenvectors [M, R]; the other M - R are 0."""
 
     values: Tensor
     vectors: Tensor
@@ -66,7 +66,7 @@ class Spectrum:
 
 
 def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
-    """Lambda that minimises (RSS / n) / (1 - df / n)^2 over GRID: generalised cross-validation (Golub et al. 1979).
+    """Lambda that minimises (RSS / n) / (1 - df / n)^2 over RIDGES: generalised cross-validation (Golub et al. 1979).
 
     With eigenvalues w and eigenvectors V of ``gram`` G = sum h h^T, A = V^T Q and d = 1 / (w + lambda):
     df = sum w d, RSS = n - 2 sum d |A|^2 + sum w d^2 |A|^2. ``sums`` Q^T [K, M]; ``images`` n. A lambda with df above
@@ -74,7 +74,7 @@ def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
     """
     w = gram.values
     energy = (gram.vectors.T @ sums.T).square().sum(dim=1)
-    ridges = GRID * w.max().clamp(min=1e-12)
+    ridges = RIDGES * w.max().clamp(min=1e-12)
     d = 1 / (w + ridges[:, None])
     rss = images - 2 * d @ energy + (w * d.square()) @ energy
     freedom = 1 - (d @ w) / images
@@ -84,11 +84,11 @@ def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
 def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
     """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation without images.
 
-    The folds are those of drawn features, see :func:`draw_features`; with few images they are drawn again, until ENOUGH
-    have been classified. Among the s within half a standard error of the best, the one nearest to the usual s is taken:
-    USUAL_SHRINKAGE, or 1 if there are fewer images than features. This rule is ours. The standard error of e errors is
-    sqrt(e + 1), that of a Poisson count but never 0. If no class has two images there is no scatter, and with more than
-    LIMIT numbers it is known well: then nothing is drawn and the usual s is taken.
+    The folds are those of drawn features, see :func:`draw_features`; with few images they are drawn again, until
+    MIN_CLASSIFIED have been classified. Among the s within half a standard error of the best, the one nearest to the
+    usual s is taken: USUAL_SHRINKAGE, or 1 if there are fewer images than features. This rule is ours. The standard
+    error of e errors is sqrt(e + 1), that of a Poisson count but never 0. If no class has two images there is no
+    scatter, and with more than MAX_DRAWN numbers it is known well: then nothing is drawn and the usual s is taken.
 
     Args:
         counts: [K].
@@ -97,11 +97,11 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
     """
     images, dim = int(counts.sum()), means.shape[1]
     usual = USUAL_SHRINKAGE if images > dim else 1.0  # with fewer images the scatter lacks directions
-    if counts.max() < 2 or images * dim > LIMIT:
+    if counts.max() < 2 or images * dim > MAX_DRAWN:
         return usual
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
     generator = torch_rng(0, "features")
-    for _ in range(max(1, ENOUGH // images)):
+    for _ in range(max(1, MIN_CLASSIFIED // images)):
         wrong += _cross_validate(*draw_features(counts, means, scatter, generator), len(counts))
     good = SHRINKAGES[wrong <= wrong.min() + (wrong.min() + 1).sqrt() / 2]
     return float(good[(good / usual).log().abs().argmin()])

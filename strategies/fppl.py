@@ -62,7 +62,7 @@ class FPPL(Strategy):
 def debias(head: Head, prototypes: Tensor, rows: Tensor, options: FPPLOptions, rng: torch.Generator) -> float:
     """Train the head in place on prototypes [P, D] of head rows int64 [P]: cross-entropy (eq. 4), Adam.
 
-    The CPU generator gives the order. Only rows that have a prototype compete and learn, as in the authors'
+    The CPU generator gives the order. Only rows that have a prototype are in the softmax and learn, as in the authors'
     code: a class that no client has reported yet would be pushed down by all others. Returns the mean loss over the
     last epoch.
     """

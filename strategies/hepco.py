@@ -138,9 +138,11 @@ def block_steps(sources: Sources, batches: Pairs, block: int) -> Steps:
     """For each batch: samples [B, D], what their own sources want of a block [B, V], and their importance [B]."""
     sizes = [source.size for source in sources]
     for z, labels in batches:
-        parts = [*zip([s.teachers for s in sources], z.split(sizes), labels.split(sizes), strict=True)]
-        target = [teachers.target(block, x, y) for teachers, x, y in parts]
-        yield z, torch.cat(target), torch.cat([teachers.importance[y] for teachers, _, y in parts])
+        targets, importance = [], []
+        for source, x, y in zip(sources, z.split(sizes), labels.split(sizes), strict=True):
+            targets.append(source.teachers.target(block, x, y))
+            importance.append(source.teachers.importance[y])
+        yield z, torch.cat(targets), torch.cat(importance)
 
 
 def distil_block(prompt: DecomposedPrompt, block: int, steps: Steps, options: HePCoOptions, stop: Event) -> float:

@@ -3,10 +3,10 @@
 Shapes: J prompted blocks, C models, B samples of D numbers, N prompts of V = 2 L_p D numbers in a pool, S head rows.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product, takewhile
+from itertools import pairwise, product
 from threading import Event
 from typing import Self
 
@@ -121,9 +121,9 @@ def generator_loss(
 ) -> Tensor:
     """Eq. 2 to 5: w_{c,y} (CE(phi(z; c), y) - lambda_KL KL(server || c) - lambda_MSE |rho(z; server) - rho(z; c)|^2).
 
-    Summed over samples z [B, D] of head rows y [B] and teachers c, over whose head rows, from ``first_row`` on, the
-    softmax goes; the key hepco-divergence may turn the divergence round. By default the query of rho is not
-    differentiated, as in the public code: the last term trains nothing, and ``gap`` may be None, which leaves it out.
+    Summed over samples z [B, D] of head rows y [B] and over teachers c. The softmax is over the teachers' head rows
+    from ``first_row`` on. The key hepco-divergence can swap the arguments of KL. By default no gradient goes through
+    the query of rho, as in the public code: then the last term trains nothing, and with ``gap`` None it is left out.
     With its gradient the generator seeks disagreement, not the right classes (measured).
     """
     rows = slice(teachers.first_row, teachers.models.bias.shape[1])
@@ -158,7 +158,9 @@ def minimise(parameters: Iterable[Tensor], losses: Iterable[Tensor], learning_ra
     """A step of Adam on each loss until the stop event is set; returns the last loss, 0 if there is none."""
     optimiser = torch.optim.Adam(parameters, learning_rate, fused=True)
     loss = torch.zeros(())
-    for loss in takewhile(lambda _: not stop.is_set(), losses):
+    for loss in losses:
+        if stop.is_set():
+            break
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -168,9 +170,14 @@ def minimise(parameters: Iterable[Tensor], losses: Iterable[Tensor], learning_ra
 
 def train_generator(source: SampleSource, server: StackedModels, options: HePCoOptions, stop: Event) -> float:
     """Train the source's generator on eq. 2 to 5 (step 2); returns the last batch's loss per sample."""
-    gap, last = PromptGap(server, source.teachers.models), options.generator_steps + source.further_steps - 1
-    gaps = (gap if options.query_gradient or step == last else None for step in range(last + 1))
-    losses = (generator_loss(*source.draw(options.batch_size), server, source.teachers, each, options) for each in gaps)
-    loss = minimise(source.generator.parameters(), losses, options.generator_learning_rate, stop)
+    gap, steps = PromptGap(server, source.teachers.models), options.generator_steps + source.further_steps
+
+    def losses() -> Iterator[Tensor]:
+        for step in range(1, steps + 1):
+            # without a gradient the gap trains nothing: then only the loss that is returned includes it
+            each = gap if options.query_gradient or step == steps else None
+            yield generator_loss(*source.draw(options.batch_size), server, source.teachers, each, options)
+
+    loss = minimise(source.generator.parameters(), losses(), options.generator_learning_rate, stop)
     source.generator.eval()  # distillation uses the running statistics, as in the public code
     return loss / options.batch_size

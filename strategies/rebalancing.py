@@ -34,7 +34,10 @@ class RebalanceSettings:
 
 
 def replace_class_gaussians(stored: Gaussians | None, reported: Gaussians) -> Gaussians:
-    """As :func:`strategies.base.replace_classes`; the papers do not treat a class that no client reports in a round."""
+    """The reported Gaussians, and the stored ones of all other classes; ``stored`` is None before the first report.
+
+    So a class that no client reports in a round keeps its last ones; the papers do not treat this case.
+    """
     if stored is None:
         return reported
     return stored.pick(~torch.isin(stored.class_ids, reported.class_ids)).join(reported)
@@ -58,8 +61,8 @@ def rebalance(
 ) -> float:
     """Retrain the head in place on synthetic features: cross-entropy (HGP eq. 7), SGD with a cosine schedule.
 
-    Only the head rows of the prototypes' K classes compete and learn: ``rows`` int64 [K], by ascending class id. Head,
-    prototypes and generator are on one device. Returns the mean loss over the last epoch.
+    Only the head rows of the prototypes' K classes are in the softmax and learn: ``rows`` int64 [K], by ascending
+    class id. Head, prototypes and generator are on one device. Returns the mean loss over the last epoch.
     """
     classes = prototypes.class_ids.unique()
     weights, total = mixture_weights(prototypes, settings.class_weights), settings.samples_per_class * len(classes)

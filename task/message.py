@@ -79,11 +79,13 @@ def to_plain_metrics(metrics: Mapping[str, Any]) -> dict[str, int | float]:
     Raises:
         TypeError, ValueError: a value is no number, or too large an integer; the message names it.
     """
-    plain = {name: _scalar(name, value) for name, value in metrics.items()}
-    for name, value in plain.items():
-        if isinstance(value, str):
+    plain: dict[str, int | float] = {}
+    for name, value in metrics.items():
+        number = _scalar(name, value)
+        if isinstance(number, str):
             raise TypeError(f"metric {name!r} is of type str; only numbers travel")
-    return {name: int(v) if isinstance(v, bool) else v for name, v in plain.items() if not isinstance(v, str)}
+        plain[name] = int(number) if isinstance(number, bool) else number
+    return plain
 
 
 def to_plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ class Objective:
     """Softmax cross-entropy over the logits of the client's current classes (FedAvg; HGP, HePCo and others).
 
     Rows of other classes get no gradient, see :meth:`learned_rows`. A method overrides the hooks it needs, and declares
-    the type of its ``options``. ``statistics`` are the arrays that the method's strategy broadcasts; in the first round
-    there may be none.
+    the type of its ``options``. ``statistics`` are the arrays that the method's strategy broadcasts; there may
+    be none, as in a task's first round or in the whole first task.
     """
 
     options: Options

@@ -30,7 +30,7 @@ class FedProKObjective(Objective):
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
         """Once a round: the local class means, the nearest one of each old class, and the difference of both.
 
-        ``nearest`` int64 [P] is a head row, ``shifts`` are [P, D], and ``known_rows`` are the head rows that compete.
+        ``nearest`` int64 [P] is a head row, ``shifts`` are [P, D], and ``known_rows`` are the head rows in the softmax.
         """
         super().begin_epoch(model, data, epoch, rng)
         if epoch or not self.statistics:

@@ -44,7 +44,7 @@ class RoundReport:
     train_accuracy: float | None = None
     server: dict[str, float] = field(default_factory=dict)
     trained: bool = False  # whether any client's answer was used
-    dropped: bool = False  # the new model was not finite or absurdly large, so the one before was kept
+    dropped: bool = False  # the model before was kept: the new one was not finite or absurdly large, or the sum wrong
     bytes_up: int = 0
     bytes_down: int = 0
     seconds: float = 0.0

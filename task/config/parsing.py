@@ -55,11 +55,10 @@ def parse(values: Mapping[str, Scalar]) -> Config:
         raise ConfigError(_unknown("method", str(all_values["method"]), list(METHODS)))
     prompt = str(method.prompts[0] if all_values["prompt"] == AUTO else all_values["prompt"])
     _refuse_unread(all_values | {"prompt": prompt}, method, keys)
-    core = {n.replace("-", "_"): _resolve(k, all_values[n], method, prompt) for n, k in keys_of(Config).items()}
-    prefix, own_keys = f"{method.name}-", method.own_keys().items()
-    options = {
-        n.removeprefix(prefix).replace("-", "_"): _resolve(k, all_values[n], method, prompt) for n, k in own_keys
-    }
+    prefix, own = f"{method.name}-", method.own_keys()
+    resolved = {n: _resolve(k, all_values[n], method, prompt) for n, k in {**keys_of(Config), **own}.items()}
+    core = {n.replace("-", "_"): resolved[n] for n in keys_of(Config)}
+    options = {n.removeprefix(prefix).replace("-", "_"): resolved[n] for n in own}
     config = Config(**core, options=method.options(**options))  # type: ignore[arg-type]  # each was checked above
     step = "backbone-learning-rate"
     if not config.trains_backbone and config.backbone_learning_rate != _resolve(keys[step], AUTO, method, prompt):

@@ -117,7 +117,7 @@ def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor 
     if not model.reuses_query or not len(positions):
         return None
     source, of_source = resolve_source(images, positions)
-    if _is_stored(model, source):
+    if _kept_on_disk(model, source):
         table, stored = _table(model, source)
         read = [stored.index(part) for part in model.query_parts]
         parts = table.unflatten(1, (-1, model.backbone.dim))
@@ -160,13 +160,14 @@ def store_queries(model: Model, dataset: Dataset) -> bool:
         ConfigError: they cannot be stored.
     """
     parts = [resolve_source(images, np.empty(0, np.int64))[0] for images in (dataset.train_images, dataset.test_images)]
-    stored = [images for images in parts if model.reuses_query and _is_stored(model, images)]
+    stored = [images for images in parts if model.reuses_query and _kept_on_disk(model, images)]
     for images in stored:
         _table(model, images)
     return bool(stored)
 
 
-def _is_stored(model: Model, source: Images) -> bool:
+def _kept_on_disk(model: Model, source: Images) -> bool:
+    """Whether the queries of these images are kept on disk: the run allows it, and there are enough images."""
     return bool(model.stored_as) and len(source) >= WORTH_STORING
 
 

@@ -65,14 +65,16 @@ class GaussianMechanism:
     normal: Normal
 
     @classmethod
-    def of(cls, config: Config, stream: int, server_round: int) -> Self:
-        """The run's mechanism; ``stream`` is the client's number, which only ``privacy-seeded`` noise depends on."""
-        seeded = numpy_rng(config.seed, "privacy", stream, server_round).standard_normal
+    def of(cls, config: Config, client: int, server_round: int) -> Self:
+        """The run's mechanism; ``client`` is its number, which only ``privacy-seeded`` noise depends on."""
+        seeded = numpy_rng(config.seed, "privacy", client, server_round).standard_normal
         normal: Normal = seeded if config.privacy_seeded else system_normal
         return cls(config.privacy_clip, config.privacy_feature_clip, config.privacy_noise, normal)
 
     def arrays(self, trained: Arrays, sent: Arrays, fixed_rows: np.ndarray = NO_ROWS) -> Arrays:
-        """``sent`` + the difference of ``trained`` to it, clipped as one vector and noised; types of ``trained``.
+        """``sent`` + clipped(``trained`` - ``sent``) + noise; all arrays are clipped as one vector.
+
+        The result has the types of ``trained``.
 
         With noise ``fixed_rows`` of the head, int64 [n], stay as they were sent.
 

@@ -11,7 +11,7 @@ from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
 from strategies.afcl import AFCL
 from strategies.base import RoundContext, Update
-from strategies.closed_form import GRID, Spectrum, choose_shrinkage
+from strategies.closed_form import RIDGES, Spectrum, choose_shrinkage
 from task.config.parsing import parse
 from task.method_options import AFCLOptions
 from task.models.model import Head, build_model
@@ -136,7 +136,7 @@ def test_the_ridge_is_chosen_from_the_images_of_all_clients(tiny: Values) -> Non
     chosen = run.results["rounds"][-1]["server"]["ridge"]
     features, targets = run.features, (run.rows[:, None] == np.arange(run.classes)).astype(np.float64)
     gram, images = features.T @ features, len(run.rows)
-    ridges, scores = GRID.numpy() * np.linalg.eigvalsh(gram).max(), []
+    ridges, scores = RIDGES.numpy() * np.linalg.eigvalsh(gram).max(), []
     for ridge in ridges:
         hat = features @ np.linalg.solve(gram + ridge * np.eye(len(gram)), features.T)
         scores.append(np.square(targets - hat @ targets).sum() / (1 - np.trace(hat) / images) ** 2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strategies import closed_form
 from strategies.closed_form import (
-    GRID,
+    RIDGES,
     SHRINKAGES,
     Spectrum,
     choose_ridge,
@@ -96,9 +96,9 @@ def chosen(features: np.ndarray, targets: np.ndarray) -> float:
 
 
 def ridges_of(features: np.ndarray) -> np.ndarray:
-    assert GRID[0] == pytest.approx(1e-10)
-    assert GRID[-1] == pytest.approx(10)
-    return GRID.numpy() * np.linalg.eigvalsh(features.T @ features).max()
+    assert RIDGES[0] == pytest.approx(1e-10)
+    assert RIDGES[-1] == pytest.approx(10)
+    return RIDGES.numpy() * np.linalg.eigvalsh(features.T @ features).max()
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_where_nothing_is_drawn_the_shrinkage_is_the_usual_one(
     images: int, limit: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One image of each class, and more numbers than may be drawn."""
-    monkeypatch.setattr(closed_form, "LIMIT", limit)
+    monkeypatch.setattr(closed_form, "MAX_DRAWN", limit)
     monkeypatch.setattr(closed_form, "draw_features", None)
     sums = sums_of(*gaussian_classes(images, seed=0), classes=5)
     assert choose_shrinkage(*for_drawing(sums)) == expected
