@@ -54,8 +54,8 @@ def train(answer: Packet, request: Request, scenario: Scenario, task_data: Clien
         return answer
     classes = learnable_classes(config, scenario.schedule, request.task)
     ends_task = bool(request.packet.config["ends-task"])
-    sums = SumLayout.of(config, request.number("server-round"), ends_task, model, classes)
-    hidden = hide_in_sum(sums.of_answer(answer), config.secure_aggregation_range, request.packet, request.node)
+    layout = SumLayout.of(config, request.number("server-round"), ends_task, model, classes)
+    hidden = hide_in_sum(layout.of_answer(answer), config.secure_aggregation_range, request.packet, request.node)
     seconds = {name: value for name, value in answer.metrics.items() if name.startswith("seconds-")}
     return Packet({"hidden": hidden}, metrics=seconds, config=answer.config)
 

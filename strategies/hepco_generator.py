@@ -158,9 +158,10 @@ def minimise(parameters: Iterable[Tensor], losses: Iterable[Tensor], learning_ra
     """A step of Adam on each loss until the stop event is set; returns the last loss, 0 if there is none."""
     optimiser = torch.optim.Adam(parameters, learning_rate, fused=True)
     loss = torch.zeros(())
-    for loss in losses:
+    for each in losses:
         if stop.is_set():
             break
+        loss = each
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

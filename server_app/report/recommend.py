@@ -223,12 +223,11 @@ def _cheapest(groups: Sequence[Group], cost: str) -> list[Group]:
 
 def _doubt_copies(groups: Sequence[Group]) -> list[str]:
     """A line on test images that are training images too; none where there are no copies, or nobody looked."""
-    numbers = ((run.copies, sum(run.samples)) for group in groups for run in group.measured)
-    copies, tested = max(numbers, default=(0, 0))
+    copies = max((run.copies for group in groups for run in group.measured), default=0)
     if not copies:
         return []
     return [
-        f"{copies} of the {tested} test images are training images too, byte by byte, so that accuracies are too high: "
+        f"{copies} of the images to evaluate are training images too, byte by byte, so that accuracies are too high: "
         "keep one copy of each image."
     ]
 

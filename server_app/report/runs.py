@@ -212,6 +212,7 @@ def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, 
         if not isinstance(results[name], kind):
             raise TypeError(f"{name!r} is {results[name]!r}")
     single = {name.replace("_", "-"): v for name, v in results.items() if isinstance(v, str | int | float)}
+    single.pop("copied-test-images", None)  # no run key
     num_tasks, classes, bias = results["num_tasks"], len(results["class_names"]), results["federated_bias"]
     return Run(
         folder=folder,

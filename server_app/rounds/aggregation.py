@@ -100,10 +100,10 @@ class RoundAggregator:
         A sum that cannot be right is dropped, and the round with it.
         """
         config, context = self._config, self._context
-        sums = SumLayout.of(config, context.server_round, context.ends_task, self._model, self._bounds.classes)
+        layout = SumLayout.of(config, context.server_round, context.ends_task, self._model, self._bounds.classes)
         try:
-            total, survivors = secure_sum.collect("train", train, sums.length, config.secure_aggregation_range)
-            answer = sums.to_answer(total)
+            total, survivors = secure_sum.collect("train", train, layout.length, config.secure_aggregation_range)
+            answer = layout.to_answer(total)
             update = check_sum(answer, survivors, self._bounds, config)
             if update:
                 self._use([replace(update, metrics={**update.metrics, **secure_sum.seconds})], report, lambda _: [])

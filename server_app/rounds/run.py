@@ -36,7 +36,6 @@ from server_app.rounds.setup import (
     prepare_features,
     settle_adaptation,
     wait_for_new_classes,
-    warn_of_repeated,
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.on_end import require_hook, tell_operator
@@ -142,7 +141,7 @@ class Run:
         checkpoint = read_checkpoint(directory / "checkpoint") if config.resume else None
         self.plan: TaskPlan | None = checkpoint["plan"] if checkpoint else None
         planned = self.plan.class_names if self.plan else ()
-        self.config, self.registry = connect_clients(config, transport, planned)
+        self.config, self.registry, copies = connect_clients(config, transport, planned)
         if not checkpoint:
             self.plan = plan_tasks(self.config, self.registry.clients)
         self.scenario = lay_out_tasks(self.config, self.plan, self.registry)
@@ -157,7 +156,7 @@ class Run:
         if initial:
             self.model.load(initial)
         self.results = Results(directory, self.config, self.scenario)
-        self.results.copies = warn_of_repeated(config, dataset)
+        self.results.copies = copies
         if transport.one_process:
             self.results.start_cpu_clock()
         self.results.privacy = account
@@ -299,6 +298,7 @@ class Run:
             if self.config.method_row.pooled:  # one client has all images, and the others are not asked for any
                 problem = problem or said
         if problem:
+            self.results.write_round()
             raise RunError(f"task {report.task}, round {report.round}: {problem}. {reasons}")
 
     def _require_training(self) -> None:
@@ -327,6 +327,7 @@ class Run:
             lower = f"lower the step size of the server ({', '.join(steps)})."
             refined = lower if steps else "what the server computed has numbers that are not finite, or far too large."
             reason = aggregator.spoiled or refined
+            self.results.write_round()
             raise RunError(f"no round of task {report.task} gave a usable model: {reason}")
 
     def _evaluate(self, context: RoundContext, report: RoundReport) -> None:
@@ -352,10 +353,8 @@ class Run:
     def _count_on_clients(self, context: RoundContext, report: RoundReport) -> tuple[np.ndarray, set[str]]:
         clients, arrays, dataset = self.registry.clients, self.model.export(), self.scenario.dataset
         if self.config.secure_aggregation != "off":
-            evaluate, before = self._packet("evaluate", context, clients, arrays), len(report.failures)
-            counted = sum_hidden_counts(self._secure_sum(clients, report), evaluate, dataset, context, self.config)
-            report.failures[before:] = sorted(report.failures[before:], key=lambda failed: failed["name"])
-            return counted
+            evaluate = self._packet("evaluate", context, clients, arrays)
+            return sum_hidden_counts(self._secure_sum(clients, report), evaluate, dataset, context, self.config)
         replies = self.exchange("evaluate", context, clients, arrays)
         return sum_client_counts(replies, clients, dataset, context, self.config, report)
 
@@ -409,9 +408,9 @@ class Run:
         """Write model, results and checkpoint after a round."""
         self._write_model(context)
         line = self.results.write_round()
-        self.finished_rounds = context.server_round
         if self._tensorboard:
             add_round(self._tensorboard, line, self.results.matrix[context.task], context.server_round)
+        self.finished_rounds = context.server_round
         self._write_checkpoint(context)
         if context.ends_task or context.server_round == 1:
             self._drawer.draw_in_background()  # so that a run that is killed leaves its pictures too
@@ -450,9 +449,8 @@ class Run:
         rounds = self.results.rounds
         if rounds and not (rounds[-1].seconds or isinstance(error, RunError)):  # cut short, and nothing to say
             rounds.pop()
-        write = self.results.write_round if len(rounds) > self.finished_rounds else self.results.write
         with contextlib.suppress(OSError):
-            write()
+            self.results.write()
 
     def draw_failed(self) -> None:
         """Draw the last pictures of a run that failed; neither a full disk nor a signal hides why it failed.

@@ -31,11 +31,12 @@ log = logging.getLogger(__name__)
 POLL = 30.0  # seconds between two looks for new classes
 
 
-def connect_clients(config: Config, transport: Transport, planned: Sequence[str]) -> tuple[Config, ClientRegistry]:
+def connect_clients(config: Config, transport: Transport, planned: Sequence[str]) -> tuple[Config, ClientRegistry, int]:
     """Wait for the nodes and ask them who they are; returns the run keys with the number of clients, and the clients.
 
-    Settings, weights and data are checked before. ``planned`` are the classes of a run that is resumed, where nodes
-    have images of their own.
+    Settings, weights and data are checked before. The third value is how many of the test images are training images
+    too, as far as the server has them. ``planned`` are the classes of a run that is resumed, where nodes have images of
+    their own.
 
     Raises:
         ConfigError: settings, weights, data or partitions that cannot work.
@@ -44,9 +45,11 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
     backbone = build_model(config, []).backbone
     if doubt := doubt_backbone(config.flat()):
         log.warning(doubt)
-    dataset = None if config.own_data else build_scenario(config).dataset
+    dataset, copies = None if config.own_data else build_scenario(config).dataset, 0
     if dataset:
         require_readable(dataset, config.dataset)
+        if copies := count_repeated(dataset, config.dataset):
+            log.warning(describe_repeated(copies, len(dataset.test_labels)))
     # a resumed run goes on without nodes that are gone: at night nobody may be there to start them
     minimum = config.quorum if config.resume else None
     nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, minimum)
@@ -55,15 +58,7 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
     if dataset:
         client_task_data(config, client=0, task=0, round=0)
     checksums = (backbone.sha256, code_sha256())
-    return config, ClientRegistry(transport, nodes, config, dataset, checksums, expected, planned)
-
-
-def warn_of_repeated(config: Config, dataset: Dataset) -> int:
-    """Warn of test images that are training images too; returns their number, 0 where nodes keep the images."""
-    repeated = 0 if config.own_data else count_repeated(dataset, config.dataset)
-    if repeated:
-        log.warning(describe_repeated(repeated, len(dataset.test_labels)))
-    return repeated
+    return config, ClientRegistry(transport, nodes, config, dataset, checksums, expected, planned), copies
 
 
 def prepare_features(config: Config, model: Model, dataset: Dataset) -> None:

@@ -182,7 +182,8 @@ def gram_of(report: Arrays, dim: int, options: AFCLOptions) -> Tensor:
         roots.append(scatter)
     root = torch.cat(roots)
     if not options.sketch:
-        return root.T @ root + (scatter if form == "matrix" else 0)
+        gram = root.T @ root
+        return gram.add_(scatter) if form == "matrix" else gram
     omega = sketch_matrix(dim, options.sketch)
     gram = (root @ omega).T @ root
     if form == "matrix":

@@ -477,8 +477,8 @@ def test_images_of_unequal_tasks_are_worth_less() -> None:
 
 
 def test_copied_test_images_are_a_reason_to_doubt_even_one_method() -> None:
-    line = "35 of the 400 test images are training images too, byte by byte, so that accuracies are too high: keep one "
-    line += "copy of each image."
+    line = "35 of the images to evaluate are training images too, byte by byte, so that accuracies are too high: keep "
+    line += "one copy of each image."
     one, other = group("a", [0.9], 1, 1), group("b", [0.8], 1, 1)
     assert not any(text.startswith("35 of") for text in recommend([one, other]))
     one.runs[0].results["copied_test_images"] = 35

@@ -253,6 +253,7 @@ def test_page_tells_of_copied_test_images(make_run):
     folder = make_run(copied_test_images=35)
     write_report([folder])
     assert "Copied test images: 35. They are training images too" in " ".join(page_of(folder).text.split())
+    assert "copied-test-images" not in load_run(folder).settings  # it is no run key
 
 
 def test_page_names_the_classes_without_test_images(make_run):

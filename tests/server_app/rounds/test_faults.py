@@ -329,10 +329,13 @@ def test_a_run_warns_of_test_images_that_it_trains_on(
 ) -> None:
     for name in ("cat", "dog"):
         paint(tmp_path / "pets" / name, 10)
-    done = run(tiny | {"dataset": "folder", "data-dir": str(tmp_path / "pets"), "partition": "iid", "method": "ncm"})
+    keys = tiny | {"dataset": "folder", "data-dir": str(tmp_path / "pets"), "partition": "iid", "method": "ncm"}
+    assert run(keys)["copied_test_images"] == 4
     assert "4 of the 4 images to evaluate are training images too, byte by byte" in caplog.text
-    assert done["copied_test_images"] == 4
-    assert "copied_test_images" not in run(tiny | {"run-name": "digits"})
+    for shade, path in enumerate(sorted((tmp_path / "pets").glob("*/*.png"))):
+        path.unlink()
+        paint(path.parent, 1, first=int(path.stem), shade=100 + shade)
+    assert "copied_test_images" not in run(keys | {"run-name": "different"})
 
 
 def test_two_nodes_of_one_name(tiny: dict) -> None:
