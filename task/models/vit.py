@@ -201,7 +201,7 @@ class ViT(Backbone):
 
     @contextmanager
     def _prompting(self, prompted: PromptVectors, projects: bool) -> Iterator[None]:
-        """For one pass: give each prompted block its vectors, and leave out tokens of the last one that nothing reads."""
+        """For one pass: give each prompted block its vectors, and leave out what nothing reads of the last one."""
         blocks, last = [self.vit.blocks[i] for i in prompted], self.vit.blocks[-1]
         try:
             plain = type(self.vit) is VisionTransformer and type(last.block) is Block
