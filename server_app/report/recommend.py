@@ -32,7 +32,7 @@ def recommend(groups: Sequence[Group], keys: Mapping[str, str] | None = None) ->
     known = [group for group in able if group.measured]
     if len(known) < 2:
         reason = "No recommendation: it needs two methods with a finished run whose accuracy is known."
-        return [reason, *_doubt_copies(known)]
+        return [reason, *doubt_copies(known)]
     ranked = sorted(zip(_adjusted(known), known, strict=True), key=lambda pair: -pair[0])
     (level, best), less, unclear = ranked[0], list[str](), list[str]()
     how = AS_IF if _accuracy(best) < max(map(_accuracy, known)) - ROUNDING else ""
@@ -221,7 +221,7 @@ def _cheapest(groups: Sequence[Group], cost: str) -> list[Group]:
     return [group for group, value in zip(groups, costs, strict=True) if value <= SIMILAR * min(costs)]
 
 
-def _doubt_copies(groups: Sequence[Group]) -> list[str]:
+def doubt_copies(groups: Sequence[Group]) -> list[str]:
     """A line on test images that are training images too; none where there are no copies, or nobody looked."""
     copies = max((run.copies for group in groups for run in group.measured), default=0)
     if not copies:
@@ -249,7 +249,7 @@ def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:
         lines.append(
             f"Not all runs are of the same images ({DIGEST} in config.yaml): remove the old ones and run again."
         )
-    lines += _doubt_copies(ranked)
+    lines += doubt_copies(ranked)
     lines += [f"{doubt}." for doubt in dict.fromkeys(doubt_backbone(run.settings) for run in runs) if doubt]
     if single := [group.label for group in ranked if len(group.measured) == 1]:
         which = "each method" if len(single) == len(ranked) else ", ".join(single)

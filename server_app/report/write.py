@@ -7,6 +7,7 @@ from pathlib import Path
 
 from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report.compare import Group, comparison_markdown, group_runs
+from server_app.report.recommend import doubt_copies
 from server_app.report.runs import Run, load_run, malformed
 from task.utils.atomic import write_atomically
 
@@ -51,7 +52,9 @@ def write_report(
     if not runs:
         raise ReportError("no run can be read")
     number = f"{len(runs)} runs" if len(runs) == len(folders) else f"{len(runs)} of {len(folders)} runs"
-    return write_comparison(group_runs(runs), output, f"Comparison of {number}", {})
+    groups = group_runs(runs)
+    doubts = doubt_copies(groups)
+    return write_comparison(groups, output, f"Comparison of {number}", {"Doubts": doubts} if doubts else {})
 
 
 def write_comparison(

@@ -249,11 +249,16 @@ def test_page_says_where_fewer_images_were_evaluated(make_run):
         assert ("after some tasks on fewer test images" in shown) == bool(run.incomplete)
 
 
-def test_page_tells_of_copied_test_images(make_run):
+def test_pages_tell_of_copied_test_images(make_run, tmp_path):
     folder = make_run(copied_test_images=35)
     write_report([folder])
     assert "Copied test images: 35. They are training images too" in " ".join(page_of(folder).text.split())
     assert "copied-test-images" not in load_run(folder).settings  # it is no run key
+    clean = make_run("other"), make_run("third")
+    write_report([folder, clean[0]], tmp_path / "both")
+    assert "35 of the images to evaluate are training images too" in (tmp_path / "both" / "table.md").read_text()
+    write_report(clean, tmp_path / "clean")
+    assert "Doubts" not in (tmp_path / "clean" / "table.md").read_text()
 
 
 def test_page_names_the_classes_without_test_images(make_run):
