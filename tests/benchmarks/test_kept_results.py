@@ -28,6 +28,7 @@ TABLES = {  # section of the page -> folder of its runs, and the part of it that
     "Letters": ("letters", ""),
     "Emoji": ("emoji", ""),
     "Graphs": ("graphs", ""),
+    "Shapes": ("shapes", ""),
     "Clip art": ("clipart", ""),
     "Fashion-MNIST": ("fashion", ""),
 }
