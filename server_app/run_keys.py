@@ -92,9 +92,9 @@ def _node_folders(keys: Mapping[str, Scalar]) -> list[str]:
     """Simulated nodes with data of their own are the folders in data-dir: their names; empty for other data."""
     from task.data.image_folders import class_folders
 
-    own = keys.get("dataset") == OWN
-    folders = class_folders(expand_home(str(keys.get("data-dir") or "nowhere"), "data-dir")) if own else []
-    return [folder.name for folder in folders]
+    if keys.get("dataset") != OWN or not keys.get("data-dir"):
+        return []
+    return [folder.name for folder in class_folders(expand_home(str(keys["data-dir"]), "data-dir"))]
 
 
 def _require_same_nodes(keys: Mapping[str, Scalar]) -> None:
@@ -137,7 +137,7 @@ def require_files(values: Mapping[str, Scalar]) -> None:
 
 
 def run_path(name: str, text: str) -> Path:
-    """Where a run finds the file of a run key: from the project's folder, or without one from the working directory."""
+    """Where a run looks for the file of a run key: below the project's folder, or without one the working directory."""
     path = expand_home(text, name)
     with contextlib.suppress(LaunchError):
         path = project_folder() / path
@@ -162,7 +162,7 @@ def require_listed(values: Mapping[str, Scalar]) -> None:
 
 
 def _resolve(name: str, text: str) -> str:
-    """An absolute path where the path is there."""
+    """The absolute path if something is there, seen from the working directory; else the text as it is."""
     try:
         path = expand_home(text, name)
         return str(path.resolve()) if path.exists() else text

@@ -68,8 +68,9 @@ def _require_disposable(run: PlannedRun, unreadable: bool) -> None:
 class Bench:
     """Runs a suite, at most ``jobs`` runs at a time, by ``fcil run`` with ``options``; ``say`` gets its progress.
 
-    Unfinished runs of the same run keys, code, versions and images go on after their last round. With ``resume`` False
-    they begin anew; with True it is told of each that cannot go on, else only of those that lose finished rounds.
+    An unfinished run of the same run keys, code, commit, versions and images goes on after its last round; any other
+    begins anew, and with ``resume=False`` all do. With ``resume=True``, ``say`` is told of each run that cannot go on,
+    with None only of those that lose finished rounds.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Bench:
             return
         obstacle, told = self._obstacle(run), ""
         if obstacle and run.directory.exists():
-            loses_rounds = (run.directory / "checkpoint").exists()
+            loses_rounds = any((run.directory / "checkpoint").glob("*.ckpt"))
             shutil.rmtree(run.directory)
             told = f", not resumed: {obstacle}" if self._resume or loses_rounds else ""
         run.directory.mkdir(parents=True, exist_ok=True)
@@ -319,7 +320,7 @@ def _other_key(run: Run, planned: PlannedRun, ignored: Collection[str]) -> str |
 
 
 def _other_origin(run: Run, planned: PlannedRun) -> list[str]:
-    """What of code, versions and images is another than that of a saved run."""
+    """Names of what is not as in a saved run, of code, commit, versions and images."""
     different = [name for name, value in flat(origin()).items() if run.settings.get(name) != value]
     config, saved = planned.config, run.settings.get("data-sha256")
     if saved and config.dataset in FROM_PATH:

@@ -68,9 +68,9 @@ class PlannedRun:
     def method_keys(self) -> str:
         """The run keys that another run of the same method on other images needs, as fcil run takes them."""
         usual, names = defaults(), ["backbone-weights", *keys_affecting("result", "local training", "privacy")]
-        left_out = {"dataset", *PROBLEM} - {"backbone", "image-size"}
-        told = [n for n in names if self.values.get(n, usual[n]) != usual[n] and n not in left_out]
-        return " ".join(f"{name}={shlex.quote(str(self.values[name]))}" for name in told)
+        values, left_out = usual | self.values, {"dataset", *PROBLEM} - {"backbone", "image-size"}
+        told = [n for n in names if (n == "method" or values[n] != usual[n]) and n not in left_out]
+        return " ".join(f"{name}={shlex.quote(str(values[name]))}" for name in told)
 
     @property
     def setting(self) -> str:
@@ -153,7 +153,7 @@ def _check_entries(
         if name not in entries:
             raise ConfigError(f"{where}entry {name!r} is missing: give {_WORDS[kind]}.")
         # only what is empty by default may be empty
-        if not isinstance(entries[name], kind) or not (entries[name] or not optional.get(name, True)):
+        if not isinstance(entries[name], kind) or (not entries[name] and optional.get(name, True)):
             raise ConfigError(f"{where}{name} = {entries[name]!r} is not possible: it must be {_WORDS[kind]}.")
     return entries
 

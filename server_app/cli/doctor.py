@@ -12,7 +12,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of fcil doctor."""
     parser.description = (
         "Check versions, device, memory, disk, weights and data, and time a training step of a run with these keys. "
-        "Nothing is written. Exit code 1 if something is a problem, 2 if a key was mistyped."
+        "Nothing is written but weights that a run would download. Exit code 1 if something is a problem, 2 if a key "
+        "was mistyped."
     )
     parser.add_argument("words", nargs="*", default=[], metavar="KEY=VALUE", help="run keys, as for fcil run")
     parser.add_argument(

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class ClassLimit:
-    """Counts the classes that the nodes of a run hold together, which are at most MAX_CLASSES.
+    """Refuses clients with which the nodes of a run would hold more than MAX_CLASSES classes together.
 
     ``planned`` are those of a run that is resumed.
     """
@@ -22,9 +22,10 @@ class ClassLimit:
         self._forms = set(map(normal_form, planned))
 
     def find_excessive(self, clients: Sequence[ClientInfo]) -> dict[int, str]:
-        """Count the classes of clients; reasons by node for those with which there would be too many.
+        """Take in the classes of clients; returns, by node, why a client would make the classes too many.
 
-        First come those whose classes others hold too: a node that invents classes takes none of these out.
+        Clients that hold few classes which nobody else has come first, so that one that invents classes keeps no other
+        out.
         """
         forms = {client.node: set(map(normal_form, client.classes)) for client in clients}
         holders = Counter(form for of_client in forms.values() for form in of_client)

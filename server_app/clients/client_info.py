@@ -26,9 +26,9 @@ class ClientInfo:
     name: str  # stable over the run and beyond
     node: int  # handle of the transport
     classes: tuple[str, ...]  # names of the run's data set, or of the node's own images in its spelling
-    own_counts: np.ndarray  # int64 [len(classes)], training images at most
-    test_counts: np.ndarray  # int64 [len(classes)], held-out images, where a node has images of its own
-    class_counts: np.ndarray  # int64 [classes of the run], own_counts by the run's class ids
+    own_counts: np.ndarray  # int64 [len(classes)], its training images; a round may use fewer of them
+    test_counts: np.ndarray  # int64 [len(classes)], held-out images, where a node has images of its own; else 0
+    class_counts: np.ndarray  # int64 [classes of the run], own_counts in the order of the run's class ids
     unreadable: int  # number of image files, and of folders, that the node leaves out
     unreadable_classes: tuple[str, ...]  # classes of which the node leaves out a folder
     image_shape: tuple[int, ...]  # height and width of its own images in pixels
@@ -49,7 +49,9 @@ class ClientInfo:
 
 def failure(reply: Reply) -> str:
     """Why a reply cannot be used, or an empty text."""
-    return reply.error or str((reply.packet and reply.packet.config.get("error", "")) or "")
+    if reply.error or not reply.packet:
+        return reply.error
+    return str(reply.packet.config.get("error") or "")
 
 
 def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:

@@ -158,8 +158,8 @@ class ClientRegistry:
         """Say hello to nodes that have connected or become free since the last hello.
 
         A node that comes back under the name of a client that is gone replaces it. A node that cannot take part is
-        noted among the absent. While it stays connected it is not asked again, but if its hello failed, a few times, or
-        if it has the name of another, until that one has gone.
+        noted among the absent. While it stays connected it is asked again in two cases only: its hello failed, which
+        is tried _MAX_TRIES times; or another node has its name, until that one has gone.
 
         Returns:
             the clients that take part from now on.
@@ -191,7 +191,7 @@ class ClientRegistry:
         return {node.node for node in twins if counts[node.name] == 1}
 
     def _drop(self, nodes: set[int]) -> None:
-        """Take out clients that were away and say by now, under the same handle, why they cannot take part."""
+        """Take out clients that were asked again under the handle they had, and can no longer take part."""
         self.clients = [client for client in self.clients if client.node not in nodes]
 
     def _find_objection(self, newcomer: ClientInfo, connected: set[int]) -> str:

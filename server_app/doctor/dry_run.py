@@ -111,8 +111,7 @@ def _inventory(config: Config) -> Inventory:
     if not config.data_dir:
         raise ConfigError("data-dir = '': where nodes have data of their own, name those of this one.")
     with TemporaryDirectory() as state:
-        limits = config.unreadable_share, config.max_image_pixels
-        return scan_images(config.data_dir, Path(state), limits[0], max_pixels=limits[1])
+        return scan_images(config.data_dir, Path(state), config.unreadable_share, max_pixels=config.max_image_pixels)
 
 
 @lru_cache(maxsize=1)

@@ -25,9 +25,9 @@ OPTIONAL = {
     "ray": "fcil run --in-process works without, simulations do not",
     "cryptography": "only secure-aggregation and certificates need it",
     "pycryptodome": "only secure-aggregation needs it",
-    "psutil": "fcil run --in-process works without, simulations do not",
-    "matplotlib": "runs work without, but draw no pictures and write no report",
-    "jinja2": "runs work without, but draw no pictures and write no report",
+    "psutil": "fcil run --in-process works without, fcil bench and simulations do not",
+    "matplotlib": "runs work without, but draw no pictures and write no report; fcil bench does not",
+    "jinja2": "runs work without, but draw no pictures and write no report; fcil bench does not",
 }
 
 

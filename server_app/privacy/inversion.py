@@ -37,7 +37,7 @@ class Inversion:
     Attributes:
         real: the client's image that is most similar to the reconstruction, [H, W, 1 or 3] in 0 .. 1.
         reconstruction: [H, W, 1 or 3] in 0 .. 1.
-        distance: final |f(x) - target| / |target|.
+        distance: |f(x) - target| / |target| before the last step.
         ssim: of ``reconstruction`` and ``real``.
         ssim_others: of the reconstruction and the most similar image of the class among those of other clients.
         ssim_real: of each of the client's images and the most similar one of other clients, on average.
@@ -147,7 +147,7 @@ def invert(
     ``targets`` are t, [K, D]; ``shape`` is height, width and channels of the stored images, which an attacker knows.
 
     Returns:
-        images [K, C, H, W], and of each |f(x) - t| / |t|.
+        images [K, C, H, W], and of each |f(x) - t| / |t| before the last step.
     """
     height, width, channels = shape
     x = torch.rand(len(targets), channels, height, width, generator=rng).to(model.device).requires_grad_(True)

@@ -112,7 +112,7 @@ def mean_sd(values: Iterable[float]) -> tuple[float, float]:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group by data set, method and the run keys of the protocol; the best final average accuracy comes first.
+    """Group by data set, method and the run keys of the protocol; of each data set the most accurate group comes first.
 
     Runs of a suite have its labels. Others are named by their method, and by the keys that differ: those of the problem
     (number of tasks, partition) between any two runs on a data set, all others (prompt) between runs of one method.
@@ -124,7 +124,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 def _group_by_folder(runs: Sequence[Run]) -> list[Group]:
     """Groups of runs that all lie in a suite's folders LABEL/seed0, LABEL/seed1, ...; empty if they do not.
 
-    Of the labels the parts that all have in common are left out.
+    Empty too if runs of a label differ in more than the seed. Of the labels the parts that all have in common are left out.
     """
     if not all(re.fullmatch(r"seed\d+", run.folder.name) for run in runs):
         return []
@@ -135,7 +135,9 @@ def _group_by_folder(runs: Sequence[Run]) -> list[Group]:
     for run, parts in zip(runs, labels, strict=True):
         label = "/".join(parts[start : len(parts) - end]) or run.results["method"]
         groups.setdefault((run.data_name, label), Group(run.data_name, label, [])).runs.append(run)
-    return list(groups.values())
+    compared = known_keys().keys() - {*keys_affecting("seed", "files", *SAME_RESULT)}
+    mixed = any(_differ(name, group.runs) for group in groups.values() for name in compared)
+    return [] if mixed else list(groups.values())
 
 
 def _shared(labels: Sequence[tuple[str, ...]]) -> int:
@@ -157,7 +159,7 @@ def _group_by_keys(runs: Sequence[Run]) -> list[Group]:
         ]
         for run in family:
             read = [name for name in differing if name not in PROBLEM or _reads(run, name)]
-            settings = ", ".join(f"{name} {_setting(run, name)}" for name in read)
+            settings = ", ".join(f"{name} {_key_value(run, name)}" for name in read)
             label = f"{method} ({settings})" if settings else method
             groups.setdefault((dataset, label), Group(dataset, label, [])).runs.append(run)
     return list(groups.values())
@@ -170,13 +172,14 @@ def _reads(run: Run, name: str) -> bool:
 
 
 def _differ(name: str, runs: Sequence[Run]) -> bool:
-    return len({str(_setting(run, name)) for run in runs}) > 1
+    return len({str(_key_value(run, name)) for run in runs}) > 1
 
 
-def _setting(run: Run, name: str) -> object:
-    """A run key's value; of num-tasks, which is a limit where classes appear, how many tasks there were.
+def _key_value(run: Run, name: str) -> object:
+    """A run key's value, for comparing runs.
 
-    Of rounds of adaptation none without a prompt to adapt: what stands there is the default of some version.
+    Of num-tasks, which is only a limit where classes appear, it is how many tasks there were. Rounds of adaptation
+    count as "none" without a prompt to adapt: what is recorded there is the default of some version.
     """
     if name == "num-tasks" and run.settings.get("class-order") == APPEARING:
         return run.results["num_tasks"]

@@ -153,7 +153,7 @@ def _task_ticks(tasks: Sequence[Sequence[int]], word: str) -> tuple[list[float],
     """The middle of each task's classes, and ``word`` with the task's number."""
     sizes = np.array([len(classes) for classes in tasks])
     middles = np.cumsum(sizes) - sizes / 2 - 0.5
-    shown = [t for t in numbered_tasks(len(tasks)) if sizes[t]]  # a stage may bring no class
+    shown = [t for t in numbered_tasks(len(tasks)) if sizes[t]]  # a task may bring no class
     return [middles[t] for t in shown], [f"{word}{t + 1}" for t in shown]
 
 

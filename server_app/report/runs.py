@@ -1,5 +1,6 @@
 """The files of one run, read for its report."""
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
@@ -20,11 +21,13 @@ from server_app.run_files.paths import (
     untested_classes,
 )
 from task.config.schema import complete_saved
+from task.keys import ConfigError
 from task.metrics import crop_to_finished, fold, gaps, summarize_measured
 
 REQUIRED = ("status", "method", "dataset", "num_tasks")
 MATRICES = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "confusion")
 LISTS = (*MATRICES, "tasks", "class_names", "clients", "rounds")
+NO_SETTINGS = ("schema", "status", "error", "copied_test_images")  # of results.json: single values, but no run keys
 MARKS = {"1": 1.0, "0": 0.0}  # of correct_images
 OBJECTS = ("metrics", "per_class_accuracy", "federated_bias", "communication", "seconds", "environment")
 
@@ -188,8 +191,10 @@ def load_run(folder: Path) -> Run:
 
 def _hint(folder: Path) -> str:
     """Runs go to the project's folder, and whoever asks for a report may be elsewhere."""
-    own = resolve_output_dir(str(folder))
-    return f"; did you mean {own}?" if (own / "results.json").exists() else ""
+    with contextlib.suppress(ConfigError):  # a home that is not there
+        own = resolve_output_dir(str(folder))
+        return f"; did you mean {own}?" if (own / "results.json").exists() else ""
+    return ""
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -211,8 +216,8 @@ def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, 
     for name, kind in (*((name, dict) for name in OBJECTS), ("method", str), ("dataset", str)):
         if not isinstance(results[name], kind):
             raise TypeError(f"{name!r} is {results[name]!r}")
-    single = {name.replace("_", "-"): v for name, v in results.items() if isinstance(v, str | int | float)}
-    single.pop("copied-test-images", None)  # no run key
+    told = {name: value for name, value in results.items() if name not in NO_SETTINGS}
+    single = {name.replace("_", "-"): v for name, v in told.items() if isinstance(v, str | int | float)}
     num_tasks, classes, bias = results["num_tasks"], len(results["class_names"]), results["federated_bias"]
     return Run(
         folder=folder,

@@ -26,10 +26,11 @@ def communication_figure(groups: Sequence[Group]) -> Figure | None:
 
 def core_minutes_figure(groups: Sequence[Group]) -> Figure | None:
     """Final average accuracy in % against the core-minutes of the whole run; None if no run has recorded any."""
-    by_clock = [group for group in groups if not group.has_core_time and group.finished]
+    finished = [group for group in groups if group.finished]
+    by_clock = [group for group in finished if not group.has_core_time]
     subtitle = f"all processor cores together, whole run; {over_seeds(groups)}"
     if by_clock:
-        which = "all" if len(by_clock) == len(groups) else ", ".join(dict.fromkeys(g.label for g in by_clock))
+        which = "all" if len(by_clock) == len(finished) else ", ".join(dict.fromkeys(g.label for g in by_clock))
         subtitle = f"minutes of the clock, where no processor time was recorded: {which}"
     costs = [group.core_minutes for group in groups]
     return _tradeoff_figure(groups, costs, "Final average accuracy against computation", subtitle, "Core-minutes")

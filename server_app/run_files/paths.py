@@ -1,4 +1,7 @@
-"""Folders of the project and of its runs, their locks, and how a run ended; imports nothing heavy."""
+"""Folders of the project and of its runs, their locks, and what results.json says of how a run ended.
+
+Imports nothing heavy.
+"""
 
 import contextlib
 import json

@@ -68,12 +68,12 @@ class Results:
         self.clients: list[dict[str, Any]] = []
         self.entropies: list[list[float]] = [[] for _ in tasks]
         self.distances: list[float | None] = [None] * len(tasks)
-        # by client, its node and its own test images of each class id, by its latest word
+        # by client: its node, and its own test images of each class id, as it last said
         self.holders: dict[str, tuple[int, np.ndarray]] = {}
         self.copies = 0  # test images that are training images too, as far as was looked
-        self.samples: list[int] = []
-        self.counted: list[list[int]] = []  # test images of each task so far that were evaluated after each task
-        self.away: list[list[int]] = []  # those that nobody evaluated, as nodes were away
+        self.samples: list[int] = []  # test images of each task so far, as last counted
+        self.counted: list[list[int]] = []  # row i: test images of each task so far that were evaluated after task i
+        self.away: list[list[int]] = []  # row i: those that nobody evaluated after task i, as nodes were away
         self.rounds: list[RoundReport] = []
         self.seconds = defaultdict(float, dict.fromkeys(PARTS, 0.0))
         self.started, self.status, self.error = time.perf_counter(), RUNNING, ""
@@ -139,7 +139,10 @@ class Results:
         self.seconds[name] += time.perf_counter() - started
 
     def note_holders(self, holders: Mapping[str, tuple[int, np.ndarray]]) -> None:
-        """Note by client's name its node and its own test images of each class id, int64 [C]; a node has one name."""
+        """Note each client's node and its own test images of each class id, int64 [C].
+
+        A node that comes back under another name is not counted twice.
+        """
         nodes = {node for node, _ in holders.values()}
         self.holders = {name: (n, held) for name, (n, held) in self.holders.items() if n not in nodes} | dict(holders)
 
@@ -281,11 +284,11 @@ class Results:
         tested = [j for j, number in enumerate(self.samples) if number]
         rows = [[row[j] for j in tested if j <= i] for i, row in enumerate(self.matrix)]
         known = [[a for a in row if a is not None] for row in rows]
-        return [mean_or_none(k, [1.0] * len(k)) if len(k) == len(r) else None for k, r in zip(known, rows, strict=True)]
+        return [mean_or_none(k) if len(k) == len(r) else None for k, r in zip(known, rows, strict=True)]
 
     def _bias(self) -> dict[str, list[Any]]:
         """By task: entropies of the local models' responses, their mean, its share of ln(classes), and the distance."""
-        means = [mean_or_none(entropies, [1.0] * len(entropies)) for entropies in self.entropies]
+        means = [mean_or_none(entropies) for entropies in self.entropies]
         seen = accumulate(len(classes) for classes in self.tasks)
         return {
             "response_entropies": self.entropies,
@@ -322,7 +325,7 @@ def _accuracy(correct: int, total: int) -> float | None:
     return float(correct / total) if total else None
 
 
-def mean_or_none(values: Sequence[float], weights: Sequence[float]) -> float | None:
-    """Weighted mean; None if there are no values or it is not finite."""
+def mean_or_none(values: Sequence[float], weights: Sequence[float] | None = None) -> float | None:
+    """Mean, weighted if ``weights`` are given; None if there are no values or it is not finite."""
     total = float(np.average(values, weights=weights)) if values else math.nan
     return total if math.isfinite(total) else None

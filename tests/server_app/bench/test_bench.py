@@ -76,6 +76,8 @@ def test_keys_of_a_variant_for_other_images(write):
         *("method=fedrda", "prompt=lora", "rounds-per-task=1", "prompt-blocks=1,3-4", "local-epochs=2"),
         *("image-size=16", "backbone-weights=random", "min-class-count=2"),
     }
+    (usual, *_) = read_suite(write(variants=[{"label": "hgp", "method": "hgp"}]), {}).runs
+    assert "method=hgp" in usual.method_keys.split(" ")  # told though it is the default
 
 
 def test_relative_folders_are_those_of_runs(write, tmp_path, monkeypatch):

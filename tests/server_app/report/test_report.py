@@ -249,11 +249,30 @@ def test_page_says_where_fewer_images_were_evaluated(make_run):
         assert ("after some tasks on fewer test images" in shown) == bool(run.incomplete)
 
 
+def test_folders_named_by_seed_are_one_row_only_if_nothing_else_differs(make_run):
+    rates = {"x/seed0": 0.1, "x/seed1": 0.1, "y/seed0": 0.1, "y/seed1": 0.2}
+    folders = {name: make_run(name, seed=int(name[-1]), config={"learning-rate": rate}) for name, rate in rates.items()}
+    same, mixed = (group_runs([load_run(folders[f"{x}/seed{s}"]) for s in (0, 1)]) for x in "xy")
+    assert [len(group.runs) for group in same] == [2]
+    assert [group.label for group in mixed] == ["hgp (learning-rate 0.1)", "hgp (learning-rate 0.2)"]
+
+
+def test_single_values_of_results_that_are_no_run_keys_are_no_settings(make_run):
+    settings = load_run(make_run(status="failed", error="the disk is full", copied_test_images=3)).settings
+    assert settings["seed"] == 0
+    assert not {"schema", "status", "error", "copied-test-images"} & settings.keys()
+
+
+def test_a_folder_below_a_home_that_is_not_there_does_not_end_a_report(make_run, tmp_path):
+    folders = [make_run("a"), make_run("b", seed=1), Path("~nobody-has-this-name/x")]
+    write_report(folders, tmp_path / "out")
+    assert (tmp_path / "out" / "table.md").exists()
+
+
 def test_pages_tell_of_copied_test_images(make_run, tmp_path):
     folder = make_run(copied_test_images=35)
     write_report([folder])
     assert "Copied test images: 35. They are training images too" in " ".join(page_of(folder).text.split())
-    assert "copied-test-images" not in load_run(folder).settings  # it is no run key
     clean = make_run("other"), make_run("third")
     write_report([folder, clean[0]], tmp_path / "both")
     assert "35 of the images to evaluate are training images too" in (tmp_path / "both" / "table.md").read_text()
