@@ -124,7 +124,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 def _group_by_folder(runs: Sequence[Run]) -> list[Group]:
     """Groups of runs that all lie in a suite's folders LABEL/seed0, LABEL/seed1, ...; empty if they do not.
 
-    Empty too if runs of a label differ in more than the seed. Of the labels the parts that all have in common are left out.
+    Empty too if runs of a label differ in more than the seed. Of the labels the parts that all have in common are left
+    out.
     """
     if not all(re.fullmatch(r"seed\d+", run.folder.name) for run in runs):
         return []
