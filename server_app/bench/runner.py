@@ -166,7 +166,7 @@ class Bench:
             return
         obstacle, told = self._obstacle(run), ""
         if obstacle and run.directory.exists():
-            loses_rounds = any((run.directory / "checkpoint").glob("*.ckpt"))
+            loses_rounds = (run.directory / "checkpoint").exists()
             shutil.rmtree(run.directory)
             told = f", not resumed: {obstacle}" if self._resume or loses_rounds else ""
         run.directory.mkdir(parents=True, exist_ok=True)

@@ -124,8 +124,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 def _group_by_folder(runs: Sequence[Run]) -> list[Group]:
     """Groups of runs that all lie in a suite's folders LABEL/seed0, LABEL/seed1, ...; empty if they do not.
 
-    Empty too if runs of a label differ in more than the seed. Of the labels the parts that all have in common are left
-    out.
+    Empty too if runs of a label are of several methods or numbers of tasks, as no suite has them. Of the labels the
+    parts that all have in common are left out.
     """
     if not all(re.fullmatch(r"seed\d+", run.folder.name) for run in runs):
         return []
@@ -136,8 +136,7 @@ def _group_by_folder(runs: Sequence[Run]) -> list[Group]:
     for run, parts in zip(runs, labels, strict=True):
         label = "/".join(parts[start : len(parts) - end]) or run.results["method"]
         groups.setdefault((run.data_name, label), Group(run.data_name, label, [])).runs.append(run)
-    compared = known_keys().keys() - {*keys_affecting("seed", "files", *SAME_RESULT)}
-    mixed = any(_differ(name, group.runs) for group in groups.values() for name in compared)
+    mixed = any(len({(r.results["method"], len(r.seen)) for r in group.finished}) > 1 for group in groups.values())
     return [] if mixed else list(groups.values())
 
 
@@ -180,7 +179,8 @@ def _key_value(run: Run, name: str) -> object:
     """A run key's value, for comparing runs.
 
     Of num-tasks, which is only a limit where classes appear, it is how many tasks there were. Rounds of adaptation
-    count as "none" without a prompt to adapt: what is recorded there is the default of some version.
+    count as "none" without a prompt to adapt: what is recorded there is the default of some version. What each run
+    chooses by its images is "auto".
     """
     if name == "num-tasks" and run.settings.get("class-order") == APPEARING:
         return run.results["num_tasks"]

@@ -249,12 +249,14 @@ def test_page_says_where_fewer_images_were_evaluated(make_run):
         assert ("after some tasks on fewer test images" in shown) == bool(run.incomplete)
 
 
-def test_folders_named_by_seed_are_one_row_only_if_nothing_else_differs(make_run):
-    rates = {"x/seed0": 0.1, "x/seed1": 0.1, "y/seed0": 0.1, "y/seed1": 0.2}
-    folders = {name: make_run(name, seed=int(name[-1]), config={"learning-rate": rate}) for name, rate in rates.items()}
-    same, mixed = (group_runs([load_run(folders[f"{x}/seed{s}"]) for s in (0, 1)]) for x in "xy")
-    assert [len(group.runs) for group in same] == [2]
-    assert [group.label for group in mixed] == ["hgp (learning-rate 0.1)", "hgp (learning-rate 0.2)"]
+def test_folders_named_by_seed_are_no_suite_if_methods_differ(make_run):
+    """A suite's labels stay, whatever else its runs differ in, as they may come from several versions."""
+    seeds = [make_run(f"{label}/seed{s}", seed=s, config={"threads": s}) for label in ("a", "b") for s in (0, 1)]
+    suite = group_runs(list(map(load_run, seeds)))
+    assert {group.label: len(group.runs) for group in suite} == {"a": 2, "b": 2}
+    other = make_run("c/seed0"), make_run("c/seed1", method="ncm")
+    mixed = group_runs(list(map(load_run, [*seeds, *other])))
+    assert {group.label: len(group.runs) for group in mixed} == {"hgp": 5, "ncm": 1}
 
 
 def test_single_values_of_results_that_are_no_run_keys_are_no_settings(make_run):
