@@ -6,13 +6,13 @@ Number of nodes, layout, size, lines and colours of each drawing are drawn at ra
 brings with it.
 """
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 
 import networkx as nx
 import numpy as np
 from PIL import Image, ImageDraw
+
+from benchmarks.drawn_set import labelled, save_set
 
 Draw = Callable[[int, int], nx.Graph]  # number of nodes, about, and seed
 FAMILIES: dict[str, Draw] = {
@@ -71,25 +71,10 @@ def draw(family: str, rng: np.random.Generator) -> np.ndarray:
 
 def make(train: int, test: int, seed: int) -> dict[str, np.ndarray]:
     """Arrays of an .npz file: images uint8 [N, SIDE, SIDE, 3], labels, split (1 = test) and class names."""
-    rng, each = np.random.default_rng(seed), train + test
-    return {
-        "images": np.stack([draw(family, rng) for family in FAMILIES for _ in range(each)]),
-        "labels": np.repeat(np.arange(len(FAMILIES)), each),
-        "split": np.tile(np.repeat([0, 1], [train, test]), len(FAMILIES)),
-        "class_names": np.array(list(FAMILIES)),
-    }
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--train", type=int, default=60, help="images of each class for training")
-    parser.add_argument("--test", type=int, default=20, help="images of each class for the test")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    np.savez(args.target, allow_pickle=False, **make(args.train, args.test, args.seed))
-    print(f"{args.target}: {len(FAMILIES)} classes, {args.train} + {args.test} images of each")
+    rng = np.random.default_rng(seed)
+    images = [draw(family, rng) for family in FAMILIES for _ in range(train + test)]
+    return labelled(images, len(FAMILIES), train, test) | {"class_names": np.array(list(FAMILIES))}
 
 
 if __name__ == "__main__":
-    _main()
+    save_set(make, __doc__, seed=0)

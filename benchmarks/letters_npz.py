@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from benchmarks.drawn_set import labelled
 from task.utils.seeding import numpy_rng
 
 LETTERS = "abcdefghijklmnopqrst"
@@ -40,12 +41,8 @@ def make(fonts: list[Path], train: int, test: int, seed: int) -> dict[str, np.nd
     if len(fonts) < train + test:
         raise SystemExit(f"{train} + {test} fonts are needed, {len(fonts)} .woff files were found")
     drawn = numpy_rng(seed, "letters").permutation(np.array(sorted(fonts), object))[: train + test]
-    return {
-        "images": np.stack([draw(letter, font) for letter in LETTERS for font in drawn]),
-        "labels": np.repeat(np.arange(len(LETTERS)), len(drawn)),
-        "split": np.tile(np.repeat([0, 1], [train, test]), len(LETTERS)),
-        "class_names": np.array(list(LETTERS)),
-    }
+    images = [draw(letter, font) for letter in LETTERS for font in drawn]
+    return labelled(images, len(LETTERS), train, test) | {"class_names": np.array(list(LETTERS))}
 
 
 def _main() -> None:

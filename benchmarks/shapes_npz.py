@@ -5,11 +5,10 @@
 Size, place, angle and colours of each drawing are drawn at random, so that only the outline tells the classes apart.
 """
 
-import argparse
-from pathlib import Path
-
 import numpy as np
 from PIL import Image, ImageDraw
+
+from benchmarks.drawn_set import labelled, save_set
 
 SIDE, LINES = 64, 8
 # of each class: number of points, and the inner radius of a star as a share of the outer one; 1 is a polygon
@@ -43,24 +42,10 @@ def draw(points: int, inner: float, rng: np.random.Generator) -> np.ndarray:
 
 def make(train: int, test: int, seed: int) -> dict[str, np.ndarray]:
     """Arrays of an .npz file: images uint8 [N, SIDE, SIDE, 3], labels and split (1 = test)."""
-    rng, each = np.random.default_rng(seed), train + test
-    return {
-        "images": np.stack([draw(*shape, rng) for shape in CLASSES for _ in range(each)]),
-        "labels": np.repeat(np.arange(len(CLASSES)), each),
-        "split": np.tile(np.repeat([0, 1], [train, test]), len(CLASSES)),
-    }
-
-
-def _main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("target", type=Path)
-    parser.add_argument("--train", type=int, default=60, help="images of each class for training")
-    parser.add_argument("--test", type=int, default=20, help="images of each class for the test")
-    parser.add_argument("--seed", type=int, default=5)
-    args = parser.parse_args()
-    np.savez(args.target, allow_pickle=False, **make(args.train, args.test, args.seed))
-    print(f"{args.target}: {len(CLASSES)} classes, {args.train} + {args.test} images of each")
+    rng = np.random.default_rng(seed)
+    images = [draw(*shape, rng) for shape in CLASSES for _ in range(train + test)]
+    return labelled(images, len(CLASSES), train, test)
 
 
 if __name__ == "__main__":
-    _main()
+    save_set(make, __doc__, seed=5)

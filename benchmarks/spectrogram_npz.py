@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.drawn_set import labelled
 from task.utils.seeding import numpy_rng
 
 SIDE = 64
@@ -50,13 +51,9 @@ def make(classes: int, train: int, test: int, seed: int) -> dict[str, np.ndarray
     """Images uint8 [N, SIDE, SIDE, 3], labels int64 [N], split [N] (0 = train, 1 = test) and class names."""
     rng = numpy_rng(seed, "spectrograms")
     calls = [draw_class(rng) for _ in range(classes)]
-    labels = np.repeat(np.arange(classes), train + test)
-    return {
-        "images": np.stack([perform(calls[label], rng) for label in labels]),
-        "labels": labels,
-        "split": np.tile(np.repeat([0, 1], [train, test]), classes),
-        "class_names": np.array([f"call-{c:02}" for c in range(classes)]),
-    }
+    images = [perform(call, rng) for call in calls for _ in range(train + test)]
+    names = np.array([f"call-{c:02}" for c in range(classes)])
+    return labelled(images, classes, train, test) | {"class_names": names}
 
 
 def _main() -> None:

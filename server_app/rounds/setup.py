@@ -45,7 +45,8 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
     backbone = build_model(config, []).backbone
     if doubt := doubt_backbone(config.flat()):
         log.warning(doubt)
-    dataset, copies = None if config.own_data else build_scenario(config).dataset, 0
+    dataset = None if config.own_data else build_scenario(config).dataset
+    copies = 0
     if dataset:
         require_readable(dataset, config.dataset)
         if copies := count_repeated(dataset, config.dataset):
