@@ -83,7 +83,7 @@ def _require_images(configs: Sequence["Config"]) -> None:
     Raises:
         ConfigError: a data set cannot be read, or has too few classes or too few images of one.
     """
-    from task.data.digests import count_repeated, describe_repeated
+    from task.data.digests import count_copies, describe_copies
     from task.data.load import load_dataset, require_readable
 
     sources: dict[tuple[str, str, int], list[Config]] = {}
@@ -102,8 +102,8 @@ def _require_images(configs: Sequence["Config"]) -> None:
         if name == "folder":
             say(f"reading the images in {path}")
         require_readable(counted[0], name)
-        if repeated := count_repeated(counted[0], name):
-            say(f"WARNING   {describe_repeated(repeated, len(counted[0].test_labels))}")
+        if copies := count_copies(counted[0], name):
+            say(f"WARNING   {describe_copies(copies, len(counted[0].test_labels))}")
         load_dataset.cache_clear()  # the runs have processes of their own
 
 

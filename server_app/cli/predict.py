@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,23 +32,28 @@ def _run_command(args: argparse.Namespace) -> int:
     from server_app.tables import align
     from task.inference import load_predictor
 
-    lost = list[OSError]()
-    files = [file for word in args.words for file in _list_files(word, lost.append)]
+    errors = list[str]()
+    files = [file for word in args.words for file in _list_files(word, errors)]
     predictor = load_predictor(args.model, args.device)
     tell_unfinished(predictor.metadata)
     answers = _classify_files(predictor, files, args.top)
     rows = [(a["file"], c["class"], f"{c['probability']:.4f}") for a in answers for c in a.get("classes", [])]
     table = "\n".join(align([("file", "class", "probability"), *rows])) if rows else ""
     print(json.dumps(answers, indent=1) if args.json else table, end="\n" if rows or args.json else "")
-    errors = [*map(str, lost), *(answer["error"] for answer in answers if "error" in answer)]
+    errors += [answer["error"] for answer in answers if "error" in answer]
     return max([OK, *(complain(error, FAILED) for error in errors)])
 
 
-def _list_files(word: str, on_error: Callable[[OSError], object]) -> list[str]:
-    """The image files below a folder, by name. A word that names no folder, or one without images, stays as it is."""
+def _list_files(word: str, errors: list[str]) -> list[str]:
+    """The image files below a folder, by name; a word that names no folder stays as it is. ``errors`` gets what failed."""
     from task.data.image_folders import image_files
 
-    return (sorted(image_files(Path(word), on_error)) if os.path.isdir(word) else []) or [word]
+    if not os.path.isdir(word):
+        return [word]
+    unread = list[OSError]()
+    files = sorted(image_files(Path(word), unread.append))
+    errors += map(str, unread) if unread or files else [f"{word!r} is a folder without images."]
+    return files
 
 
 def _classify_files(predictor: "Predictor", files: Sequence[str], top: int) -> list[dict[str, Any]]:

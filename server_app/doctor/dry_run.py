@@ -16,7 +16,7 @@ from server_app.doctor.finding import GB, Finding
 from server_app.simulation.superlink import fitting_workers
 from strategies.base import RoundContext
 from task.config.schema import Config
-from task.data.digests import count_repeated, describe_repeated
+from task.data.digests import count_copies, describe_copies
 from task.data.load import default_augmentation, load_dataset, require_readable
 from task.data.node_images import Inventory, open_inventory, scan_images
 from task.keys import ConfigError
@@ -100,8 +100,8 @@ def _read_data(config: Config) -> Finding:
         images[np.unique(labels, return_index=True)[1]]
     text = f"data {config.dataset}: {len(data.train_labels)} training and {len(data.test_labels)} test images, "
     text += _describe_counts(data.class_names, np.bincount(data.train_labels, minlength=len(data.class_names)))
-    repeated = 0 if config.own_data else count_repeated(data, config.dataset)
-    doubt = describe_repeated(repeated, len(data.test_labels))
+    copies = 0 if config.own_data else count_copies(data, config.dataset)
+    doubt = describe_copies(copies, len(data.test_labels))
     return Finding("warning", text, doubt) if doubt else Finding("ok", text)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from server_app.report.compare import FINAL, WALL, Group, mean_sd
 from server_app.report.runs import Run
 from task.config.checks import doubt_backbone
+from task.data.digests import describe_copies
 
 DIGEST = "data-sha256"  # in a run's config.yaml
 POINT = 0.01  # smaller differences in accuracy count as none
@@ -224,12 +225,7 @@ def _cheapest(groups: Sequence[Group], cost: str) -> list[Group]:
 def doubt_copies(groups: Sequence[Group]) -> list[str]:
     """A line on test images that are training images too; none where there are no copies, or nobody looked."""
     copies = max((run.copies for group in groups for run in group.measured), default=0)
-    if not copies:
-        return []
-    return [
-        f"{copies} of the images to evaluate are training images too, byte by byte, so that accuracies are too high: "
-        "keep one copy of each image."
-    ]
+    return [f"{describe_copies(copies)}."] if copies else []
 
 
 def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:

@@ -13,7 +13,7 @@ from task.config.checks import doubt_backbone
 from task.config.parsing import set_num_clients
 from task.config.schema import APPEARING, Config
 from task.data.class_names import class_ids
-from task.data.digests import count_repeated, describe_repeated
+from task.data.digests import count_copies, describe_copies
 from task.data.images import Dataset
 from task.data.load import default_augmentation, require_readable
 from task.keys import ConfigError
@@ -49,8 +49,8 @@ def connect_clients(config: Config, transport: Transport, planned: Sequence[str]
     copies = 0
     if dataset:
         require_readable(dataset, config.dataset)
-        if copies := count_repeated(dataset, config.dataset):
-            log.warning(describe_repeated(copies, len(dataset.test_labels)))
+        if copies := count_copies(dataset, config.dataset):
+            log.warning(describe_copies(copies, len(dataset.test_labels)))
     # a resumed run goes on without nodes that are gone: at night nobody may be there to start them
     minimum = config.quorum if config.resume else None
     nodes = wait_for_nodes(transport, config.num_clients, config.start_timeout, minimum)

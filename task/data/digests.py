@@ -35,7 +35,7 @@ def data_digest(dataset: Dataset, whole_files: bool) -> str:
     return total.hexdigest()
 
 
-def count_repeated(dataset: Dataset, name: str) -> int:
+def count_copies(dataset: Dataset, name: str) -> int:
     """Test, or validation, images that are training images too, byte by byte.
 
     Neither published sets are looked at nor .npy files, which may be large.
@@ -52,13 +52,14 @@ def count_repeated(dataset: Dataset, name: str) -> int:
     return sum(digest in seen for digest in tested)
 
 
-def describe_repeated(repeated: int, tested: int) -> str:
-    """A sentence on :func:`count_repeated` images of those ``tested``; empty if there is none."""
-    if not repeated:
+def describe_copies(copies: int, tested: int | None = None) -> str:
+    """A sentence on :func:`count_copies` images, of those ``tested`` if known; empty if there is no copy."""
+    if not copies:
         return ""
+    images = "images" if tested is None else f"{tested} images"
     return (
-        f"{repeated} of the {tested} images to evaluate are training images too, byte by byte, so that the accuracy "
-        "will be too high: keep one copy of each image"
+        f"{copies} of the {images} to evaluate are training images too, byte by byte, so that accuracies are too high: "
+        "keep one copy of each image"
     )
 
 

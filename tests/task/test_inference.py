@@ -222,7 +222,7 @@ def test_the_command_answers_what_it_can_read(tiny: dict, tmp_path: Path, capsys
     assert cli.main(["predict", directory, str(folder.parent), files[1]]) == 1
     out, err = capsys.readouterr()
     assert files[1] in out
-    assert err.startswith(f"fcil: {str(folder.parent)!r} cannot be read as an image ([Errno 21]")
+    assert err == f"fcil: {str(folder.parent)!r} is a folder without images.\n"
     shutil.copy(files[1], folder)
     assert cli.main(["predict", directory, str(folder.parent)]) == 0
     assert str(folder / "red.png") in capsys.readouterr().out

@@ -198,8 +198,8 @@ def test_images_in_both_parts_are_told_of(write, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     told = [line for line in lines if line.startswith("WARNING   4 of")]
     assert told == [
-        "WARNING   4 of the 4 images to evaluate are training images too, byte by byte, so that the accuracy will be "
-        "too high: keep one copy of each image"
+        "WARNING   4 of the 4 images to evaluate are training images too, byte by byte, so that accuracies are too "
+        "high: keep one copy of each image"
     ]
     (doubt,) = (line for line in lines if line.startswith("4 of the images to evaluate are training images too"))
     assert lines.index(doubt) > lines.index(told[0])  # beside the recommendation, which has to be read with it

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from task.data.digests import count_repeated, describe_repeated
+from task.data.digests import count_copies, describe_copies
 from task.data.images import resolve_source
 from task.data.load import load_dataset
 from tests.helpers.own_data import paint
@@ -21,22 +21,22 @@ def test_files_with_the_same_bytes_are_counted(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "train/dog/001.png", tmp_path / "test/cat/000.png")
     of_dogs = [{file.stat().st_size for file in folders[part].iterdir()} for part in (1, 3)]
     assert of_dogs[0] & of_dogs[1]
-    repeated = count_repeated(load_dataset("folder", str(tmp_path), 32, 0.0, 0), "folder")
-    assert repeated == 2
-    told = describe_repeated(repeated, 6)
+    copies = count_copies(load_dataset("folder", str(tmp_path), 32, 0.0, 0), "folder")
+    assert copies == 2
+    told = describe_copies(copies, 6)
     assert told.startswith("2 of the 6 images to evaluate are training images too, byte by byte,")
 
 
-@pytest.mark.parametrize("repeated", [0, 3])
-def test_arrays_are_counted_image_by_image(repeated: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [0, 3])
+def test_arrays_are_counted_image_by_image(copies: int, tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), np.uint8)
-    images[17 : 17 + repeated] = images[:repeated]
+    images[17 : 17 + copies] = images[:copies]
     arrays = {"images": images, "labels": np.arange(20) % 2, "split": np.arange(20) >= 10}
     np.savez(tmp_path / "a.npz", **arrays)
     for name, array in arrays.items():
         np.save(tmp_path / f"{name}.npy", array)
-    assert count_repeated(load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0), "npz") == repeated
-    assert count_repeated(load_dataset("npz", str(tmp_path), 32, 0.0, 0), "npz") == 0
+    assert count_copies(load_dataset("npz", str(tmp_path / "a.npz"), 32, 0.0, 0), "npz") == copies
+    assert count_copies(load_dataset("npz", str(tmp_path), 32, 0.0, 0), "npz") == 0
 
 
 def test_the_parts_of_a_folder_without_a_split_are_compared(tmp_path: Path) -> None:
@@ -44,11 +44,11 @@ def test_the_parts_of_a_folder_without_a_split_are_compared(tmp_path: Path) -> N
     for shade in range(20):
         paint(tmp_path / ("cat", "dog")[shade % 2], 1, first=shade, shade=100 + shade)
     dataset = load_dataset("folder", str(tmp_path), 32, 0.0, 0)
-    assert count_repeated(dataset, "folder") == 0
+    assert count_copies(dataset, "folder") == 0
     files = [resolve_source(part, np.arange(2)) for part in (dataset.train_images, dataset.test_images)]
     of_train, of_test = (Path(source.paths[positions[0]]) for source, positions in files)
     shutil.copy(of_train, of_test)
-    assert count_repeated(dataset, "folder") == 1
+    assert count_copies(dataset, "folder") == 1
 
 
 def test_published_images_are_not_looked_at(tmp_path: Path) -> None:
@@ -56,5 +56,5 @@ def test_published_images_are_not_looked_at(tmp_path: Path) -> None:
         for name in ("cat", "dog"):
             paint(tmp_path / part / name, 1)
     dataset = load_dataset("folder", str(tmp_path), 32, 0.0, 0)
-    assert count_repeated(dataset, "folder")
-    assert not count_repeated(dataset, "imagenet-r")
+    assert count_copies(dataset, "folder")
+    assert not count_copies(dataset, "imagenet-r")
