@@ -40,7 +40,7 @@ WORTH_STORING = 1000  # images of a data set: the queries of fewer are computed 
 EARLY_DEPTHS = (FedRDAOptions.depth, FedRDAOptions.frozen_depth)
 PROGRESS = 10.0  # seconds between two lines in the log
 # a change of one of these files may change q(x)
-CODE = ("models/preprocessing.py", "models/vit.py", "data/images.py")
+CODE = ("models/preprocessing.py", "models/vit.py", "models/linear.py", "data/images.py")
 
 BatchKey = tuple[int, int, str, tuple[Early, ...], bytes]  # ids, precision, parts of q(x), positions and prompt
 

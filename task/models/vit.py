@@ -14,6 +14,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from task.keys import ConfigError
+from task.models.linear import linear, use_token_linear
 from task.models.weights import build_vit
 from task.prompts.base import PromptVectors
 
@@ -53,7 +54,7 @@ class PrefixAttention(nn.Module):
             return inner(x, attn_mask=attn_mask, is_causal=is_causal)
         B, N, _ = x.shape
         weight = inner.qkv.weight if self.change is None else inner.qkv.weight + self.change
-        qkv = F.linear(x, weight, inner.qkv.bias).reshape(B, N, 3, inner.num_heads, inner.head_dim)
+        qkv = linear(x, weight, inner.qkv.bias).reshape(B, N, 3, inner.num_heads, inner.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, heads, N, D / heads]
         q, k = inner.q_norm(q[:, :, :1] if self.first_only else q), inner.k_norm(k)
         if self.prefix is not None:
@@ -142,6 +143,7 @@ class ViT(Backbone):
     ) -> None:
         size = vit.patch_embed.img_size[0]
         super().__init__(vit.embed_dim, len(vit.blocks), size, mean, std, sha256 or digest(vit))
+        use_token_linear(vit.blocks)
         for i, block in enumerate(vit.blocks):
             block.attn = PrefixAttention(block.attn)
             vit.blocks[i] = PromptedBlock(block)
