@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from tests.helpers.documents import PAGES, ROOT, section
+from tests.helpers.documents import PAGES, ROOT, commands, section
 
 PAGE = "docs/results.md"
 VARIANTS = "docs/fedrda-choices.md"
@@ -127,6 +128,28 @@ def test_partitions():
             runs = kept(folder / label(row["row"]) / part)[:1]
             expected = percent(runs, "final_average_accuracy") if runs else "not run"
             assert (page(row[head]) if runs else row[head]) == expected, (row["row"], head)
+
+
+SUITES = [folder.name for folder in sorted(KEPT.iterdir()) if (ROOT / "suites" / f"{folder.name}.yaml").exists()]
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_suites_plan_the_seeds_that_are_kept(name):
+    suite = yaml.safe_load((ROOT / "suites" / f"{name}.yaml").read_text(encoding="utf-8"))
+    planned = {variant["label"]: set(variant.get("seeds", suite["seeds"])) for variant in suite["variants"]}
+    rows = {path.name: path for path in (KEPT / name).iterdir() if path.name in planned}
+    assert rows
+    for row, path in rows.items():
+        seeds = {json.loads(run.read_text(encoding="utf-8"))["seed"] for run in path.rglob("results.json")}
+        assert seeds <= planned[row], row
+
+
+def test_one_suite_on_several_sets_has_several_folders():
+    """A folder that holds other runs is refused."""
+    given = [dict(word.split("=", 1) for word in words[3:] if "=" in word)
+             for words in commands(PAGE) if words[:3] == ["fcil", "bench", "suites/compare.yaml"]]  # fmt: skip
+    assert len(given) > 5
+    assert len({keys["output-dir"] for keys in given}) == len(given)
 
 
 def test_in_short_has_the_figures_of_the_sections():
