@@ -5,6 +5,7 @@
 The app bundle carries no binary files, so the pixels (0..16) travel as compressed base64 text.
 """
 
+import argparse
 import base64
 import json
 import zlib
@@ -16,6 +17,7 @@ from task.utils.assets import ASSETS
 
 
 def _main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     digits = load_digits()
     pixels = digits.images.astype(np.uint8)
     content = {

@@ -238,7 +238,7 @@ def compare(size: Size, config: Config) -> float:
     _print_row("direct", direct_seconds)
     ratio = direct_seconds["whole"] / seconds["whole"]
     print(f"direct: {size.timed} steps of each phase, times the number of steps; its head distillation is ours")
-    print(f"ratio {ratio:.1f}x; required {REQUIRED:g}x: {'met' if ratio >= REQUIRED else 'NOT met'}")
+    print(f"ratio {ratio:.1f}x; at full size {REQUIRED:g}x is required")
     return ratio
 
 

@@ -49,7 +49,10 @@ def _main() -> None:
     parser.add_argument("source", type=Path, help="the suite's output-dir")
     parser.add_argument("target", type=Path)
     args = parser.parse_args()
-    print(f"{len(keep_all(args.source, args.target))} runs in {args.target}")
+    kept = keep_all(args.source, args.target)
+    if not kept:
+        parser.error(f"no finished run in {args.source}")
+    print(f"{len(kept)} runs in {args.target}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python -m benchmarks.probe dataset=digits
 """
 
-import sys
+import argparse
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
@@ -11,8 +11,10 @@ from sklearn.neighbors import NearestCentroid
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from task.config.parsing import parse, parse_text
+from server_app.run_keys import read_words
+from task.config.parsing import parse
 from task.config.schema import Config
+from task.keys import ConfigError
 from task.models.evaluation import extract_features
 from task.models.model import build_model
 from task.scenario.scenario import build_scenario
@@ -31,6 +33,15 @@ def probe(config: Config) -> dict[str, float]:
     }
 
 
+def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="run keys")
+    try:
+        config = parse({"prompt": "none", "method": "ncm"} | read_words(parser.parse_args().words))
+        print(probe(config))
+    except ConfigError as error:
+        parser.error(str(error))
+
+
 if __name__ == "__main__":
-    settings = {"prompt": "none", "method": "ncm"} | parse_text(dict(a.split("=", 1) for a in sys.argv[1:]))
-    print(probe(parse(settings)))
+    _main()

@@ -179,7 +179,7 @@ def _main() -> int:
     for packing in others:
         compare(packing, 20, repeats=2)
     met = all(getattr(ratio, name) >= least for name, least in REQUIRED.items())
-    print(f"required of the diagonal packing: {REQUIRED}: {'met' if met else 'NOT met'}")
+    print(f"at full size {REQUIRED} is required of the diagonal packing" + ("" if args.quick or met else ": NOT met"))
     return 0 if met or args.quick else 1
 
 

@@ -20,6 +20,8 @@ def cut(
 ) -> dict[str, np.ndarray]:
     """``classes`` classes with at most ``train`` training images and ``test`` test images each.
 
+    All arrays of images are cut alike, groups too.
+
     With ``smallest`` the number of training images falls from class to class, in geometric steps and in a drawn order,
     from ``train`` to it.
     """
@@ -33,12 +35,9 @@ def cut(
     sizes = np.zeros(len(arrays["class_names"]))
     sizes[rng.permutation(chosen)] = np.geomspace(train, smallest or train, classes).round()
     keep = np.isin(arrays["labels"], chosen) & (rank < np.where(arrays["split"] == 1, test, sizes[arrays["labels"]]))
-    return {
-        "images": arrays["images"][keep],
-        "labels": np.searchsorted(chosen, arrays["labels"][keep]),
-        "split": arrays["split"][keep],
-        "class_names": arrays["class_names"][chosen],
-    }
+    names = arrays["class_names"][chosen]
+    kept = {name: array[keep] for name, array in arrays.items() if name != "class_names"}
+    return kept | {"labels": np.searchsorted(chosen, kept["labels"]), "class_names": names}
 
 
 def _main() -> None:
@@ -53,6 +52,10 @@ def _main() -> None:
     args = parser.parse_args()
     with np.load(args.source) as file:
         arrays = {name: file[name] for name in file.files}
+    if missing := {"images", "labels", "split", "class_names"} - set(arrays):
+        parser.error(f"{args.source} has no {' and no '.join(sorted(missing))}")
+    if args.classes > len(arrays["class_names"]):
+        parser.error(f"--classes {args.classes}: {args.source} has {len(arrays['class_names'])}")
     arrays = cut(arrays, args.classes, args.train, args.test, args.seed, args.smallest)
     np.savez(args.target, allow_pickle=False, **arrays)
     train, test = ((arrays["split"] == part).sum() for part in (0, 1))

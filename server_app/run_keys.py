@@ -2,18 +2,22 @@
 
 import contextlib
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from server_app.errors import LaunchError
 from server_app.run_files.paths import project_folder, read_results
 from server_app.run_files.resume import load_resumed_keys
 from server_app.simulation.superlink import DEFAULT_CLIENTS
 from task.config.parsing import check_values, parse, parse_text
-from task.config.schema import FROM_PATH, OWN, keys_affecting, known_keys
+from task.config.schema import FROM_PATH, OWN, Config, keys_affecting, known_keys
 from task.keys import AUTO, ConfigError, nearest
 from task.message import Scalar
 from task.utils.home import expand_home
+
+if TYPE_CHECKING:
+    from task.data.images import Dataset
 
 
 def read_words(words: Sequence[str]) -> dict[str, Scalar]:
@@ -134,6 +138,31 @@ def require_files(values: Mapping[str, Scalar]) -> None:
 
             load_dataset(dataset, text, 1, 0.0, 0)
         raise ConfigError(f"{name} = {text!r}: there is no such file or folder here.")
+
+
+def load_datasets(configs: Sequence[Config]) -> Iterator[tuple[tuple[str, str], "Dataset"]]:
+    """The data sets of the runs, each once, with its name and path; nodes' own images are left out.
+
+    Raises:
+        ConfigError: one cannot be read, or has too few classes for the tasks or too few images of a class.
+    """
+    from task.data.load import load_dataset
+
+    sources: dict[tuple[str, str, int], list[Config]] = {}
+    for c in configs:
+        if not c.own_data:
+            sources.setdefault((c.dataset, c.data_dir, c.max_image_pixels), []).append(c)
+    for (name, text, limit), readers in sources.items():
+        path, shares = str(run_path("data-dir", text)) if text else "", {0.0, *(c.validation_share for c in readers)}
+        whole, *_ = [load_dataset(name, path, 1, share, 0, limit) for share in sorted(shares)]
+        classes, tasks = len(whole.class_names), max(c.num_tasks for c in readers)
+        if tasks > classes:
+            raise ConfigError(
+                f"num-tasks = {tasks}: {text or name} has {classes} classes, and every task needs one at least: "
+                f"set num-tasks to {classes} or less."
+            )
+        yield (name, path), whole
+        load_dataset.cache_clear()  # the runs have processes of their own
 
 
 def run_path(name: str, text: str) -> Path:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from task.keys import AUTO, Key, key, keys_of
@@ -58,22 +59,28 @@ class FedAvgOptions(Options):
         return 1.0 if self.mean == "plain" else num_examples
 
 
+_RETRAINED = ("all", "current", "old")
+_of_rebalancing = partial(key, only=("rebalance", *_RETRAINED))
+
+
 @dataclass(frozen=True)
 class HGPOptions(Options):
     """Keys of HGP (Salami et al. 2024, sections 3.3 and 3.4, appendix B.1)."""
 
     covariance: str = key("diagonal", "covariance that clients send", choices=("diagonal", "full", "low-rank"))
     rank: int = key(8, "rank of the low-rank covariance", minimum=1, maximum=10_000, only=("covariance", "low-rank"))
-    rebalance: str = key("all", "classes whose head rows are retrained", choices=("all", "current", "old", "off"))
-    scale: float = key(3.0, "s of eq. 6: covariances are multiplied by it", above=0)
-    samples_per_class: int = key(256, "synthetic features drawn per class, on average", minimum=1, maximum=100_000)
-    class_weights: str = key("uniform", "omega of eq. 6: share of each class", choices=("uniform", "count"))
-    draw: str = key("epoch", "a new synthetic set each epoch, or once per round", choices=("epoch", "once"))
-    epochs: int = key(5, "epochs of rebalancing per round", minimum=1)
-    batch_size: int = key(256, "synthetic features per step", minimum=1)
-    learning_rate: float = key(0.01, "SGD step size of rebalancing", above=0)
-    momentum: float = key(0.9, "SGD momentum of rebalancing", minimum=0, maximum=0.999)
-    logit_temperature: float = key(0.0, "divide L2-normalised logits by this; 0 = plain logits", minimum=0)
+    rebalance: str = key("all", "classes whose head rows are retrained", choices=(*_RETRAINED, "off"))
+    scale: float = _of_rebalancing(3.0, "s of eq. 6: covariances are multiplied by it", above=0)
+    samples_per_class: int = _of_rebalancing(
+        256, "synthetic features drawn per class, on average", minimum=1, maximum=100_000
+    )
+    class_weights: str = _of_rebalancing("uniform", "omega of eq. 6: share of each class", choices=("uniform", "count"))
+    draw: str = _of_rebalancing("epoch", "a new synthetic set each epoch, or once per round", choices=("epoch", "once"))
+    epochs: int = _of_rebalancing(5, "epochs of rebalancing per round", minimum=1)
+    batch_size: int = _of_rebalancing(256, "synthetic features per step", minimum=1)
+    learning_rate: float = _of_rebalancing(0.01, "SGD step size of rebalancing", above=0)
+    momentum: float = _of_rebalancing(0.9, "SGD momentum of rebalancing", minimum=0, maximum=0.999)
+    logit_temperature: float = _of_rebalancing(0.0, "divide L2-normalised logits by this; 0 = plain logits", minimum=0)
 
 
 @dataclass(frozen=True)

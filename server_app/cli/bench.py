@@ -13,7 +13,7 @@ from server_app.cli.progress import say
 from server_app.errors import LaunchError
 from server_app.run_files.on_end import require_hook
 from server_app.run_files.paths import FINISHED, read_results, require_writable
-from server_app.run_keys import read_words, require_files, require_listed, run_path
+from server_app.run_keys import load_datasets, read_words, require_files, require_listed, run_path
 from server_app.simulation.cluster import ADDRESS, cluster_address
 from server_app.simulation.processes import Interrupted
 from task.keys import AUTO, ConfigError
@@ -76,7 +76,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _require_images(configs: Sequence["Config"]) -> None:
-    """Count the images of each data set, and read those of people's own folders: a damaged one would end every run.
+    """Read each data set, with all images of people's own folders: a damaged one would end every run.
 
     It warns of test images that are training images too.
 
@@ -84,27 +84,14 @@ def _require_images(configs: Sequence["Config"]) -> None:
         ConfigError: a data set cannot be read, or has too few classes or too few images of one.
     """
     from task.data.digests import count_copies, describe_copies
-    from task.data.load import load_dataset, require_readable
+    from task.data.load import require_readable
 
-    sources: dict[tuple[str, str, int], list[Config]] = {}
-    for c in configs:
-        if not c.own_data:
-            sources.setdefault((c.dataset, c.data_dir, c.max_image_pixels), []).append(c)
-    for (name, text, limit), readers in sources.items():
-        path, shares = str(run_path("data-dir", text)) if text else "", {0.0, *(c.validation_share for c in readers)}
-        counted = [load_dataset(name, path, 1, share, 0, limit) for share in sorted(shares)]
-        classes, tasks = len(counted[0].class_names), max(c.num_tasks for c in readers)
-        if tasks > classes:
-            raise ConfigError(
-                f"num-tasks = {tasks}: {text or name} has {classes} classes, and every task needs one at least: "
-                f"set num-tasks to {classes} or less."
-            )
+    for (name, path), dataset in load_datasets(configs):
         if name == "folder":
             say(f"reading the images in {path}")
-        require_readable(counted[0], name)
-        if copies := count_copies(counted[0], name):
-            say(f"WARNING   {describe_copies(copies, len(counted[0].test_labels))}")
-        load_dataset.cache_clear()  # the runs have processes of their own
+        require_readable(dataset, name)
+        if copies := count_copies(dataset, name):
+            say(f"WARNING   {describe_copies(copies, len(dataset.test_labels))}")
 
 
 def _require_backbones(configs: Sequence["Config"]) -> None:

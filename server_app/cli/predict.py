@@ -45,7 +45,7 @@ def _run_command(args: argparse.Namespace) -> int:
 
 
 def _list_files(word: str, errors: list[str]) -> list[str]:
-    """The image files below a folder, by name; a word that names no folder stays as it is. ``errors`` gets what failed."""
+    """The image files below a folder, by name; a word that names none stays as it is. ``errors`` gets what failed."""
     from task.data.image_folders import image_files
 
     if not os.path.isdir(word):

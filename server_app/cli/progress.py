@@ -38,10 +38,11 @@ def output_is_closed() -> bool:
 
 
 class _Said(logging.Handler):
-    """A log that ``say`` prints."""
+    """A log that ``say`` prints, warnings marked as such."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record))
+        text = self.format(record)
+        say(text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}")
 
 
 class Progress:
@@ -78,15 +79,14 @@ class Progress:
 
         follower = threading.Thread(target=follow, daemon=True)
         follower.start()
-        shown, handler = [logging.getLogger(name) for name in _SHOWN], _Said()
-        for logger in shown:
-            logger.setLevel(logging.INFO)
-            logger.addHandler(handler)
+        handler = _Said()
+        logging.getLogger().addHandler(handler)  # the others log warnings only
+        for name in _SHOWN:
+            logging.getLogger(name).setLevel(logging.INFO)
         try:
             yield
         finally:
-            for logger in shown:
-                logger.removeHandler(handler)
+            logging.getLogger().removeHandler(handler)
             done.set()
             follower.join()
             self.show()

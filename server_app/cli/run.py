@@ -26,7 +26,7 @@ from server_app.run_files.paths import (
     run_directory,
 )
 from server_app.run_files.tensorboard import require_tensorboard
-from server_app.run_keys import complete_run_keys, read_words, require_files, require_listed
+from server_app.run_keys import complete_run_keys, load_datasets, read_words, require_files, require_listed
 from server_app.simulation.cluster import ADDRESS, Cluster, cluster_address, examine_cluster
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
 from server_app.simulation.superlink import POLL, RAY_TIMED_OUT, FlowerRun, default_workers, ray_timed_out
@@ -87,9 +87,11 @@ def _run(args: argparse.Namespace) -> int:
         with lock_run(directory):  # an error if another process is at work in it
             pass
     values |= {"output-dir": str(directory.parent), "run-name": directory.name}
+    here = args.in_process
+    if not (here or address):  # before Flower is started; a run in this process begins with it
+        list(load_datasets([config]))
     say(f"results go to {directory}")
     progress = Progress(directory)
-    here = args.in_process
     code = _run_here(values, progress) if here else _run_with_flower(values, progress, config, args, address)
     if code == OK:
         say("\n".join(summary(directory)))
@@ -135,14 +137,14 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
         mark_failed(progress.directory, str(stop))
         if not begun:
             tell_operator(config.on_end, progress.directory, RunError(str(stop)))
-        return _report_stop(progress.directory, stop)
+        return _report_stop(progress.directory, stop, "--in-process ")
     return OK
 
 
-def _report_stop(directory: Path, stop: Interrupted) -> int:
+def _report_stop(directory: Path, stop: Interrupted, options: str = "") -> int:
     saved = f"what was saved is in {directory}" if directory.exists() else "before the run began"
     if any((directory / "checkpoint").glob("*.ckpt")):
-        saved += f"; go on with: fcil run resume={directory}"
+        saved += f"; go on with: fcil run {options}resume={directory}"
     return complain(f"stopped; {saved}", 128 + stop.number)
 
 

@@ -11,11 +11,12 @@ from server_app.tables import align
 from task.utils.atomic import write_atomically, write_json
 
 NOTE = (
-    "SSIM of the reconstruction and the client's own image that is most like it (1 = the same), and of it and the most "
-    "similar image of the class that other clients have; real: of the client's real images and theirs. If own is "
-    "higher than others, the statistics reveal this client's images; if both are alike, only the class. P = 1 - 1 / "
-    "(1 + MSE) (FedProK eq. 2), MSE of the reconstruction and the client's image that is nearest to it: pixels in 0 "
-    "to 1, then in 0 to 255; 0 = the image itself."
+    "images: of this class, at the client. distance: of the reconstruction's features from those that were sent, by "
+    "the norm of these. SSIM (1 = the same image): own = of the reconstruction and the client's image most like it; "
+    "others = of the reconstruction and the image most like it at other clients; real = of the client's real images "
+    "and those most like them at other clients. If own is higher than others, the statistics reveal this client's "
+    "images; if both are alike, only the class. MSE: of the reconstruction and the client's nearest image, pixels in 0 "
+    "to 1. P = 1 - 1 / (1 + MSE) (FedProK eq. 2), 0 = the image itself; P 255: the same for pixels in 0 to 255."
 )
 
 

@@ -15,10 +15,11 @@ def describe_round(line: Mapping[str, Any], number: int) -> list[str]:
     failures, tasks, rounds = line["failures"], line["num_tasks"], line["rounds_per_task"]
     # a client may fail twice, in training and evaluation, and clients evaluate that were not drawn to train
     failed = len({failure["name"] for failure in failures} & set(line["participants"]))
+    idle = len(line["idle"])  # they have no image of the task
     seconds_left = line["elapsed"] / number * (line["total_rounds"] - number)
     parts = [
         f"task {line['task']}/{tasks}, round {line['round']}/{rounds}",
-        f"{len(line['participants'])} clients" + (f", {failed} failed" if failed else ""),
+        f"{len(line['participants'])} clients" + f", {idle} idle" * bool(idle) + f", {failed} failed" * bool(failed),
         f"loss {line['train_loss']:.3f}" if line["train_loss"] is not None else "",
         f"accuracy on all seen classes {line['seen_accuracy']:.1%}" if line["seen_accuracy"] is not None else "",
         f"{_clock(line['elapsed'])}, about {_clock(seconds_left)} left",

@@ -133,7 +133,7 @@ class Config:
 
     head_init: str = key(
         "normal",
-        "initial values of the head's new rows: normal with deviation 0.02, or uniform as in torch's Linear",
+        "initial values of the head's new rows: normal with deviation 0.02, or those of torch's Linear, uniform",
         choices=("normal", "linear"),
         affects="local training",
     )

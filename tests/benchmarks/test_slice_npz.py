@@ -13,6 +13,7 @@ def _arrays(classes: int, images: int) -> dict[str, np.ndarray]:
         "labels": np.tile(np.arange(classes), 2 * images),
         "split": np.repeat([0, 1], classes * images),
         "class_names": np.array([f"class {c}" for c in range(classes)]),
+        "groups": np.arange(count) // 2,
     }
 
 
@@ -25,6 +26,7 @@ def test_even_classes_are_cut() -> None:
     assert len(set(numbers.tolist())) == len(numbers)
     assert (arrays["class_names"][arrays["labels"][numbers]] == part["class_names"][part["labels"]]).all()
     assert (arrays["split"][numbers] == part["split"]).all()
+    assert (part["groups"] == numbers // 2).all()
 
 
 def test_uneven_classes_fall_in_geometric_steps() -> None:
