@@ -250,7 +250,7 @@ class Bench:
         for setting in dict.fromkeys(group.setting for group in groups.values()):
             members = [group for group in groups.values() if group.setting == setting]
             keys = {run.variant: run.method_keys for run in self._suite.runs if run.setting == setting}
-            self.recommendation[f"Recommendation for {setting}"] = recommend(members, keys)
+            self.recommendation[f"Recommendation: {setting}"] = recommend(members, keys)
         notes = {
             **self.recommendation,
             "Chosen on validation images": self._suite.notes,

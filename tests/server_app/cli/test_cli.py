@@ -3,6 +3,7 @@
 import argparse
 import errno
 import json
+import logging
 import os
 import re
 import subprocess
@@ -137,6 +138,21 @@ def test_progress_shows_what_the_run_warns_of(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == ["warning: no image of b", "warning: c is damaged"]
 
 
+def test_a_run_in_process_marks_warnings_as_one_through_flower_does(tmp_path, capsys):
+    with Progress(tmp_path).in_background():
+        logging.getLogger("task.anything").warning("no image of %s", "b")
+        logging.getLogger("task.anything").info("a detail")
+    logging.getLogger("task.anything").warning("after the run")
+    assert capsys.readouterr().out == "warning: no image of b\n"
+
+
+def test_too_many_tasks_are_refused_before_flower_starts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(run_command, "FlowerRun", None)
+    assert cli.main(["run", "dataset=synthetic", "num-tasks=13", f"output-dir={tmp_path}"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.split(":")[:2]) == ("", ["fcil", " num-tasks = 13"])
+
+
 @pytest.mark.parametrize(("silence", "said"), [(0.0, [1, 2]), (1e9, [])])
 def test_a_round_that_goes_on_says_how_many_have_answered(silence, said, tmp_path, capsys, monkeypatch, caplog):
     monkeypatch.setattr(base, "SILENCE", silence)
@@ -160,7 +176,8 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
         "num_tasks": 2,
         "rounds_per_task": 2,
         "total_rounds": 4,
-        "participants": ["a", "b"],
+        "participants": ["a", "b", "c"],
+        "idle": ["c"],
         "failures": [{"name": "a", "reason": "gone"}, {"name": "a", "reason": "evaluation: gone"}],
         "train_loss": None,
         "seen_accuracy": None,
@@ -173,7 +190,7 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
     progress.show()
     progress.show()
     assert capsys.readouterr().out.splitlines() == [
-        "task 2/2, round 1/2  2 clients, 1 failed  1:01:40, about 1:01:40 left",
+        "task 2/2, round 1/2  3 clients, 1 idle, 1 failed  1:01:40, about 1:01:40 left",
         "    a: gone",
         "    a: evaluation: gone",
     ]
@@ -187,9 +204,9 @@ def test_progress_names_failures_and_ignores_half_a_line(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     (tmp_path / "rounds.jsonl").write_text("")  # resumed before the first round
     progress.show()
-    (tmp_path / "rounds.jsonl").write_text(json.dumps(line | {"failures": [], "elapsed": 60.0}) + "\n")
+    (tmp_path / "rounds.jsonl").write_text(json.dumps(line | {"failures": [], "idle": [], "elapsed": 60.0}) + "\n")
     progress.show()
-    assert capsys.readouterr().out.splitlines() == ["task 2/2, round 1/2  2 clients  1:00, about 3:00 left"]
+    assert capsys.readouterr().out.splitlines() == ["task 2/2, round 1/2  3 clients  1:00, about 3:00 left"]
 
 
 def test_without_flower_the_message_names_the_way_out(tmp_path, capsys, monkeypatch):
