@@ -22,7 +22,7 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     oneDNN, which uses all of it. So this is a 1 x 1 convolution there, if the tokens are many enough.
     """
     B, N, D = tokens.shape
-    if not _by_convolution(tokens, B, N):
+    if not by_convolution(tokens):
         return F.linear(tokens, weight, bias)
     # with one thread oneDNN needs 16 images or more: the tokens stand for those, which changes nothing for a linear map
     grouped = tokens.reshape(N, 1, B, D).permute(0, 3, 1, 2)  # channels last, so that nothing is copied
@@ -30,11 +30,12 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return mapped.permute(0, 2, 3, 1).reshape(B, N, -1)
 
 
-def _by_convolution(tokens: Tensor, images: int, length: int) -> bool:
+def by_convolution(tokens: Tensor) -> bool:
+    """Whether a convolution is the faster form for tokens [B, N, D]; it is for single precision on a CPU."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # an exported model has any number of images
         return False
     single = tokens.device.type == "cpu" and tokens.dtype == torch.float32
-    return single and images >= _FEWEST_IMAGES and length >= _FEWEST_TOKENS
+    return single and len(tokens) >= _FEWEST_IMAGES and tokens.shape[1] >= _FEWEST_TOKENS
 
 
 def use_token_linear(module: nn.Module) -> None:
