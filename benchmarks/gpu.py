@@ -7,12 +7,11 @@ python -m benchmarks.gpu --quick                                          every 
 
 The work is cut into pieces, the one of most worth first; ``--list`` names them with the minutes that each may take.
 Each piece leaves one JSON file in the output folder, and a later call goes on with those that are missing. After
-``--minutes`` no piece is started, and a paper's run stops between two clients; the next call resumes it. Minutes: 5.4
-for correct-*, 2.1 for speed-*, 1.8 for bf16-* and 39 for paper-*, so 48.3 in all. On an H100 correct-* took 3.3 and
-bf16-* 0.8, beside other pieces, and two of speed-* 1.0; those of paper-* are estimates. FPPL's run, 15 of them, comes
-last; FedProK's, 8, before it; what comes before these two takes 25.3. At the end all results of the chosen pieces are
-printed as a section of the ledger, with the names of what was not run. Peak memory has the process's caches in it. The
-two files have 55 MB. An output folder is for one device, one data file and one file of weights.
+``--minutes`` no piece is started, and a paper's run stops between two clients; the next call resumes it. On an H100
+correct-* took 3.3 minutes and bf16-* 0.8, beside other pieces, and two of speed-* 1.0; the minutes of paper-* are
+estimates. The two longest, FedProK's and FPPL's, come last. At the end all results of the chosen pieces are printed as
+a section of the ledger, with the names of what was not run. Peak memory has the process's caches in it. The two files
+have 55 MB. An output folder is for one device, one data file and one file of weights.
 
 correct-METHOD  the same small run in fp32 on the CPU and on the GPU. Random numbers that a server draws on its device
                 differ from device to device, so here they are drawn on the CPU in both runs. What remains is rounding.
@@ -486,6 +485,7 @@ def _main(arguments: Sequence[str] | None = None) -> int:
     pieces = [piece for piece in PIECES if not args.piece or piece.name in args.piece]
     if args.list:
         print(*(f"{piece.name:<24} {piece.minutes:g} min" for piece in pieces), sep="\n")
+        print(f"{'all':<24} {sum(piece.minutes for piece in pieces):.3g} min")
         return 0
     device = "cpu" if args.quick else args.device
     deadline = time.monotonic() + 60 * args.minutes

@@ -1,7 +1,6 @@
 """`python -m benchmarks.gpu`: pieces are resumed, draws are the CPU's, and every line runs without a GPU."""
 
 import json
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -142,16 +141,12 @@ def test_a_tiny_piece_of_each_kind_fills_its_table(tmp_path: Path) -> None:
         assert row in section
 
 
-def test_the_minutes_of_the_docstring_add_up() -> None:
-    """Of each kind, of all, and of what comes before the two longest runs."""
-    said = " ".join((gpu.__doc__ or "").split())
-    by_kind = Counter[str]()
-    for piece in gpu.PIECES:
-        by_kind[piece.name.split("-")[0]] += piece.minutes
-    assert [text for kind, n in by_kind.items() if (text := f"{n:.3g} for {kind}-*") not in said] == []
-    assert f"{by_kind.total():.3g} in all" in said
-    assert [piece.name for piece in gpu.PIECES[-2:]] == ["paper-fedprok", "paper-fppl"]
-    assert f"before these two takes {sum(piece.minutes for piece in gpu.PIECES[:-2]):.3g}." in said
+def test_pieces_are_listed_with_their_minutes(capsys: pytest.CaptureFixture) -> None:
+    """All at the end; the two longest runs come last."""
+    assert gpu._main(["--list"]) == 0
+    *pieces, total = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, *_ in pieces[-2:]] == ["paper-fedprok", "paper-fppl"]
+    assert total == ["all", f"{sum(float(minutes) for _, minutes, _ in pieces):.3g}", "min"]
 
 
 def test_the_run_of_fedrda_is_that_of_the_suite() -> None:
