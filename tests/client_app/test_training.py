@@ -1,5 +1,6 @@
 """Local training, image preparation and counting: by hand, or with Adam written in float64 NumPy."""
 
+import itertools
 import math
 
 import numpy as np
@@ -10,6 +11,7 @@ from timm.models import VisionTransformer
 from torch import nn
 
 from client_app.client import Node, handle
+from client_app.node import random_stream
 from client_app.objectives.base import LocalData, Objective
 from client_app.request import DivergedError
 from client_app.training import train_locally
@@ -25,6 +27,7 @@ from task.models.vit import Early, ViT
 from task.prompts.base import Prompt
 from task.prompts.shared import SharedPrompt
 from task.utils.seeding import torch_rng
+from tests.helpers.own_data import OWN
 from tests.helpers.prompts import prompt_config
 from tests.helpers.runs import train_message
 
@@ -225,6 +228,18 @@ def test_batches_of_one_image(number, batch):
     reported = train(model, data, local_epochs=1, batch_size=batch, learning_rate=0.05)
     assert np.allclose(model.head.weight.detach(), w, atol=2e-5)
     assert reported == pytest.approx((loss, accuracy), rel=1e-4)
+
+
+def test_an_objective_is_told_which_epoch_begins() -> None:
+    told = []
+
+    class Noting(Objective):
+        def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
+            told.append(epoch)
+
+    config = parse({"prompt": "none", "method": "head-only", "local-epochs": 3})
+    train_locally(head_only([2]), Noting(config, Packet()), local_data(5, [0, 1]), config, torch.Generator())
+    assert told == [0, 1, 2]
 
 
 def test_training_repeats_with_its_generator():
@@ -451,8 +466,10 @@ def test_a_new_task_keeps_old_rows_and_starts_new_ones_alike_everywhere():
     assert grown.current_rows().tolist() == [5, 6, 7, 8]
 
 
-def test_every_client_and_round_trains_with_random_numbers_of_its_own(tiny, monkeypatch):
-    config, seeds = parse(tiny), []
+def test_every_seed_client_and_round_trains_with_random_numbers_of_its_own(
+    tiny: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = []
 
     def spied(*stream, **more):
         rng = torch_rng(*stream, **more)
@@ -460,8 +477,14 @@ def test_every_client_and_round_trains_with_random_numbers_of_its_own(tiny, monk
         return rng
 
     monkeypatch.setattr("client_app.learning.torch_rng", spied)
-    for partition_id, server_round in ((0, 1), (0, 2), (1, 1), (1, 2)):
+    for seed, partition_id, server_round in itertools.product((0, 1), (0, 1), (1, 2)):
+        config = parse(tiny | {"seed": seed})
         message = train_message(config)
         message.config["server-round"] = server_round
         handle("train", message, Node(config.flat(), {"partition-id": partition_id}))
-    assert len(seeds) == len(set(seeds)) == 4
+    assert len(seeds) == len(set(seeds)) == 8
+
+
+def test_nodes_with_data_of_their_own_have_random_numbers_of_their_own() -> None:
+    nodes = [Node({}, {"name": name, "data-dir": "/data"}) for name in ("north", "south")]
+    assert len({random_stream(parse(OWN), node) for node in nodes}) == 2

@@ -153,13 +153,14 @@ def test_nothing_reported_changes_nothing():
     assert torch.equal(before, head.head.weight)
 
 
-def test_every_calibration_draws_its_own_features():
-    def after(rounds):
+def test_every_calibration_and_seed_draws_its_own_features() -> None:
+    def after(rounds: int, seed: int = 0) -> torch.Tensor:
         """The weight after a calibration on the same Gaussians, at the end of a task that ends with this round."""
-        strategy, model = CCVR(parse({"method": "ccvr"})), head_of(2)
+        strategy, model = CCVR(parse({"method": "ccvr", "seed": seed})), head_of(2)
         schedule = Schedule([[7, 2], []][:rounds], 1)
         strategy.refine(model, [Update("a", 10, {}, report(samples()[0]))], RoundContext(schedule, rounds))
         return model.head.weight.detach()
 
     assert torch.equal(after(1), after(1))
     assert not torch.equal(after(1), after(2))
+    assert not torch.equal(after(1), after(1, seed=1))

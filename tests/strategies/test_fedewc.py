@@ -17,6 +17,7 @@ from task.models.feature_cache import Inputs
 from task.models.model import Model
 from task.models.resnet import load_resnet18
 from task.prompts.base import Prompt
+from task.prototypes import statistics
 from task.prototypes.noise import GaussianMechanism, system_normal
 from task.prototypes.statistics import FisherStatistics, Sample, empirical_fisher
 from task.scenario.class_stream import Schedule
@@ -24,9 +25,14 @@ from tests.helpers.prompts import prompt_config
 from tests.helpers.trained_backbone import small_model, some_images
 
 
-def test_fisher_is_the_mean_of_squared_gradients_of_single_images():
+@pytest.mark.parametrize("images_per_pass", [2, 5])
+def test_fisher_is_the_mean_of_squared_gradients_of_single_images(
+    images_per_pass: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against one backward pass per image in float64."""
     model, images = small_model(), some_images(5)
+    numbers = sum(p.numel() for p in model.backbone.parameters())
+    monkeypatch.setattr(statistics, "_GRADIENTS", images_per_pass * numbers)
     rows = torch.tensor([2, 4, 3, 3, 2])
     fisher = empirical_fisher(model, Sample(images, np.arange(5), rows + 10, rows))
     twin = copy.deepcopy(model).double()
@@ -47,15 +53,15 @@ def test_fisher_of_a_resnet_leaves_running_statistics_alone():
     model.begin_task(2)
     model.eval()
     before = model.packed_backbone().detach().clone()
-    statistics = FisherStatistics().collect(
+    sent = FisherStatistics().collect(
         model,
         Sample(some_images(3), np.arange(3), torch.tensor([0, 1, 1]), torch.tensor([0, 1, 1])),
         None,
         GaussianMechanism(0, 0, 0, system_normal),
     )
     assert torch.equal(model.packed_backbone(), before)
-    assert statistics["fisher"].shape == tuple(before.shape)
-    assert statistics["counts"].tolist() == [1, 2]
+    assert sent["fisher"].shape == tuple(before.shape)
+    assert sent["counts"].tolist() == [1, 2]
 
 
 def test_ewc_penalty_by_hand():

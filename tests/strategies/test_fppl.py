@@ -232,12 +232,13 @@ def test_a_class_without_prototype_does_not_compete():
     assert torch.equal(three.weight[1], start)
 
 
-def test_every_round_debiases_in_an_order_of_its_own():
-    def after(server_round):
-        strategy, model = FPPL(parse({"method": "fppl", "fppl-debias-batch-size": 1})), head_of(2)
+def test_every_round_and_seed_debiases_in_an_order_of_its_own() -> None:
+    def after(server_round: int, seed: int = 0) -> torch.Tensor:
+        strategy, model = FPPL(parse({"method": "fppl", "fppl-debias-batch-size": 1, "seed": seed})), head_of(2)
         updates = [update("a", [7, 2], rows([0, 1])), update("b", [7, 2], rows([2, 3]))]
         strategy.refine(model, updates, RoundContext(SCHEDULE, server_round))
         return model.head.weight.detach()
 
     assert torch.equal(after(1), after(1))
     assert not torch.equal(after(1), after(2))
+    assert not torch.equal(after(1), after(1, seed=1))

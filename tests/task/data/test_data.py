@@ -411,3 +411,8 @@ def test_each_seed_holds_out_other_validation_images() -> None:
     assert [np.bincount(part.test_labels).tolist() for part in held] == [[10, 10]] * 2
     one, other = (set(part.test_images[np.arange(20)].ravel().tolist()) for part in held)
     assert one != other
+
+
+def test_the_seed_of_a_run_reaches_the_draw_of_validation_images() -> None:
+    first, other = (load_dataset("digits", "", 32, 0.25, seed).test_images for seed in (0, 1))
+    assert set(first.positions) != set(other.positions)

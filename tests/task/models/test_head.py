@@ -65,6 +65,14 @@ def test_the_run_key_reaches_the_head(tiny: dict) -> None:
     assert 0.9 * bound < linear.abs().max() <= bound
 
 
+def test_the_seed_of_the_run_reaches_the_head(tiny: dict) -> None:
+    first, again, other = (
+        build_model(parse(tiny | {"method": "head-only", "seed": seed}), [4]).head.weight for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
 def test_a_prompt_of_another_kind_is_an_error_that_names_both() -> None:
     model = SimpleNamespace(prompt=DecomposedPrompt(prompt_config([0], pool=2), 4))
     assert prompt_of(model, DecomposedPrompt) is model.prompt  # type: ignore[arg-type]  # all that it needs of a model

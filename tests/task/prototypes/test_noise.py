@@ -136,6 +136,14 @@ def test_noise_in_variances_is_divided_like_them(kind: str, expected: float) -> 
     assert sent["variances"].tolist() == [pytest.approx([expected] * 3)]
 
 
+def test_noise_in_full_covariances_is_divided_like_them() -> None:
+    """As above with draws of 4, 1, 4 in the mean of f f^T, a semi-definite matrix: times 25 / sqrt(2) / 2, times 2."""
+    draws = iter([np.array([[4.0, 1.0, 4.0]]), np.zeros((1, 2))])  # of the mean products, then of the means
+    noise = GaussianMechanism(0, 5.0, 1.0, lambda shape: next(draws))
+    sent = GaussianStatistics().compute(torch.zeros(2, 2), torch.tensor([4, 4]), HGPOptions(covariance="full"), noise)
+    assert sent["covariances"] == pytest.approx(np.array([[4.0, 1.0, 4.0]]) * 25 / math.sqrt(2))
+
+
 def test_statistics_stay_valid_under_any_noise() -> None:
     rng = np.random.default_rng(2)
     features, labels = torch.from_numpy(rng.standard_normal((30, 6))).float(), torch.arange(30) % 4
@@ -236,19 +244,34 @@ def answer_of(config: Config) -> Packet:
     return handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
 
 
+def features_behind(answer: Packet, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of the client's images by the model that it has sent back, and their labels."""
+    model, dataset = build_model(config, build_scenario(config).task_sizes(0)), build_scenario(config).dataset
+    model.load(answer.arrays or train_message(config).arrays)
+    model.prompt.train()
+    positions = client_task_data(config, 0, 0, 0).positions
+    features = extract_features(model, dataset.train_images, positions)
+    return features, torch.from_numpy(dataset.train_labels[positions])
+
+
+@pytest.mark.parametrize("method", ["hgp", "ncm", "afcl"])
+def test_a_client_clips_features_before_it_takes_their_statistics(method: str, tiny: dict) -> None:
+    config = parse(tiny | {"method": method, "privacy-feature-clip": 0.5})
+    answer = answer_of(config)
+    features, labels = (values.numpy() for values in features_behind(answer, config))
+    norms = np.linalg.norm(features.astype(np.float64), axis=1, keepdims=True)
+    assert norms.min() > 0.5
+    expected = [(0.5 * features / norms)[labels == c].mean(axis=0) for c in answer.statistics["class_ids"]]
+    assert np.allclose(answer.statistics["means"], expected, atol=1e-4)
+
+
 def test_statistics_are_taken_with_the_arrays_that_are_sent(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features of a model that nobody noised would carry one image's influence into all means."""
     monkeypatch.setattr(GaussianMechanism, "means", lambda self, means, counts: means)
     config = parse(tiny | PRIVATE | {"privacy-feature-clip": 1e6})
-    answer, model = answer_of(config), build_model(config, build_scenario(config).task_sizes(0))
-    model.load(answer.arrays)
-    model.prompt.train()
-    task_data, dataset = client_task_data(config, 0, 0, 0), build_scenario(config).dataset
-    features = extract_features(model, dataset.train_images, task_data.positions)
-    labels = torch.from_numpy(dataset.train_labels[task_data.positions])
-    assert np.allclose(
-        answer.statistics["means"], gaussian_statistics(features, labels, "diagonal", 1)["means"], atol=1e-4
-    )
+    answer = answer_of(config)
+    expected = gaussian_statistics(*features_behind(answer, config), "diagonal", 1)
+    assert np.allclose(answer.statistics["means"], expected["means"], atol=1e-4)
 
 
 def test_an_answer_with_noise_tells_neither_loss_nor_accuracy(tiny: dict) -> None:

@@ -214,3 +214,16 @@ def test_the_noise_in_sums_of_features_has_the_deviation_z_times_b() -> None:
     assert sums.mean(axis=0) == pytest.approx([3, 3], abs=0.01)
     assert sums.std(axis=0) == pytest.approx([z * bound] * 2, rel=0.15)
     assert ScatterStatistics().releases == 2
+
+
+def test_noise_in_means_and_scatter_by_hand() -> None:
+    """Two images of features 0, B = 5, z = 1: sums of 5 from draws of 1, and sum f f^T of draws times B^2 / sqrt(2).
+
+    The scatter is half of sum f f^T less the noised sums' outer product over two images, 5 x 5 / 2 in each entry.
+    """
+    draws = iter([np.ones((1, 2)), np.array([[4.0, 0.0, 4.0]])])  # of the sums, then of the sum of products
+    noise = GaussianMechanism(0.0, 5.0, 1.0, lambda shape: next(draws))
+    statistics = ScatterStatistics().compute(torch.zeros(2, 2), torch.tensor([4, 4]), EXACT, noise)
+    gram, taken = 4 * 25 / 2**0.5, 12.5
+    assert statistics["means"] == pytest.approx(np.array([[2.5, 2.5]]))
+    assert statistics["scatter"] == pytest.approx(np.array([[gram - taken, -taken, gram - taken]]) / 2)
