@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
@@ -228,3 +229,7 @@ def test_random_features_are_a_relu_of_fixed_gaussians() -> None:
     head.grow(3)
     assert head.weight.shape == (3, 8)
     assert head(features).shape == (4, 3)
+    gaussians = Head(100, 3, projection=400).projection.double().numpy()  # 40,000: errors of 0.005 and 0.0035
+    assert abs(gaussians.mean()) < 0.02
+    assert gaussians.std() == pytest.approx(1, abs=0.02)
+    assert stats.kstest(gaussians.ravel(), "norm").pvalue > 1e-6

@@ -384,6 +384,20 @@ def test_distillation_reaches_its_teachers():
     assert all(p.grad is None for p in (*prompt.parameters(), *head.parameters()))
 
 
+def test_losses_are_told_per_sample() -> None:
+    """Of prompts, of the head and of a generator: four times the samples leave them where they are, but for chance."""
+
+    def told(samples: int) -> tuple[float, ...]:
+        where, other = (source([single(1)], [[0, 0, 0, 1, 2, 3]], samples) for _ in range(2))
+        where.generator.eval()
+        prompt, head = DecomposedPrompt(prompt_config(range(J), L, N), D), Head(D, 0)
+        head.grow(S)
+        own = options(prompt_steps=1, head_steps=1, generator_steps=1, batch_size=samples)
+        return *distil(prompt, head, [where], own), train_generator(other, latent(single(0)), own, Event())
+
+    assert told(400) == pytest.approx(told(1600), rel=0.3)
+
+
 def test_first_head_step_by_hand():
     """Adam's first step is the step size against the sign of the gradient of a mean over the composite batch."""
     new, old = source([single(1)], [[0, 0, 0, 1, 2, 3]], 8), source([single(2, 3)], [[1, 1, 1]], 4)

@@ -34,14 +34,19 @@ from tests.helpers.runs import run, train_message, without_times
 PAIRS = [(m.name, prompt) for m in METHODS.values() for prompt in m.prompts[: None if m.name == "fedavg" else 1]]
 
 
-def every_pair(methods: Container[str] = METHODS) -> pytest.MarkDecorator:
-    """A test of all pairs; the default tests have one prompt of each of ``methods``."""
+def every_pair(methods: Container[str] = METHODS, among: Container[str] = METHODS) -> pytest.MarkDecorator:
+    """A test of all pairs whose method is ``among`` some; the default tests have one prompt of each of ``methods``."""
     default = [(m, METHODS[m].prompts[0]) for m in METHODS if m in methods]
-    rows = [pytest.param(*pair, marks=() if pair in default else pytest.mark.ci, id="-".join(pair)) for pair in PAIRS]
+    pairs = [pair for pair in PAIRS if pair[0] in among]
+    rows = [pytest.param(*pair, marks=() if pair in default else pytest.mark.ci, id="-".join(pair)) for pair in pairs]
     return pytest.mark.parametrize(("method", "prompt"), rows)
 
 
 EVERY = every_pair()
+TRAINING = every_pair(among=[m for m in METHODS if parse({"method": m}).trains_locally])
+TRAINING_THE_HEAD = every_pair(
+    among=[m for m in METHODS if parse({"method": m}).trains_locally and not METHODS[m].adapts]
+)
 MAIN = every_pair(["hgp", "pip", "fppl", "hepco", "fedprok", "fedrda", "afcl", "fedavg"])  # where two runs take long
 SOME = every_pair(["hgp", "fedrda", "ncm"])  # for what no strategy does itself
 # other prompts of the methods whose server does more than average while clients train
@@ -203,16 +208,17 @@ def test_exactly_the_expected_arrays_travel(method: str, prompt: str, tiny: dict
     assert all(a.dtype == np.float32 for a in answer.arrays.values())
 
 
-@EVERY
+@TRAINING
 def test_training_changes_every_travelling_array(method: str, prompt: str, tiny: dict) -> None:
     """Two epochs, as the first step cannot change one half of a product whose other half starts at zero (lora)."""
     config = parse(tiny | {"method": method, "prompt": prompt, "local-epochs": 2})
     sent = train_message(config)
     answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
+    assert answer.arrays
     assert all((answer.arrays[name] != sent.arrays[name]).any() for name in answer.arrays)
 
 
-@EVERY
+@TRAINING_THE_HEAD
 def test_old_rows_stay_as_they_are_on_a_client_unless_it_learns_old_classes_too(
     method: str, prompt: str, tiny: dict, finished: Callable
 ) -> None:
@@ -221,7 +227,7 @@ def test_old_rows_stay_as_they_are_on_a_client_unless_it_learns_old_classes_too(
     sent = finished(tiny, method, prompt).message
     answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
     old = build_scenario(config).task_sizes(0)[0]
-    for name in set(answer.arrays) & {"head.weight", "head.bias"}:
+    for name in ("head.weight", "head.bias"):
         assert (answer.arrays[name][:old] == sent.arrays[name][:old]).all() == (method not in LEARNS_OLD)
         assert (answer.arrays[name][old:] != sent.arrays[name][old:]).any()
 
