@@ -1,7 +1,6 @@
 """AFCL: the head equals the centralised one, whatever the partition and the order of everything."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from task.scenario.class_stream import Schedule
 from tests.helpers.marks import rest_in_ci
 from tests.helpers.pooled import PARTITIONS, Pooled, check_regularised, moments
 from tests.helpers.runs import Values, results_of
+from tests.helpers.small_models import head_alone
 
 EXACT: Values = {"method": "afcl", "afcl-dtype": "fp64"}
 SPLITS = rest_in_ci(PARTITIONS, ["dirichlet", "class-share"])
@@ -167,7 +167,7 @@ def test_the_order_of_classes_does_not_change_the_shrinkage() -> None:
         order = rng.permutation(12)
         server = AFCL(parse(server_keys))
         context = RoundContext(Schedule([order.tolist()], 1), 1)
-        chosen.add(server.refine(bare_model(20, 12), [update("a", features, labels.tolist())], context)["shrinkage"])
+        chosen.add(server.refine(head_alone(20, 12), [update("a", features, labels.tolist())], context)["shrinkage"])
     assert len(chosen) == 1
 
 
@@ -189,17 +189,10 @@ def update(client: str, features: np.ndarray, labels: list[int], options: AFCLOp
     return Update(client, len(labels), {}, statistics)
 
 
-def bare_model(dim: int, classes: int) -> Any:
-    """All that refinement needs of a model."""
-    head = Head(dim, 0, trained=False)
-    head.grow(classes)
-    return type("Model", (), {"head": head, "device": torch.device("cpu")})()
-
-
 def test_a_client_counts_once_per_task_and_an_unreported_class_never_wins() -> None:
     rng = np.random.default_rng(1)
     first, second = rng.normal(size=(6, 4)).astype(np.float32), rng.normal(size=(3, 4)).astype(np.float32)
-    schedule, model = Schedule([[4, 9, 1]], 2), bare_model(4, 3)
+    schedule, model = Schedule([[4, 9, 1]], 2), head_alone(4, 3)
     server = AFCL(parse(EXACT | {"afcl-ridge": 1.0}))
     updates = [update("a", first, [9, 4, 9, 4, 9, 9])]
     server.refine(model, updates, RoundContext(schedule, 1))
@@ -212,7 +205,7 @@ def test_a_client_counts_once_per_task_and_an_unreported_class_never_wins() -> N
 
 
 def test_a_round_without_reports_changes_nothing() -> None:
-    model, context = bare_model(4, 2), RoundContext(Schedule([[4, 9]], 2), 1)
+    model, context = head_alone(4, 2), RoundContext(Schedule([[4, 9]], 2), 1)
     before = model.head.weight.clone()
     assert AFCL(parse(EXACT)).refine(model, [Update("a", 3, {}, {})], context) == {}
     assert torch.equal(model.head.weight, before)

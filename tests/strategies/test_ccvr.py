@@ -8,9 +8,8 @@ import strategies.ccvr
 from strategies.base import RoundContext, Update, join_statistics
 from strategies.ccvr import CCVR, pool_gaussians
 from task.config.parsing import parse
-from task.models.model import Head
 from task.scenario.class_stream import Schedule
-from tests.helpers.prototypes import merge_gaussians
+from tests.helpers.small_models import head_alone
 
 D = 5
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
@@ -63,24 +62,6 @@ def test_two_images_of_a_class_give_a_covariance_by_hand():
         assert merged["variances"].tolist() == [[4.5] * D]
 
 
-def test_merging_agrees_with_the_single_class_reference():
-    clients = samples(3)
-    merged = pool_gaussians(join_statistics(report(one) for one in clients))
-    holders = [one[2] for one in clients]
-    covariances = np.array([np.cov(x, rowvar=False) if len(x) > 1 else np.zeros((D, D)) for x in holders])
-    counts = np.array([len(x) for x in holders])
-    mean, covariance = merge_gaussians(np.array([x.mean(axis=0) for x in holders]), covariances, counts)
-    assert np.allclose(merged["means"][1], mean, atol=1e-5)
-    assert np.allclose(merged["covariances"][1], covariance[np.triu_indices(D)], atol=1e-4)
-
-
-def head_of(classes):
-    """All that refinement needs of a model."""
-    head = Head(D, 0)
-    head.grow(classes)
-    return type("Model", (), {"head": head, "device": torch.device("cpu")})()
-
-
 def only(by_class, *classes):
     return {c: x for c, x in by_class.items() if c in classes}
 
@@ -97,7 +78,7 @@ def test_it_calibrates_after_a_task_on_one_gaussian_per_seen_class(monkeypatch):
     monkeypatch.setattr("strategies.ccvr.rebalance", spy)
     strategy, a, b = CCVR(parse({"method": "ccvr"})), samples(1)[0], only(samples(2)[2], 7, 2)
     first = [Update("a", 10, {}, report(a)), Update("b", 14, {}, report(only(samples(4)[2], 7, 2)))]
-    head = head_of(2)
+    head = head_alone(D, 2)
     assert strategy.refine(head, first, RoundContext(SCHEDULE, 1)) == {}
     assert set(strategy.refine(head, [Update("b", 14, {}, report(b))], RoundContext(SCHEDULE, 2))) == {
         "calibration-loss"
@@ -111,7 +92,7 @@ def test_it_calibrates_after_a_task_on_one_gaussian_per_seen_class(monkeypatch):
     assert (options.scale, options.draw, options.samples_per_class) == (1.0, "once", 256)
 
     task_2 = {5: a[7] + 1, 0: a[2] - 1}
-    head = head_of(4)
+    head = head_alone(D, 4)
     before = head.head.weight.detach().clone()
     assert strategy.refine(head, [Update("a", 10, {}, report(task_2))], RoundContext(SCHEDULE, 3)) == {}
     assert torch.equal(before, head.head.weight)
@@ -123,7 +104,7 @@ def test_it_calibrates_after_a_task_on_one_gaussian_per_seen_class(monkeypatch):
 
 def test_calibration_learns_the_classes():
     """Two far classes and a head with swapped rows: afterwards each mean belongs to its own class."""
-    strategy, head = CCVR(parse({"method": "ccvr", "ccvr-learning-rate": 0.1})), head_of(2)
+    strategy, head = CCVR(parse({"method": "ccvr", "ccvr-learning-rate": 0.1})), head_alone(D, 2)
     head.head.weight.data = -torch.eye(2, D)
     rng = np.random.default_rng(0)
     by_class = {7: 4 * np.eye(2, D)[:1] + rng.normal(size=(9, D)), 2: 4 * np.eye(2, D)[1:] + rng.normal(size=(9, D))}
@@ -138,16 +119,16 @@ def test_an_undone_calibration_keeps_the_classes_of_its_task(monkeypatch):
     monkeypatch.setattr("strategies.ccvr.rebalance", lambda _, bank, *rest: seen.append(bank.class_ids.tolist()) or 0.0)
     strategy, by_class = CCVR(parse({"method": "ccvr"})), samples()[0]
     a, b = (Update(name, 4, {}, report(only(by_class, c))) for name, c in (("a", 7), ("b", 2)))
-    strategy.refine(head_of(2), [a, b], RoundContext(SCHEDULE, 1))
+    strategy.refine(head_alone(D, 2), [a, b], RoundContext(SCHEDULE, 1))
     before = dict(vars(strategy))
-    strategy.refine(head_of(2), [a, b], RoundContext(SCHEDULE, 2))
+    strategy.refine(head_alone(D, 2), [a, b], RoundContext(SCHEDULE, 2))
     vars(strategy).update(before)
-    strategy.refine(head_of(4), [Update("a", 4, {}, report({5: by_class[7]}))], RoundContext(SCHEDULE, 4))
+    strategy.refine(head_alone(D, 4), [Update("a", 4, {}, report({5: by_class[7]}))], RoundContext(SCHEDULE, 4))
     assert seen == [[2, 7], [2, 5, 7]]
 
 
 def test_nothing_reported_changes_nothing():
-    strategy, head = CCVR(parse({"method": "ccvr"})), head_of(2)
+    strategy, head = CCVR(parse({"method": "ccvr"})), head_alone(D, 2)
     before = head.head.weight.detach().clone()
     assert strategy.refine(head, [Update("a", 5, {}, {})], RoundContext(SCHEDULE, 2)) == {}
     assert torch.equal(before, head.head.weight)
@@ -156,7 +137,7 @@ def test_nothing_reported_changes_nothing():
 def test_every_calibration_and_seed_draws_its_own_features() -> None:
     def after(rounds: int, seed: int = 0) -> torch.Tensor:
         """The weight after a calibration on the same Gaussians, at the end of a task that ends with this round."""
-        strategy, model = CCVR(parse({"method": "ccvr", "seed": seed})), head_of(2)
+        strategy, model = CCVR(parse({"method": "ccvr", "seed": seed})), head_alone(D, 2)
         schedule = Schedule([[7, 2], []][:rounds], 1)
         strategy.refine(model, [Update("a", 10, {}, report(samples()[0]))], RoundContext(schedule, rounds))
         return model.head.weight.detach()

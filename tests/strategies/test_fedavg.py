@@ -60,7 +60,3 @@ def test_the_weighted_mean_knows_no_order():
     for order in (np.arange(40), np.arange(40)[::-1], rng.permutation(40)):
         mean = mean_of([{"a": arrays[i]} for i in order], weights[order])["a"]
         assert mean.tolist() == [np.float32(float(e)) for e in exact]
-
-
-def test_an_update_weighs_its_images():
-    assert Strategy(parse({})).weight(Update("a", 30, {}, {})) == 30

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from scipy.special import softmax
 
 from client_app.objectives.base import LocalData, Objective
 from client_app.objectives.fppl import FPPLObjective, unified_loss
@@ -16,6 +17,7 @@ from task.models.model import Head, build_model
 from task.prompts.fused import FusedPrompt
 from task.scenario.class_stream import Schedule
 from tests.helpers.prompts import prompt_config
+from tests.helpers.small_models import head_alone
 
 D = 6
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
@@ -34,11 +36,6 @@ def names(prompt):
 
 def unit(x):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-
-def softmax(x):
-    p = np.exp(x - x.max(axis=-1, keepdims=True))
-    return p / p.sum(axis=-1, keepdims=True)
 
 
 def update(client, class_ids, means, counts=None, arrays=None):
@@ -60,7 +57,7 @@ def test_fused_prompt_equals_float64_numpy():
         p.data = torch.tensor(value, dtype=torch.float32)
     prompt.psi.data, prompt.scale.data = torch.tensor(psi, dtype=torch.float32), torch.tensor([3.0])
     prefixes = prompt(torch.tensor(query, dtype=torch.float32))
-    g = softmax(3 * unit(query) @ unit(psi).T)
+    g = softmax(3 * unit(query) @ unit(psi).T, axis=1)
     assert list(prefixes) == [0, 2]
     for j, block in enumerate((0, 2)):
         expected = np.array([sum(g[b, i] * pool[i, j] for i in range(3)) for b in range(5)])
@@ -104,7 +101,7 @@ def test_unified_loss_equals_float64_numpy():
     """Eq. 6 with tau = 0.2; the third image's class has no prototype: its loss is 0 and it still counts in the mean."""
     rng = np.random.default_rng(1)
     f, G, places = rng.normal(size=(4, D)), rng.normal(size=(3, D)), np.array([2, 0, -100, 2])
-    p = softmax(unit(f) @ unit(G).T / 0.2)
+    p = softmax(unit(f) @ unit(G).T / 0.2, axis=1)
     expected = -(np.log(p[0, 2]) + np.log(p[1, 0]) + np.log(p[3, 2])) / 4
     loss = unified_loss(torch.tensor(f), torch.tensor(G), torch.tensor(places), 0.2)
     assert float(loss) == pytest.approx(expected, rel=1e-10)
@@ -125,8 +122,8 @@ def test_the_local_loss_adds_both_terms(tiny):
     with torch.no_grad():
         f = model.features(images).double().numpy()
         z = model(images).double().numpy()[:, 6:]
-    cross_entropy = -np.log(softmax(z)[np.arange(3), [0, 1, 2]]).mean()
-    p = softmax(unit(f) @ unit(sent["means"].astype(np.float64)).T / 0.2)
+    cross_entropy = -np.log(softmax(z, axis=1)[np.arange(3), [0, 1, 2]]).mean()
+    p = softmax(unit(f) @ unit(sent["means"].astype(np.float64)).T / 0.2, axis=1)
     assert float(loss.detach()) == pytest.approx(cross_entropy - (np.log(p[0, 1]) + np.log(p[2, 0])) / 3, rel=1e-4)
     assert logits.shape == (3, 6)
     bare, _ = FPPLObjective(config, Packet()).loss(model, Inputs(images), targets)
@@ -136,7 +133,7 @@ def test_the_local_loss_adds_both_terms(tiny):
 
 def test_global_prototypes_are_a_plain_mean_over_holders():
     """Eq. 5: class 7 from 1 and 99 images is the mid-point; counts play no part."""
-    strategy, model = FPPL(parse({"method": "fppl"})), head_of(2)
+    strategy, model = FPPL(parse({"method": "fppl"})), head_alone(D, 2)
     assert strategy.broadcast(RoundContext(SCHEDULE, 1)) == {}
     updates = [update("a", [7, 2], rows([0, 1]), [1, 5]), update("b", [7], rows([2]), [99])]
     strategy.refine(model, updates, RoundContext(SCHEDULE, 1))
@@ -147,18 +144,11 @@ def test_global_prototypes_are_a_plain_mean_over_holders():
     assert strategy.broadcast(RoundContext(SCHEDULE, 3)) == {}  # no prototype of the new task has come
 
 
-def head_of(classes):
-    """All that refinement needs of a model."""
-    head = Head(D, 0)
-    head.grow(classes)
-    return type("Model", (), {"head": head, "device": torch.device("cpu")})()
-
-
 def test_the_pool_keeps_each_finished_tasks_last_local_prototypes(monkeypatch):
     """Rounds 1 and 2 are task 1, rounds 3 and 4 task 2; in round 4 nobody reports class 5."""
     seen = []
     monkeypatch.setattr("strategies.fppl.debias", lambda head, means, rows, *_: seen.append((means, rows)) or 0.0)
-    strategy, model = FPPL(parse({"method": "fppl"})), head_of(4)
+    strategy, model = FPPL(parse({"method": "fppl"})), head_alone(D, 4)
     reports = [
         [update("a", [7, 2], rows([0, 1]))],
         [update("a", [7], rows([2])), update("b", [2, 7], rows([3, 4]))],
@@ -178,7 +168,7 @@ def test_the_pool_keeps_each_finished_tasks_last_local_prototypes(monkeypatch):
 
 
 def test_refining_without_any_prototype_changes_nothing():
-    model = head_of(2)
+    model = head_alone(D, 2)
     before = model.head.weight.detach().clone()
     assert FPPL(parse({"method": "fppl"})).refine(model, [], RoundContext(SCHEDULE, 1)) == {}
     assert torch.equal(before, model.head.weight)
@@ -198,7 +188,7 @@ def test_debiasing_equals_float64_numpy():
     for epoch in range(2):
         shuffled = torch.randperm(10, generator=order).numpy()
         for i, batch in enumerate((shuffled[:4], shuffled[4:8], shuffled[8:])):
-            p = np.pad(softmax(wide[batch] @ w[:3].T), ((0, 0), (0, 1)))
+            p = np.pad(softmax(wide[batch] @ w[:3].T, axis=1), ((0, 0), (0, 1)))
             losses.append(-np.log(p[np.arange(len(batch)), y[batch]]).sum())
             p[np.arange(len(batch)), y[batch]] -= 1
             g, step = p.T @ wide[batch] / len(batch), 3 * epoch + i + 1
@@ -220,7 +210,7 @@ def test_defaults_are_the_papers():
 def test_a_class_without_prototype_does_not_compete():
     """Class 2, head row 1, is reported by nobody: its row stays, and the others learn as if it were not there."""
     options, prototypes = FPPLOptions(), torch.randn(4, D, generator=torch.Generator().manual_seed(0))
-    three, two = head_of(3).head, head_of(3).head
+    three, two = head_alone(D, 3).head, head_alone(D, 3).head
     two.weight.data, two.bias.data = two.weight.data[[0, 2]], two.bias.data[[0, 2]]
     start = three.weight.detach()[1].clone()
     losses = [
@@ -234,7 +224,7 @@ def test_a_class_without_prototype_does_not_compete():
 
 def test_every_round_and_seed_debiases_in_an_order_of_its_own() -> None:
     def after(server_round: int, seed: int = 0) -> torch.Tensor:
-        strategy, model = FPPL(parse({"method": "fppl", "fppl-debias-batch-size": 1, "seed": seed})), head_of(2)
+        strategy, model = FPPL(parse({"method": "fppl", "fppl-debias-batch-size": 1, "seed": seed})), head_alone(D, 2)
         updates = [update("a", [7, 2], rows([0, 1])), update("b", [7, 2], rows([2, 3]))]
         strategy.refine(model, updates, RoundContext(SCHEDULE, server_round))
         return model.head.weight.detach()

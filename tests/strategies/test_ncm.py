@@ -5,28 +5,16 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from timm.models import VisionTransformer
 
 from strategies.base import RoundContext, Update
 from strategies.ncm import NearestMean
 from task.config.parsing import parse
-from task.models.model import Model
-from task.models.vit import ViT
-from task.prompts.base import Prompt
 from task.scenario.class_stream import Schedule
-from tests.helpers.prompts import prompt_config
+from tests.helpers.small_models import frozen_model
 
 D = 8
 SCHEDULE = Schedule([[7, 2], [5, 0, 3]], 2)
 ORDER = np.array([7, 2, 5, 0, 3])
-
-
-def model_of(classes):
-    vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=D, depth=1, num_heads=2, num_classes=0)
-    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(prompt_config(), 0), 0, "fp32")
-    for number in classes:
-        model.begin_task(number)
-    return model
 
 
 def clients_of(task, seed=0, clients=4):
@@ -60,7 +48,7 @@ def answers(clients):
 
 def head_after(updates_by_round):
     """Head after the rounds 1, 2, ... of the schedule, tasks beginning as in a run."""
-    strategy, model = NearestMean(parse({"method": "ncm"})), model_of([])
+    strategy, model = NearestMean(parse({"method": "ncm"})), frozen_model(D, [])
     for server_round, updates in enumerate(updates_by_round, start=1):
         task, round_in_task = SCHEDULE.locate(server_round)
         if round_in_task == 0:

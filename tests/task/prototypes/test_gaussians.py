@@ -18,7 +18,7 @@ from task.prototypes.gaussians import (
     unpack_symmetric,
 )
 from task.prototypes.statistics import MeanStatistics
-from tests.helpers.prototypes import gaussian_statistics, merge_diagonal, merge_gaussians
+from tests.helpers.prototypes import gaussian_statistics
 
 PACKINGS = ("diagonal", "full", "low-rank")
 COUNTS = {7: 9, 2: 6, 11: 5, 4: 1}  # class id -> images; class 4 has a single one
@@ -158,84 +158,6 @@ def test_packing_round_trip(dim):
     packed = rng.normal(size=(4, dim * (dim + 1) // 2))
     assert np.array_equal(pack_symmetric(unpack_symmetric(packed, dim)), packed)
     assert np.array_equal(unpack_symmetric(packed, dim)[2], symmetric(packed[2], dim))
-
-
-KINDS = {"numpy": np.asarray, "torch": lambda a: torch.from_numpy(np.asarray(a))}
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_merge_diagonal_by_hand(kind):
-    """Weights 1 and 3: mu = (1*1 + 3*5)/4 = 4; sigma2 = (1*(1+2) + 3*(25+4))/4 - 16 = 6.5; second column likewise."""
-    means, variances, weights = np.array([[1.0, 0.0], [5.0, -2.0]]), np.array([[2.0, 1.0], [4.0, 0.0]]), [1.0, 3.0]
-    mean, variance = merge_diagonal(kind(means), kind(variances), kind(np.array(weights)))
-    assert type(mean) is type(variance) is type(kind(means))
-    assert mean.dtype == variance.dtype == kind(means).dtype
-    assert mean.tolist() == [4.0, -1.5]
-    assert variance.tolist() == [6.5, 1.0]  # (1*1 + 3*4)/4 - 2.25
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_merge_diagonal_is_the_variance_of_the_pooled_samples(kind):
-    """Variances divided by n and weights n: then eq. 15 is the variance (divided by n) of all samples together."""
-    parts = [np.random.default_rng(n).normal(n, 1 + n / 9, size=(n, 4)) for n in (1, 3, 8)]
-    means, variances = np.stack([p.mean(axis=0) for p in parts]), np.stack([p.var(axis=0) for p in parts])
-    mean, variance = merge_diagonal(kind(means), kind(variances), kind(np.array([1.0, 3.0, 8.0])))
-    pooled = np.concatenate(parts)
-    assert np.allclose(mean, pooled.mean(axis=0), rtol=1e-12)
-    assert np.allclose(variance, pooled.var(axis=0), rtol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_merge_diagonal_takes_whole_numbers_as_weights_without_loss(kind):
-    """Counts travel as int64; the pooled mean must still have the digits of float64 means."""
-    means, counts = np.array([[0.1], [0.7], [0.4]]), np.array([3, 5, 1])
-    mean, variance = merge_diagonal(kind(means), kind(np.zeros((3, 1))), kind(counts))
-    assert float(mean[0]) == pytest.approx((3 * 0.1 + 5 * 0.7 + 0.4) / 9, rel=1e-14)
-    assert float(variance[0]) == pytest.approx((3 * 0.01 + 5 * 0.49 + 0.16) / 9 - (4.2 / 9) ** 2, rel=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_merge_diagonal_is_never_negative(kind):
-    """Equal means without spread: the variance is 0, and rounding must not bring it below."""
-    means = np.random.default_rng(0).normal(30, 1, size=(1, 500)).astype(np.float32).repeat(7, axis=0)
-    weights = np.arange(1, 8).astype(np.float32)
-    _, variance = merge_diagonal(kind(means), kind(np.zeros_like(means)), kind(weights))
-    assert float(variance.min()) >= 0
-    assert float(variance.max()) < 1e-2
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_merge_diagonal_ignores_weight_zero(kind):
-    means, variances = np.array([[1.0], [50.0]]), np.array([[2.0], [9.0]])
-    mean, variance = merge_diagonal(kind(means), kind(variances), kind(np.array([4.0, 0.0])))
-    assert (float(mean[0]), float(variance[0])) == (1.0, 2.0)
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_merge_gaussians_by_hand(kind):
-    """{0, 2} and {4, 6, 8}: means 1 and 6, covariances 2 and 4; together mean 4 and (16+4+0+4+16)/4 = 10."""
-    mean, covariance = merge_gaussians(
-        kind(np.array([[1.0], [6.0]])), kind(np.array([[[2.0]], [[4.0]]])), kind(np.array([2, 3]))
-    )
-    assert type(mean) is type(covariance) is type(kind(np.ones(1)))
-    assert mean.tolist() == [4.0]
-    assert covariance.tolist() == [[10.0]]
-
-
-@pytest.mark.parametrize("counts", [[1, 1], [1, 4, 7], [12], [2, 2, 2, 2, 30]])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_merge_gaussians_is_numpy_cov_of_the_pooled_samples(kind, counts):
-    """A set of one sample says nothing: its covariance is filled with 99 and must not matter."""
-    rng = np.random.default_rng(len(counts))
-    mixing = rng.normal(size=(3, 3))
-    parts = [5 * rng.normal(size=3) + rng.normal(size=(n, 3)) @ mixing for n in counts]
-    own = [np.cov(p, rowvar=False) if len(p) > 1 else np.full((3, 3), 99.0) for p in parts]
-    mean, covariance = merge_gaussians(
-        kind(np.stack([p.mean(axis=0) for p in parts])), kind(np.stack(own)), kind(np.array(counts))
-    )
-    pooled = np.concatenate(parts)
-    assert np.allclose(mean, pooled.mean(axis=0), rtol=1e-12)
-    assert np.allclose(covariance, np.cov(pooled, rowvar=False), rtol=1e-12)
 
 
 def test_merge_means_by_hand():
