@@ -17,9 +17,10 @@ def drawn(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_values_and_gradients(shape: tuple[int, int], with_bias: bool) -> None:
-    tokens, weight, given = drawn(*shape, 12), drawn(7, 12), drawn(*shape, 7)
-    bias = drawn(7) if with_bias else None
+@pytest.mark.parametrize("frozen", ["", "weight", "weight and bias"])
+def test_values_and_gradients(shape: tuple[int, int], with_bias: bool, frozen: str) -> None:
+    tokens, weight, given = drawn(*shape, 12), drawn(7, 12).requires_grad_(not frozen), drawn(*shape, 7)
+    bias = drawn(7).requires_grad_("bias" not in frozen) if with_bias else None
     answer = linear(tokens, weight, bias)
     answer.backward(given.detach())
     x, w, g = (tensor.detach().double().numpy() for tensor in (tokens, weight, given))
@@ -27,8 +28,9 @@ def test_values_and_gradients(shape: tuple[int, int], with_bias: bool) -> None:
     close = {"rtol": 1e-4, "atol": 1e-4}
     np.testing.assert_allclose(answer.detach().numpy(), x @ w.T + b, **close)
     np.testing.assert_allclose(tokens.grad.numpy(), g @ w, **close)
-    np.testing.assert_allclose(weight.grad.numpy(), np.einsum("bne,bnd->ed", g, x), **close)
-    if bias is not None:
+    if weight.requires_grad:
+        np.testing.assert_allclose(weight.grad.numpy(), np.einsum("bne,bnd->ed", g, x), **close)
+    if bias is not None and bias.requires_grad:
         np.testing.assert_allclose(bias.grad.numpy(), g.sum(axis=(0, 1)), **close)
 
 
