@@ -39,12 +39,12 @@ def wait_for_nodes(transport: Transport, expected: int, patience: float, minimum
     Raises:
         RunError: too few nodes.
     """
-    seen, since = 0, time.monotonic()
+    seen, since, settled = 0, time.monotonic(), min(SETTLED, patience)
     while True:
         nodes, now = list(transport.nodes()), time.monotonic()
         if len(nodes) > seen:
             seen, since = len(nodes), now
-        if (expected and len(nodes) >= expected) or (not expected and nodes and now - since >= SETTLED):
+        if (expected and len(nodes) >= expected) or (not expected and nodes and now - since >= settled):
             return nodes
         if now - since > (patience if seen else max(patience, START_TIMEOUT)):
             if minimum and len(nodes) >= minimum:

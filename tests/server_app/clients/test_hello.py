@@ -1,5 +1,6 @@
 """Waiting for nodes, and what a node may say of itself."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 
 from client_app.client import handle
 from client_app.node import Node
+from server_app.clients import hello
 from server_app.clients.client_info import read_hello
 from server_app.clients.hello import wait_for_nodes
 from server_app.clients.registry import log_clients
@@ -102,6 +104,18 @@ def test_waiting_for_nodes_ends_though_one_comes_and_goes(monkeypatch: pytest.Mo
     empty = iter([[]] * 3 + [[1]] * 9)  # the first may take longer than each further one
     monkeypatch.setattr(transport, "nodes", lambda: next(empty))
     assert wait_for_nodes(transport, 1, 0.05) == [1]
+
+
+@pytest.mark.parametrize("patience", [5.0, 0.05])
+def test_as_many_nodes_as_connect_are_those_that_come_before_it_gets_quiet(
+    patience: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second comes after 0.3 s: with a start-timeout below that the run begins without it."""
+    monkeypatch.setattr(hello, "SETTLED", 0.5)
+    seen = itertools.chain([[1]] * 3, itertools.repeat([1, 2]))
+    transport = InProcessTransport({}, 0)
+    monkeypatch.setattr(transport, "nodes", lambda: next(seen))
+    assert wait_for_nodes(transport, 0, patience) == ([1, 2] if patience > 0.5 else [1])
 
 
 def test_clients_of_other_versions_are_named_once(tiny: dict, caplog: pytest.LogCaptureFixture) -> None:
