@@ -81,6 +81,8 @@ def test_nodes_learn_together_in_sums_alone(keys: Values, tmp_path: Path, method
     assert secure["confusion"] == plain["confusion"]
     assert [r["failures"] for r in secure["rounds"]] == [[], []]
     assert [r["idle"] for r in secure["rounds"]] == [[], []]
+    assert secure["samples_away_after_task"] == [[0], [0, 0]]
+    assert secure["seconds"]["client_train" if method == "fedavg" else "client_statistics"] > 0
     state = [path.read_text() for path in (tmp_path / "state").rglob("*") if path.is_file()]
     assert state
     assert not any("masking" in text for text in state)
@@ -165,6 +167,19 @@ def test_a_node_that_uses_nothing_of_what_it_has_is_a_failure(keys: Values) -> N
     held = sum(results["clients"][1]["class_counts"][:2])
     (failure,) = results["rounds"][0]["failures"]
     assert failure["reason"].startswith(f"it has {held} images of the task and used none")
+
+
+@pytest.mark.parametrize("claimed", [False, True])
+def test_a_node_cannot_be_tested_on_more_images_than_it_has_held_out(keys: Values, claimed: bool) -> None:
+    def inflate(node: int, kind: Kind, answer: Packet) -> Packet:
+        if claimed and (node, kind) == (1, "evaluate"):
+            answer.arrays |= {name: 1000 * answer.arrays[name] for name in ("correct", "total")}
+            answer.arrays["confusion"] *= [1, 1, 1000]
+        return answer
+
+    results = run(keys, tamper=inflate)
+    failures = [(f["name"], "no counts of the images" in f["reason"]) for f in results["rounds"][0]["failures"]]
+    assert failures == [("south", True)] * claimed
 
 
 def test_a_node_that_missed_hello_is_asked_again_once_it_is_free(keys: Values) -> None:

@@ -34,6 +34,18 @@ def test_a_failed_run_is_one_readable_line_in_flowers_log(tmp_path, values, mess
     assert len(traceback.format_exception(error)) == 1
 
 
+def test_progress_appears_where_flower_logs(tmp_path, monkeypatch):
+    loggers = [logging.getLogger(name) for name in ("server_app", "strategies", "task")]
+    for logger in loggers:
+        monkeypatch.setattr(logger, "level", logging.NOTSET)
+        monkeypatch.setattr(logger, "handlers", [])
+    with pytest.raises(RunFailed):
+        server(None, Context(1, 0, {}, RecordDict(), settings(tmp_path, "bad") | {"seed": "one"}))
+    assert logging.getLogger("flwr").handlers
+    for logger in loggers:
+        assert (logger.level, logger.handlers) == (logging.INFO, logging.getLogger("flwr").handlers)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

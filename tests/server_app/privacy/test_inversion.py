@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,11 @@ from scipy import ndimage
 
 from server_app.cli import main as cli
 from server_app.privacy.inversion import (
+    Inversion,
     _attack_targets,
+    _compare_with_real,
+    _reported_positions,
+    attack,
     differentiable_features,
     invert,
     privacy_score,
@@ -20,6 +25,7 @@ from server_app.privacy.inversion import (
 )
 from task.config.parsing import parse
 from task.models.model import build_model
+from task.scenario.scenario import build_scenario
 from task.utils.seeding import torch_rng
 from tests.helpers.runs import run
 
@@ -61,6 +67,51 @@ def test_targets_of_half_precision_do_not_overflow() -> None:
     assert targets.square().sum().item() == 6 * 300**2
 
 
+def test_a_sample_is_a_draw_of_the_class_gaussian() -> None:
+    """Mean 3, and a deviation of 2: from the diagonal alone, or 3 of its variance 4 from two directions."""
+    means, ones = np.full((1, 4096), 3, np.float32), np.ones((1, 4096), np.float32)
+    for packing, spread in {
+        "diagonal": {"variances": 4 * ones},
+        "low-rank": {"variances": ones, "factors": np.stack([ones, 2**0.5 * ones], axis=1)},
+    }.items():
+        config = parse({"method": "hgp", "hgp-covariance": packing})
+        statistics = {"class_ids": np.array([0]), "counts": np.array([9]), "means": means} | spread
+        assert (_attack_targets(statistics, "mean", config) == 3).all()
+        away = _attack_targets(statistics, "sample", config)[0] - 3
+        if packing == "diagonal":
+            assert away.mean().abs() < 0.2
+            assert away.std() == pytest.approx(2, abs=0.1)
+        else:  # both directions move all numbers alike, and the diagonal each on its own
+            assert away.mean().abs() > 0.2
+            assert away.std() == pytest.approx(1, abs=0.1)
+
+
+def test_a_reconstruction_is_compared_with_the_images_of_its_client_and_with_those_of_the_others(tiny: dict) -> None:
+    """It is one of the client's images, so it differs from all images of the others."""
+    config = parse(tiny)
+    scenario, attacked = build_scenario(config), SimpleNamespace()
+    attacked.metadata, attacked.model = SimpleNamespace(task_sizes=[6]), build_model(config, [6])
+    own, others = (_reported_positions(config, attacked, client) for client in (0, 1))
+    assert not set(own) & set(others)
+    pixels, class_id = scenario.dataset.train_images, scenario.dataset.train_labels[own[0]]
+    of_class = own[scenario.dataset.train_labels[own] == class_id]
+
+    def compared(position: int, with_positions: np.ndarray) -> Inversion:
+        image = torch.from_numpy(pixels[position] / 255).float().permute(2, 0, 1)
+        return _compare_with_real(scenario, with_positions, class_id, image, 0.5, attacked)
+
+    found, foreign = compared(own[0], own), compared(own[0], others)
+    assert (found.name, found.images, found.distance) == (scenario.dataset.class_names[class_id], len(of_class), 0.5)
+    np.testing.assert_array_equal(found.real, pixels[own[0]] / 255)
+    assert (found.ssim, found.mse) == pytest.approx((1, 0), abs=1e-5)
+    assert found.ssim_others < 0.99
+    assert found.ssim_real == pytest.approx(np.mean([compared(i, own).ssim_others for i in of_class]))
+    assert (foreign.ssim_others, foreign.mse > 0) == (pytest.approx(1, abs=1e-5), True)
+    numbers = foreign.numbers()
+    assert numbers["p"] == pytest.approx(foreign.mse / (1 + foreign.mse))
+    assert numbers["p_255"] == pytest.approx(255**2 * foreign.mse / (1 + 255**2 * foreign.mse))
+
+
 def test_total_variation_by_hand() -> None:
     """Steps down 1 and 0, across 0 and 1: means 0.5 and 0.5."""
     assert total_variation(torch.tensor([[[[0.0, 0.0], [1.0, 0.0]]]])).tolist() == [1.0]
@@ -95,12 +146,11 @@ def test_the_command_leaves_a_table_and_a_picture(method: str, tiny: dict, capsy
     written = json.loads((Path(folder) / "privacy.json").read_text())
     assert len(written["classes"]) == 2
     assert written["classes"][0]["images"] <= written["classes"][1]["images"]
-    for scale, name in ((1, "p"), (255**2, "p_255")):
-        by_class = [1 - 1 / (1 + scale * c["mse"]) for c in written["classes"]]
-        assert [c[name] for c in written["classes"]] == pytest.approx(by_class)
-        assert written[name] == pytest.approx(np.mean(by_class))
+    found = attack(Path(folder), 0, "mean", 2, 3, "cpu")
+    assert written["classes"] == [inversion.numbers() for inversion in found]
+    for name in ("ssim", "mse", "p", "p_255"):
+        assert written[name] == pytest.approx(np.mean([c[name] for c in written["classes"]]))
     assert 0 < written["p"] < 0.5 < written["p_255"] < 1
-    assert all(-1 <= c["ssim"] <= c["ssim_real"] + 1 for c in written["classes"])
     assert (Path(folder) / "privacy.png").read_bytes().startswith(b"\x89PNG")
 
 

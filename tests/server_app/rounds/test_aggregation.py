@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from server_app.clients.client_info import ClientInfo
 from server_app.errors import RunError
 from server_app.rounds.aggregation import RoundAggregator, sum_hidden_counts
 from server_app.rounds.run import Run, run_experiment
@@ -22,9 +23,11 @@ from strategies.base import RoundContext, Update
 from task.config.parsing import parse
 from task.keys import ConfigError
 from task.message import Kind, Packet
+from task.scenario.class_stream import Schedule
 from task.scenario.scenario import build_scenario
 from tests.conftest import QUICK
 from tests.helpers.marks import rest_in_ci
+from tests.helpers.own_data import NAMES, OWN
 from tests.helpers.runs import FaultyTransport, folder_of, results_of, without_times
 
 Values = dict[str, Any]
@@ -219,13 +222,18 @@ def test_whoever_measures_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
 
 
 class KnownSum(SecureSum):
-    """A sum of confusion matrices that stands already."""
+    """A sum of confusion matrices that stands already, of two clients that have so many test images of each class."""
 
-    def __init__(self, total: np.ndarray) -> None:
-        self.total = total
+    def __init__(self, total: np.ndarray, held: tuple[int, ...] = ()) -> None:
+        self.total, self.held = total, held
 
-    def collect(self, *_: Any, **__: Any) -> tuple[np.ndarray, list[Any]]:
-        return self.total, [SimpleNamespace(name="north"), SimpleNamespace(name="south")]
+    def collect(self, *_: Any, **__: Any) -> tuple[np.ndarray, list[ClientInfo]]:
+        classes, held = NAMES[: len(self.held)], np.array(self.held)
+        of_each = [held // 2, held - held // 2]
+        return self.total, [
+            ClientInfo(name, i, classes, held, test, held, 0, (), (), "", "", (), "", 0)
+            for i, (name, test) in enumerate(zip(("north", "south"), of_each, strict=True))
+        ]
 
 
 def test_a_hidden_confusion_matrix_with_a_negative_count_is_refused(tiny: Values) -> None:
@@ -240,10 +248,28 @@ def test_a_hidden_confusion_matrix_with_a_negative_count_is_refused(tiny: Values
         sum_hidden_counts(KnownSum(right.ravel()), Packet(), scenario.dataset, context, config)
 
 
+def test_a_hidden_confusion_matrix_of_more_images_than_the_nodes_hold_out_is_refused() -> None:
+    config = parse(OWN | {"data-dir": "/data", "method": "ncm"})
+    dataset, context = SimpleNamespace(class_names=NAMES[:2]), RoundContext(Schedule([[0, 1]], 1), 1)
+
+    def counts(*cells: float) -> tuple[np.ndarray, set[str]]:
+        return sum_hidden_counts(KnownSum(np.array(cells), held=(2, 1)), Packet(), dataset, context, config)
+
+    summed, names = counts(2, 0, 1, 0)
+    assert (summed.tolist(), names) == ([[2, 0], [1, 0]], {"north", "south"})
+    with pytest.raises(RunError, match="the sum is no count of the images"):
+        counts(2, 1, 1, 0)
+
+
 @pytest.mark.parametrize("secure", ["off", "pairwise"])
 def test_an_evaluation_by_as_many_as_the_quorum_is_enough(secure: str, tiny: Values) -> None:
     keys = {"method": "fedavg", "evaluate": "clients", "quorum": 3, "secure-aggregation": secure}
     assert results(tiny | keys)["status"] == "finished"
+
+
+def test_an_evaluation_by_fewer_than_the_quorum_ends_the_run(tiny: Values) -> None:
+    with pytest.raises(RunError, match="1 clients evaluated task 1, the quorum is 2"):
+        results(tiny | {"evaluate": "clients", "quorum": 2}, broken=lambda node, kind: kind == "evaluate" and node > 0)
 
 
 def test_the_seconds_of_the_server_are_a_part_of_those_of_the_run(tiny: Values) -> None:

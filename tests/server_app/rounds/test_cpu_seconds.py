@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from client_app.app import app as client
 from server_app.rounds import report_drawer
+from server_app.rounds.run import run_experiment
 from server_app.run_files.results import Results
 from server_app.transport.flower_grid import GridTransport
-from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.scenario.scenario import build_scenario
-from tests.helpers.runs import Values, interrupt, run
+from tests.helpers.flower import LoopbackGrid
+from tests.helpers.runs import Values, folder_of, interrupt, results_of, run
 
 
 def busy(seconds: float) -> None:
@@ -89,8 +91,10 @@ def test_pictures_are_left_out(results: Results, monkeypatch: pytest.MonkeyPatch
 
 
 def test_only_runs_of_one_process_have_it(tiny: Values) -> None:
-    assert (InProcessTransport.one_process, GridTransport.one_process) == (True, False)
     assert run(tiny)["seconds"]["cpu_total"] > 0
+    flower = tiny | {"run-name": "flower", "num-clients": 2}
+    run_experiment(parse(flower), GridTransport(LoopbackGrid(client, 2)))
+    assert "cpu_total" not in results_of(folder_of(flower))["seconds"]
 
 
 def test_a_resumed_run_has_it(tiny: Values) -> None:

@@ -149,3 +149,10 @@ def test_seconds_and_accuracy_that_cannot_be_are_refused(metrics, words, tiny) -
             checked(packet, config)
     else:
         assert checked(packet, config).metrics == {"num-examples": 3} | metrics
+
+
+def test_a_client_may_leave_out_its_statistics_only_where_all_its_counts_may_be_below_the_threshold(tiny) -> None:
+    packet = Packet(metrics={"num-examples": 3})
+    with pytest.raises(InvalidReply, match="class_ids and counts must be int64 lists of equal length, not empty"):
+        checked(packet, parse(tiny | {"method": "ncm"}))
+    assert checked(packet, parse(tiny | {"method": "ncm", "min-class-count": 4})).statistics == {}

@@ -397,6 +397,16 @@ def test_keys_that_the_others_would_refuse_are_left_out(key):
     assert given.report.failures == [{"name": "client-3", "reason": "keys: what came is no key, or not its own"}]
 
 
+def test_keys_that_two_clients_send_are_left_out_both_times() -> None:
+    """Nobody can tell whose they are."""
+    given = Clients(vectors(5))
+    given.tamper = lambda kind, node, answer: (
+        copy_packet(given.answers["keys", 1]) if (kind, node) == ("keys", 3) else answer
+    )
+    assert_is_sum(given.sum(3), given.vectors[[0, 2, 4]], 3)
+    assert [f["name"] for f in given.report.failures] == ["client-1", "client-3"]
+
+
 @pytest.mark.parametrize("seconds", [-1.0, np.inf, np.nan, 10**400, "long", [1.0]])
 def test_seconds_that_cannot_be_are_not_added(seconds):
     given = Clients(vectors(3))
