@@ -71,6 +71,7 @@ def test_nodes_with_images_of_their_own_learn_together(keys: Values, nodes: Path
 def test_real_images_with_the_backbone_for_digits_are_warned_of(keys: Values, caplog: pytest.LogCaptureFixture) -> None:
     run(keys | {"method": "ncm"})
     assert sum(message.startswith("backbone = 'vit_glyphs' is for digits") for message in caplog.messages) == 1
+    assert "method ncm trains nothing locally and ignores local-epochs" in caplog.messages
 
 
 @pytest.mark.parametrize("method", ["fedavg", "afcl"])
@@ -477,7 +478,9 @@ def test_a_task_whose_only_holder_is_out_is_not_learned(keys: Values, caplog: py
 
 
 @pytest.mark.usefixtures("lone")
-def test_a_task_whose_only_holder_is_not_there_on_resume_is_not_learned(keys: Values) -> None:
+def test_a_task_whose_only_holder_is_not_there_on_resume_is_not_learned(
+    keys: Values, caplog: pytest.LogCaptureFixture
+) -> None:
     transport = Changing(parse(keys).flat())
 
     transport.before = {2: cut}
@@ -486,6 +489,7 @@ def test_a_task_whose_only_holder_is_not_there_on_resume_is_not_learned(keys: Va
     transport = Changing(parse(keys).flat())
     transport.hidden.add(2)
     results = run({"resume": str(Path(keys["output-dir"]) / "run"), "start-timeout": 0.1}, transport)
+    assert "going on with 2 of 3 nodes; the others may join later" in caplog.messages
     assert results["tasks_not_learned"] == [2]
     assert results["accuracy_matrix"][1][1] is None
     assert results["metrics"] == {}
@@ -660,7 +664,9 @@ def test_a_node_that_comes_back_unfit_takes_part_no_more(keys: Values, claims: d
     assert any(reason in absent["reason"] for reason in ("another copy of the code", "the disk is full"))
 
 
-def test_classes_outside_the_plan_take_no_node_out(keys: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_classes_outside_the_plan_take_no_node_out(
+    keys: Values, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A run whose classes are settled leaves out what a late node has beside them."""
     monkeypatch.setattr(class_names, "MAX_CLASSES", 5)
     late = lying(keys, 2, *claims_of(4))
@@ -668,6 +674,7 @@ def test_classes_outside_the_plan_take_no_node_out(keys: Values, monkeypatch: py
     late.before = {1: late.hidden.clear}
     results = run(keys | {"num-clients": 2}, late)
     assert results["absent"] == []
+    assert "not in the plan of this run, so left out: zebra 0, zebra 1, zebra 2, zebra 3" in caplog.messages
     assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
 
 

@@ -41,7 +41,7 @@ from task.methods import METHODS, load_class
 from task.scenario.scenario import build_scenario
 from task.utils.atomic import write_atomically
 from tests.helpers.marks import rest_in_ci
-from tests.helpers.own_data import paint
+from tests.helpers.own_data import OWN, paint
 from tests.helpers.runs import Values, interrupt, run, without_times
 
 
@@ -269,6 +269,27 @@ def test_other_backbone_weights_are_refused(tiny: Values) -> None:
         run({"resume": str(folder)})
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_weights_may_lie_elsewhere_on_resume_and_so_may_images_that_the_server_reads(
+    own: bool, tiny: Values, tmp_path: Path
+) -> None:
+    """Of images on the nodes it has no digest that could show that they are the same."""
+    values = tiny | {"method": "ncm"}
+    if own:
+        paint(tmp_path / "nodes" / "north" / "ant", 20, shade=60)
+        paint(tmp_path / "nodes" / "north" / "bee", 20, shade=160)
+        values = OWN | {"method": "ncm", "data-dir": str(tmp_path / "nodes"), "num-clients": 1}
+        values |= {"output-dir": tiny["output-dir"]}
+    resume = {"resume": str(interrupt(values, 2))}
+    elsewhere = load_resumed_keys(resume | {"backbone-weights": "/elsewhere.pt"})
+    assert elsewhere["backbone-weights"] == "/elsewhere.pt"
+    if own:
+        with pytest.raises(ConfigError, match="data-dir = '/elsewhere' is not possible with resume"):
+            load_resumed_keys(resume | {"data-dir": "/elsewhere"})
+    else:
+        assert load_resumed_keys(resume | {"data-dir": "/elsewhere"})["data-dir"] == "/elsewhere"
+
+
 def resume_anew(folder: Path, **values: str) -> dict[str, Any]:
     """As a new process does, which has read no image yet."""
     load_dataset.cache_clear()
@@ -482,6 +503,7 @@ def test_the_account_of_a_resumed_run_goes_on(tiny) -> None:
     folder = interrupt(tiny | private | {"rounds-per-task": 2}, cut_in_round=4)
     account = run({"resume": str(folder)})["privacy"]
     assert account["releases"] == [1, 2, 2, 3]
+    assert account["worst_client"] == "client-0000"  # all have released as much
     assert len(account["epsilon"]) == 4
     assert account["epsilon"][1] == account["epsilon"][2] < account["epsilon"][3]
 

@@ -1,6 +1,8 @@
 """The Strategy adapter: runs in anybody's ServerApp."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +11,13 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 
 from client_app.app import app as client
 from client_app.flower_records import to_records
+from server_app.errors import RunError
 from server_app.flower_strategy import HGP, FCILStrategy, FedAvg
+from server_app.rounds.run import run_experiment
+from task.config.schema import Config
 from task.keys import ConfigError
 from task.message import Packet
-from tests.helpers.flower import LoopbackGrid
+from tests.helpers.flower import LoopbackGrid, N
 from tests.helpers.runs import TWO
 
 KEYS = {key.replace("-", "_"): value for key, value in TWO.items() if key != "rounds-per-task"}
@@ -40,6 +45,30 @@ def test_strategy_runs_in_anybodys_server_app(tmp_path):
         2: {"accuracy": results["per_task_seen_accuracy"][1], "mine": 1.0},
     }
     assert "accuracy" in str(result)
+
+
+def test_what_clients_have_evaluated_is_not_the_servers(tmp_path):
+    keys = KEYS | {"method": "ncm", "num_tasks": 1, "rounds_per_task": 1, "evaluate": "clients"}
+    strategy = FCILStrategy(**keys, output_dir=str(tmp_path), run_name="clients")
+    result = strategy.start(LoopbackGrid(client, 2), ArrayRecord())
+    accuracy = json.loads((tmp_path / "clients" / "results.json").read_text())["per_task_seen_accuracy"][0]
+    assert result.evaluate_metrics_clientapp == {1: {"accuracy": accuracy}}
+    assert result.evaluate_metrics_serverapp == {}
+
+
+def test_answers_are_waited_for_as_long_as_start_says(tmp_path, monkeypatch):
+    grid = LoopbackGrid(client, 2)
+    grid.silent.add(N[0])
+    monkeypatch.setattr("server_app.flower_strategy.run_experiment", require_timeout)
+    strategy = HGP(**KEYS, rounds_per_task=1, quorum=2, output_dir=str(tmp_path), run_name="late")
+    with pytest.raises(RunError, match=r"no answer within 0\.2 s"):
+        strategy.start(grid, ArrayRecord(), timeout=0.2)
+
+
+def require_timeout(config: Config, *more: Any) -> Path:
+    """The run, which would wait for an hour if nobody had told it to wait for less."""
+    assert config.round_timeout == 0.2
+    return run_experiment(config, *more)
 
 
 def test_the_last_round_is_the_last_that_was(tmp_path, monkeypatch):
@@ -87,6 +116,8 @@ def test_strategy_refuses_what_it_cannot_do():
         FCILStrategy(method="fedrda", num_tasks=5).start(grid, ArrayRecord(), num_rounds=10)
     with pytest.raises(ValueError, match="lr"):
         HGP().start(grid, ArrayRecord(), train_config=ConfigRecord({"lr": 0.1}))
+    with pytest.raises(ValueError, match="share"):
+        HGP().start(grid, ArrayRecord(), evaluate_config=ConfigRecord({"share": 0.1}))
     strategy = FCILStrategy(method="head-only")
     assert strategy.config.method == "head-only"
     strategy.summary()

@@ -295,7 +295,9 @@ def events(folder):
 def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
     path = write(seeds=[0, 1])
     first, half, failed, _ = read_suite(path, {}).runs
-    fill(first, run_results((0.5, 0.5, 0.5), seconds=600.0), device="cuda", threads=4)
+    results = run_results((0.5, 0.5, 0.5), seconds=900.0)
+    results["seconds"]["features"] = 300.0  # which later runs find on the disk
+    fill(first, results, device="cuda", threads=4)
     fill(half, run_results((0.5, 0.5, 0.5), status="running"))
     (half.directory / "rounds.jsonl").write_text("{}\n")
     fill(failed, run_results((0.5, 0.5, 0.5), status="failed"))
@@ -314,7 +316,7 @@ def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
         f"{folder / 'table.md'}",
         f"{folder / 'report.html'}",
         "",
-        "Recommendation: synthetic",
+        "Recommendation for synthetic",
     ]
     assert [re.sub(r"\d+ s\b", "0 s", line) for line in out[: len(expected)]] == expected
     assert out[len(expected)].startswith("Most accurate: head, 75.0 ")  # means have 62.5: half of 50.0 + 75.0
@@ -718,9 +720,12 @@ def test_a_run_that_outlives_its_suite_keeps_the_folder(write, quick, tmp_path, 
 
 def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path, request):
     program = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    program += "open(sys.argv[2], 'w').write('{\"status\": \"running\"}')\n"
     program += "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
-    pid = tmp_path / "pid"
-    monkeypatch.setattr(Bench, "_command", lambda self, run, resume: [sys.executable, "-c", program, str(pid)])
+    pid, path = tmp_path / "pid", write()
+    results = read_suite(path, {}).runs[0].directory / "results.json"
+    words = [sys.executable, "-c", program, str(pid), str(results)]
+    monkeypatch.setattr(Bench, "_command", lambda self, run, resume: words)
     monkeypatch.setattr(bench, "PATIENCE", 0.5)
     waited = []
     # whoever runs the tests in the background has them ignore Ctrl-C
@@ -734,9 +739,10 @@ def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path
 
     monkeypatch.setattr(bench.time, "sleep", lambda s, real=time.sleep: (real(s), sleep(s)))
     with pytest.raises(Interrupted):
-        Bench(read_suite(write(), {}), 1, ["--in-process"], lambda line: None).run()
+        Bench(read_suite(path, {}), 1, ["--in-process"], lambda line: None).run()
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+    assert json.loads(results.read_text()) == {"status": "failed", "error": "stopped with its suite"}
 
 
 def test_being_stopped_leaves_a_run_the_time_to_tell_the_operator(write, monkeypatch, tmp_path):
@@ -772,7 +778,7 @@ def test_table_against_numbers_worked_out_by_hand(write, tmp_path):
             fill(run, run_results((0.5, 0.25, 0.75), status="finished" if run.seed == 0 else "failed"))
     bench = Bench(suite, 1, ["--in-process"], lambda line: None)
     bench._report()
-    assert f"Run keys of means: {suite.runs[0].method_keys}" in bench.recommendation["Recommendation: synthetic, iid"]
+    assert f"Run keys of means: {suite.runs[0].method_keys}" in bench.recommendation["Recommendation for synthetic, iid"]
     header, rows = table(tmp_path / "out")
     assert list(rows) == [("means", "synthetic, iid"), ("head", "synthetic, iid")]
     shown = dict(zip(header[2:], rows["means", "synthetic, iid"], strict=True))

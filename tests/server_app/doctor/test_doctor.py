@@ -152,10 +152,13 @@ def test_runs_that_were_killed_are_named(tmp_path: Path) -> None:
     assert f"resume={tmp_path / 'a'}" in finding.advice
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_or_has_little_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
+    new = parse({"output-dir": str(tmp_path / "new" / "runs")})
     assert machine._disk(parse({"output-dir": str(tmp_path / "file" / "runs")})).level == "problem"
-    assert machine._disk(parse({"output-dir": str(tmp_path / "new" / "runs")})).level == "ok"
+    assert machine._disk(new).level == "ok"
+    monkeypatch.setattr(machine, "SCARCE_DISK", 2**80)
+    assert machine._disk(new).level == "warning"
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,12 @@ def test_the_worst_client_is_charged_for_every_round_of_a_task_in_which_it_had_d
     assert charge({}, path, rounds) == {}
 
 
+def test_noise_that_the_server_can_take_away_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    drawn, seeded = (open_account(parse({**PRIVATE, "privacy-seeded": is_seeded})) for is_seeded in (False, True))
+    assert (drawn["seeded"], seeded["seeded"], len(caplog.messages)) == (False, True, 1)
+    assert "privacy-seeded = true: whoever knows the seed, as the server does, can take the noise away" in caplog.text
+
+
 def test_an_idle_round_takes_back_no_release(tmp_path: Path) -> None:
     """One that has answered twice and then says to have nothing, as after the loss of its disk, has released twice."""
     account, path, rounds = open_account(parse({"method": "hgp", **PRIVATE})), tmp_path / "asked.jsonl", []

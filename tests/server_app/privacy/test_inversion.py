@@ -177,7 +177,10 @@ def test_a_sample_of_what_was_sent_may_be_the_target(tiny: dict) -> None:
     assert privacy(f"{tiny['output-dir']}/run", "--target", "sample", "--classes", "1") == 0
 
 
-def test_thresholds_hold_for_the_attack_too(tiny: dict, capsys: pytest.CaptureFixture) -> None:
+def test_thresholds_hold_for_the_attack_too(
+    tiny: dict, capsys: pytest.CaptureFixture, caplog: pytest.LogCaptureFixture
+) -> None:
     run(tiny | {"min-class-count": 10**6})
+    assert "so hgp gets no statistics at all" in caplog.text
     assert privacy(f"{tiny['output-dir']}/run") == 2
     assert "min-class-count" in capsys.readouterr().err

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from client_app.app import app as client
+from server_app.errors import RunError
 from server_app.rounds import report_drawer
 from server_app.rounds.run import run_experiment
 from server_app.run_files.results import Results
@@ -102,3 +104,14 @@ def test_a_resumed_run_has_it(tiny: Values) -> None:
     folder = interrupt(values, cut_in_round=3)
     before = json.loads((folder / "results.json").read_text())["seconds"]["cpu_total"]
     assert run({"resume": str(folder)})["seconds"]["cpu_total"] > before
+
+
+def test_the_server_computes_with_as_many_threads_as_the_run_says(
+    tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients set the number too, but here no node answers."""
+    numbers: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    with pytest.raises(RunError, match="0 clients can take part"):
+        run(tiny | {"threads": 3}, broken=lambda node, kind: True)
+    assert numbers == [3]

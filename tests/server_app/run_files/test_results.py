@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from server_app.run_files.results import Results, RoundReport
+from server_app.run_files.writers import read_lines
 from task.config.parsing import parse
 from task.scenario.scenario import build_scenario
 
@@ -57,3 +58,16 @@ def test_each_tasks_marks_are_those_of_its_own_images(tiny, tmp_path) -> None:
     results.samples = [2]
     results.note_correct(np.array([old, new, new, old, new]), np.array([True, False, True, False, True]))
     assert results.correct_images == ["10", "011"]
+
+
+def test_rounds_of_adaptation_are_counted_in_each_rounds_line(tiny, tmp_path) -> None:
+    """Two come first, and belong to the first of two tasks."""
+    config = parse(tiny | {"method": "fedrda", "fedrda-adaptation-rounds": 2})
+    results = Results(tmp_path, config, build_scenario(config))
+    for task, round_ in ((1, 1), (1, 2), (1, 3), (2, 1)):
+        results.rounds.append(RoundReport(task, round_, ["a"]))
+        results.write_round()
+    lines = read_lines(tmp_path / "rounds.jsonl")
+    assert [(line["round"], line["rounds_per_task"], line["total_rounds"]) for line in lines] == [
+        *((1, 3, 4), (2, 3, 4), (3, 3, 4), (1, 1, 4))
+    ]

@@ -159,6 +159,7 @@ def test_what_a_node_says_of_itself(tiny):
     assert said["code"] == code_sha256()
     other = cluster.describe_node(values | {"seed": 1, "backbone-weights": "random"})
     assert other["weights"] != said["weights"]
+    assert other["data"] == said["data"] != cluster.describe_node(values | {"dataset": "digits"})["data"]
     missing = cluster.describe_node(values | {"dataset": "npz", "data-dir": "/nowhere.npz"})
     assert "/nowhere.npz" in missing["problem"]
 
@@ -269,7 +270,7 @@ def test_the_operator_is_told_of_a_run_that_a_signal_ends(told, tiny, tmp_path, 
 
 @pytest.mark.parametrize("options", [["--in-process"], []])
 def test_the_operator_is_told_of_a_resumed_run_that_a_signal_ends_before_it_goes_on(
-    options, tiny, tmp_path, monkeypatch
+    options, tiny, tmp_path, monkeypatch, capsys
 ):
     """Its results.json says failed already, of the first time."""
     folder = interrupt(tiny | {"output-dir": str(tmp_path), "run-name": "run"}, cut_in_round=2)
@@ -286,6 +287,7 @@ def test_the_operator_is_told_of_a_resumed_run_that_a_signal_ends_before_it_goes
     monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
     words = [f"resume={folder}", f"on-end=sh -c 'cat >> {tmp_path}/event'"]
     assert main(["run", *options, *words]) == 128 + signal.SIGTERM
+    assert f"; go on with: fcil {' '.join(['run', *options])} resume={folder}\n" in capsys.readouterr().err
     assert json.loads((tmp_path / "event").read_text())["error"] == "stopped by SIGTERM"
 
 
@@ -327,7 +329,7 @@ def test_the_operator_is_told_once_how_flower_ended_a_run(ends, code, status, er
 )
 @pytest.mark.parametrize("stopped", [False, True])
 def test_the_end_that_a_run_has_recorded_comes_before_what_ends_flower(
-    recorded, code, status, error, stopped, tiny, tmp_path, monkeypatch
+    recorded, code, status, error, stopped, tiny, tmp_path, monkeypatch, capsys
 ):
     def end(run: FakeRun, values: dict, *_: object) -> None:
         run.log.write_text("")
@@ -344,6 +346,8 @@ def test_the_end_that_a_run_has_recorded_comes_before_what_ends_flower(
     values = tiny | {"on-end": f"sh -c 'cat >> {tmp_path}/event'"}
     expected = 128 + signal.SIGTERM if stopped else code
     assert main(["run", *(f"{name}={value}" for name, value in values.items())]) == expected
+    told = f"the run finished, but then Flower says: {FAILED[1]}" in capsys.readouterr().err
+    assert told == (status == "finished" and not stopped)
     event = json.loads((tmp_path / "event").read_text())
     assert (event["status"], event["error"]) == (status, error)
 

@@ -5,14 +5,14 @@ import weakref
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
+from flwr.app import DEFAULT_TTL, Array, ArrayRecord, Error, Message, MetricRecord, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
 from client_app.flower_records import to_records
 from server_app.transport import flower_grid
 from server_app.transport.answers import WholeAnswers
 from server_app.transport.base import Reply, sort_replies
-from server_app.transport.flower_grid import GridTransport, readable_reason
+from server_app.transport.flower_grid import GridTransport, _envelopes, readable_reason
 from task.message import Packet, payload_bytes
 from tests.helpers.flower import LoopbackGrid, N, echo, packet
 
@@ -224,6 +224,12 @@ def test_what_flower_adds_to_a_packet_is_little():
     message = Message(to_records(sent), N[0], "train")
     travelling = sum(len(nested.deflate()) for nested in get_all_nested_objects(message).values())
     assert 0 < travelling - payload_bytes(sent) < 2000
+
+
+def test_flower_keeps_a_message_for_longer_than_its_answer_is_waited_for():
+    LoopbackGrid(echo)
+    [envelope] = _envelopes("train", {N[0]: packet(1)}, 7200.0)
+    assert envelope.message.metadata.ttl == DEFAULT_TTL + 7200
 
 
 def test_shared_packets_are_serialised_once(monkeypatch):
