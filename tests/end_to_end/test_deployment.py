@@ -44,8 +44,8 @@ def settings(folder: Path, name: str) -> dict[str, Scalar]:
 def test_nodes_end_with_the_numbers_of_a_run_in_one_process(deployment, tmp_path, more):
     """A node's secrets of a secure sum outlive the processes that answer its messages."""
     words = run_config(settings(tmp_path, "nodes") | more)
-    count_in_log = deployment.flower("run", ".", "fcil", "--stream", "--run-config", words)
-    assert (tmp_path / "nodes" / "results.json").exists(), count_in_log
+    said = deployment.flower("run", ".", "fcil", "--stream", "--run-config", words)
+    assert (tmp_path / "nodes" / "results.json").exists(), said
     values = settings(tmp_path, "here") | more
     run_experiment(parse(values), InProcessTransport(values, NODES))
     assert comparable(tmp_path / "nodes") == comparable(tmp_path / "here")

@@ -185,3 +185,4 @@ def test_pages_name_no_path_of_a_machine() -> None:
 
 def test_hooks_lie_where_the_site_looks_for_them() -> None:
     assert Path(hooks.__file__) == ROOT / "docs" / "hooks.py"
+    assert "\nhooks: [docs/hooks.py]\n" in (ROOT / "mkdocs.yml").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PATHS = [path for room in ("task", "client_app", "strategies") for path in (ROOT / room).rglob("*.py")]
+PATHS = [path for room in ("task", "client_app", "strategies", "server_app") for path in (ROOT / room).rglob("*.py")]
 MODULES = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in PATHS if ">>> " in p.read_text()]
 
 

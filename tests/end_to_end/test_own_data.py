@@ -394,9 +394,7 @@ def test_holders_of_a_tasks_test_images_that_are_away_for_a_while_end_no_run(
     assert found.gaps == [(after, 1)]
 
 
-def test_images_that_change_between_evaluations_are_named(
-    keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_test_images_of_a_holder_that_is_away_are_missed(keys: Values, caplog: pytest.LogCaptureFixture) -> None:
     """One of two holders away: the accuracy is of fewer images, and log and results say so."""
     results = run(keys, away(Changing(parse(keys).flat()), {0}, {"evaluate"}, {2}))
     (first,), (second, _) = results["samples_after_task"]

@@ -366,10 +366,10 @@ def test_a_full_disk_is_an_error_and_leaves_every_earlier_file_whole(
             raise OSError(errno.ENOSPC, "No space left on device")
         original(number)
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*/cut/[\w./-]+'"):
-        run(interrupted)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"No space left on device: '.*/cut/[\w./-]+'"):
+            run(interrupted)
     folder = Path(interrupted["output-dir"]) / "cut"
     assert not list(folder.rglob("*.part"))
     json.loads((folder / "results.json").read_text())

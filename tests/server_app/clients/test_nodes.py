@@ -38,6 +38,7 @@ SOUTH = NodeInfo(
     heartbeat_interval=30,
 )
 NEW = NodeInfo(node_id=8, status="registered", registered_at=BEFORE)
+ASK_SUPERLINK = nodes._ask_superlink
 GONE = NodeInfo(node_id=9, name="gone", status="unregistered", registered_at=BEFORE)
 
 
@@ -150,7 +151,7 @@ def test_a_node_whose_hello_cannot_be_read_is_noted(tiny: Values, tmp_path: Path
 def test_a_connection_that_is_none_is_an_error_for_people(
     name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(nodes, "_ask_superlink", ASK_SUPERLINK)
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     (tmp_path / "config.toml").write_text('[superlink.local]\naddress = ":local:"\n')
     with pytest.raises(LaunchError, match=reason):
@@ -162,7 +163,7 @@ def test_a_connection_that_is_none_is_an_error_for_people(
 def test_a_superlink_that_does_not_answer_is_an_error_for_people(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(nodes, "_ask_superlink", ASK_SUPERLINK)
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     (tmp_path / "config.toml").write_text('[superlink.fcil]\naddress = "127.0.0.1:1"\ninsecure = true\n')
     with pytest.raises(LaunchError, match="SuperLink") as raised:

@@ -159,7 +159,9 @@ def test_a_run_does_not_depend_on_the_order_of_the_answers(method: str, tiny: Va
 
 
 @pytest.mark.parametrize("bound", [{}, {"max-update-norm": 50.0}, {"max-update-ratio": 5.0}])
-def test_nor_do_its_failures_and_entropies(bound: Values, tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_and_entropies_do_not_depend_on_the_order_of_the_answers(
+    bound: Values, tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the method receives what has been accepted, nothing else."""
     received = set[str]()
     monkeypatch.setattr("strategies.base.Strategy.receive", lambda self, model, update, at: received.add(update.client))

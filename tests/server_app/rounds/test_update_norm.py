@@ -58,7 +58,7 @@ def test_the_median_is_that_of_what_the_other_bound_lets_through() -> None:
 
 
 @pytest.mark.parametrize("key", ["max-update-norm", "max-update-ratio"])
-def test_a_client_that_goes_find_excessive_is_as_if_it_had_not_answered(key: str, tiny: dict) -> None:
+def test_a_client_whose_update_is_excessive_is_as_if_it_had_not_answered(key: str, tiny: dict) -> None:
     def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
         if node == 1 and kind == "train":
             packet.arrays["head.weight"] += np.float32(10)

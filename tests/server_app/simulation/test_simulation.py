@@ -31,7 +31,7 @@ from tests.helpers.runs import interrupt
 ROOT = Path(__file__).parents[3]
 
 
-def test_workers_fit_cores_clients_and_memory(monkeypatch):
+def test_workers_fit_cores_clients_and_a_gpu(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
     settings = ({}, {"threads": 4}, {"threads": 99}, {"num-clients": 2})
     monkeypatch.setattr(launcher.shutil, "which", lambda name: None)
