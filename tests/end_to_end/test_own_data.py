@@ -89,7 +89,7 @@ def test_nodes_learn_together_in_sums_alone(keys: Values, tmp_path: Path, method
     assert not any("masking" in text for text in state)
 
 
-def test_a_rehearsal_from_the_command_line_has_a_client_for_each_folder(keys: Values, nodes: Path) -> None:
+def test_a_rehearsal_from_the_command_line_has_a_client_for_each_folder(keys: Values) -> None:
     words = [f"{k}={v}" for k, v in keys.items() if k != "num-clients"]
     assert main(["run", "--in-process", *words]) == 0
     results = json.loads((Path(keys["output-dir"]) / "run" / "results.json").read_text())
@@ -210,7 +210,7 @@ def test_a_node_that_breaks_down_at_hello_is_asked_three_times(keys: Values) -> 
     assert [entry["name"] for entry in results["absent"]] == ["node 2"]
 
 
-def test_a_node_that_comes_back_on_other_weights_is_refused(keys: Values, nodes: Path) -> None:
+def test_a_node_that_comes_back_on_other_weights_is_refused(keys: Values) -> None:
     values = parse(keys).flat()
     transport = Changing(values)
     transport.before[2] = lambda: transport._nodes.update(
@@ -277,14 +277,10 @@ def test_a_node_whose_twin_in_name_has_gone_takes_part(keys: Values) -> None:
     assert results["absent"] == []
 
 
-@pytest.mark.parametrize("number", [2, MAX_CLASSES])
-def test_a_node_that_invents_classes_takes_no_other_out(
-    number: int, keys: Values, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_invents_classes_takes_no_other_out(keys: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have more classes than it, but the same."""
-    if number == 2:
-        monkeypatch.setattr(class_names, "MAX_CLASSES", 5)
-    results = run(keys | {"num-clients": 0}, lying(keys, 1, *claims_of(number)))
+    monkeypatch.setattr(class_names, "MAX_CLASSES", 5)
+    results = run(keys | {"num-clients": 0}, lying(keys, 1, *claims_of(2)))
     assert [c["name"] for c in results["clients"]] == ["north", "west"]
     assert "classes the run would have" in results["absent"][0]["reason"]
 
@@ -814,7 +810,7 @@ def test_the_server_says_who_holds_what_and_what_nobody_can_be_tested_on(
     assert "held out  classes  unreadable" in caplog.text
 
 
-def test_files_that_come_during_a_task_wait_for_the_next_hello(keys: Values, patterns: list[np.ndarray]) -> None:
+def test_files_that_come_during_a_task_wait_for_the_next_hello(keys: Values) -> None:
     """The server refuses more examples than a node has spoken of."""
     values = keys | {"num-tasks": 1, "rounds-per-task": 2}
     late = Path(keys["data-dir"]) / "north" / "ant"
@@ -884,14 +880,6 @@ def test_a_node_that_comes_back_under_another_name_is_one_client_still(keys: Val
         (lambda p: p.config.update({"backbone-sha256": "0" * 64}), "other backbone weights"),
         (lambda p: p.config.update({"code-sha256": "0" * 64}), "another copy of the code"),
         (lambda p: p.config.update({"classes": ["a", "a"]}), "its classes are not distinct"),
-        (lambda p: p.config.update({"classes": ["a", "\n"]}), "among its classes is"),
-        (lambda p: p.arrays.update({"class_counts": p.arrays["class_counts"] + 10**10}), "images of each class"),
-        (lambda p: p.config.update({"image-shape": 5}), "image-shape is 5"),
-        (lambda p: p.config.update({"image-shape": [0, 16]}), "image-shape"),
-        (lambda p: p.config.update({"unreadable": [1]}), "unreadable is [1]"),
-        (lambda p: p.config.update({"unreadable-classes": ["\n"]}), "among its unreadable-classes is"),
-        (lambda p: p.config.update({"free-disk": -1}), "free-disk is -1"),
-        (lambda p: p.config.update({"free-disk": True}), "free-disk is True"),
     ],
 )
 def test_a_late_node_that_does_not_fit_is_named(spoil: Callable[[Packet], object], reason: str, keys: Values) -> None:
@@ -958,7 +946,7 @@ def test_the_run_waits_for_classes_to_appear(
 
 
 def test_an_open_ended_run_is_resumed_with_the_classes_it_had(
-    keys: Values, nodes: Path, patterns: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+    keys: Values, nodes: Path, patterns: list[np.ndarray]
 ) -> None:
     values = appearing(keys)
     arrives = {2: lambda: store(nodes / "north", 4, patterns[4])}

@@ -172,7 +172,7 @@ def test_of_two_runs_of_one_name_the_later_begins_nothing(tiny: Values, monkeypa
 
 
 @pytest.mark.ci
-def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_process_is_resumed_from_the_command_line(tiny: Values) -> None:
     uninterrupted, interrupted = two_runs(tiny)
     run(uninterrupted)
     folder = Path(interrupted["output-dir"]) / "cut"
@@ -458,11 +458,13 @@ def test_a_method_from_outside_that_adapts_keeps_its_number_of_rounds(tiny: Valu
         METHODS.pop(name, None)
 
 
-@pytest.mark.parametrize("prompt", ["none", "lora"])
-def test_a_run_of_an_earlier_version_keeps_its_class_tokens(prompt: str, tiny: Values) -> None:
+@pytest.mark.parametrize(
+    "adapting", [{"prompt": "none"}, {"prompt": "lora", "fedrda-adaptation-rounds": 2}], ids=["none", "lora"]
+)
+def test_a_run_of_an_earlier_version_keeps_its_class_tokens(adapting: Values, tiny: Values) -> None:
     """Its config.yaml has no run key for the early feature, and says whether the last one is taken without prompt."""
     old = {"fedrda-depth": 0.75, "fedrda-early-feature": "class-token", "fedrda-frozen-depth": 1.0}
-    straight, cut = two_runs(tiny, method="fedrda", prompt=prompt, **{"fedrda-adaptation-rounds": 5}, **old)
+    straight, cut = two_runs(tiny, method="fedrda", **adapting, **old)
     folder = interrupt(cut, cut_in_round=2)
     text = (folder / "config.yaml").read_text()
     for new, earlier in (("early-feature: class-token\n", None), ("frozen-depth: 1.0\n", "frozen-features: true\n")):

@@ -14,7 +14,7 @@ import pytest
 from flwr.common.config import parse_config_args
 
 from tests.helpers.compose import PARSERS, PROGRAMS, parsed
-from tests.helpers.documents import PAGES, ROOT, blocks, section
+from tests.helpers.documents import ROOT, blocks, section
 from tests.helpers.proxy import free_port, make_keys, upstream
 
 FOLDER = ROOT / "docker" / "systemd"
@@ -187,10 +187,6 @@ def test_only_the_main_command_reads_credentials(unit: str) -> None:
     """Systemd 252 hides them from all others: there the SuperLink answered and its service never counted as started."""
     for key, commands in read(f"{unit}.service").items():
         assert key == "ExecStart" or not any("CREDENTIALS_DIRECTORY" in command for command in commands)
-
-
-def test_the_readme_has_a_page_for_the_services() -> None:
-    assert "systemd/" in PAGES["docker/README.md"]
 
 
 def health(*words: object) -> subprocess.CompletedProcess[str]:

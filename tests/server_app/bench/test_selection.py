@@ -79,7 +79,7 @@ def test_whose_keys_win_in_a_selection(write):
         ({"others": ["nowhere.json"]}, "others: .*nowhere.json cannot be used"),
     ],
 )
-def test_mistakes_are_found_before_anything_runs(write, tmp_path, capsys, changes, message):
+def test_mistakes_are_found_before_anything_runs(write, tmp_path, changes, message):
     path = write(**changes)
     with pytest.raises(ConfigError, match=message):
         read_suite(path, {})
@@ -293,7 +293,8 @@ def test_every_suite_of_the_project_can_be_read(name):
 
 def test_suites_of_the_project_are_what_they_say():
     cpu = read_suite(ROOT / "suites" / "cifar100-cpu.yaml", {})
-    assert {run.config.method for run in cpu.runs} == set(METHODS)
+    digits = read_suite(ROOT / "suites" / "digits.yaml", {})
+    assert {run.config.method for run in cpu.runs} == {run.config.method for run in digits.runs} == set(METHODS)
     seeds = {name: sorted({run.seed for run in cpu.runs if run.variant == name}) for name in ("hgp", "fedewc")}
     assert seeds == {"hgp": [0, 1, 2], "fedewc": [0]}
     assert {run.config.data_dir for run in cpu.selection.suite.runs} == {"cifar100-select.npz"}

@@ -328,7 +328,7 @@ def test_in_process_runs_need_no_flower(tmp_path):
 
 
 @pytest.mark.ci
-def test_commands_start_where_there_is_no_fcntl(tmp_path):
+def test_commands_start_where_there_is_no_fcntl():
     """As on Windows, which has no SIGHUP either."""
     script = "import signal, sys; sys.modules |= dict(fcntl=None, resource=None); del signal.SIGHUP\n"
     script += "import server_app.doctor.dry_run; from server_app.cli.main import main; main(['run', '--help'])"

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,20 +131,28 @@ def test_clients_of_other_versions_are_named_once(tiny: dict, caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    ("classes", "counts", "words"),
+    ("changes", "most", "words"),
     [
-        (["cat", "dog"], [10**9, 1], ""),
-        (["cat", "dog"], [10**9 + 1, 1], "images of each class"),
-        (["cat", "Cat."], [1, 1], "not distinct"),
+        ({}, 10**9, ""),
+        ({}, 10**9 + 1, "images of each class"),
+        ({"classes": ["cat", "cat"]}, 1, "its classes are not distinct"),
+        ({"classes": ["cat", "Cat."]}, 1, "its classes are not distinct"),
+        ({"classes": ["cat", "\n"]}, 1, "among its classes is"),
+        ({"image-shape": 5}, 1, "image-shape is 5"),
+        ({"image-shape": [0, 16]}, 1, r"image-shape is \[0, 16\]"),
+        ({"unreadable": [1]}, 1, r"unreadable is \[1\]"),
+        ({"unreadable-classes": ["\n"]}, 1, "among its unreadable-classes is"),
+        ({"free-disk": -1}, 1, "free-disk is -1"),
+        ({"free-disk": True}, 1, "free-disk is True"),
     ],
 )
-def test_a_hello_of_one_class_twice_or_of_absurdly_many_images_is_refused(classes, counts, words) -> None:
+def test_a_hello_of_a_node_that_has_images_of_its_own(changes: dict[str, Any], most: int, words: str) -> None:
     said = dict.fromkeys(("name", "backbone-sha256", "code-sha256", "device"), "x")
-    said |= {"classes": classes, "versions": ["1"], "free-disk": 1, "unreadable": 0}
+    said |= {"classes": ["cat", "dog"], "versions": ["1"], "free-disk": 1, "unreadable": 0}
     said |= {"unreadable-classes": [], "image-shape": [8, 8]}
-    reply = Reply(1, Packet({"class_counts": np.array(counts)}, config=said), "", 0, 0)
+    reply = Reply(1, Packet({"class_counts": np.array([most, 1])}, config=said | changes), "", 0, 0)
     if words:
         with pytest.raises(ValueError, match=words):
             read_hello(reply, None)
     else:
-        assert read_hello(reply, None).own_counts.tolist() == counts
+        assert read_hello(reply, None).own_counts.tolist() == [most, 1]

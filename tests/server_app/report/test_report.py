@@ -863,7 +863,7 @@ def test_a_method_keeps_its_colour_across_the_pictures(make_run):
     assert curve.get_color() == point.get_color()
 
 
-def test_matrices_are_averaged_over_seeds_and_drawn_side_by_side(make_run, tmp_path):
+def test_matrices_are_averaged_over_seeds_and_drawn_side_by_side(make_run):
     folders = [make_run("a"), make_run("b", seed=1, **scaled(0.5)), make_run("c", method="pip", **scaled(0.6))]
     groups = group_runs([load_run(folder) for folder in [*folders, make_run("d", method="fppl", done=1)]])
     first, second = figures.matrices_figure(groups).axes
@@ -1037,7 +1037,8 @@ def test_a_run_of_the_same_name_in_the_projects_folder_is_pointed_to(make_run, t
         write_report([Path("runs/a")])
 
 
-def test_the_command_fails_if_a_folder_holds_no_run(make_run, tmp_path, capsys):
+def test_the_command_fails_if_a_folder_holds_no_run(make_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("server_app.report.write.write_comparison", lambda groups, folder, *_: [folder / "table.md"])
     words = ["report", "--output", str(tmp_path / "out"), str(make_run("a")), str(make_run("b", seed=1))]
     assert cli.main(words) == 0
     assert cli.main([*words, str(tmp_path / "a" / "results.json")]) == 0

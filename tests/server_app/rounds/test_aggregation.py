@@ -1,6 +1,5 @@
 """Answers of a round as they come: any order gives the same run, and what has been averaged is let go."""
 
-import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from server_app.errors import RunError
 from server_app.rounds.aggregation import RoundAggregator, sum_hidden_counts
 from server_app.rounds.run import Run, run_experiment
 from server_app.run_files.results import RoundReport
+from server_app.run_files.writers import read_lines
 from server_app.secure_aggregation.secure_sum import SecureSum
 from server_app.transport.base import SMALL_ANSWER, Reply
 from server_app.transport.in_process import InProcessTransport
@@ -28,9 +28,7 @@ from task.scenario.scenario import build_scenario
 from tests.conftest import QUICK
 from tests.helpers.marks import rest_in_ci
 from tests.helpers.own_data import NAMES, OWN
-from tests.helpers.runs import FaultyTransport, folder_of, results_of, without_times
-
-Values = dict[str, Any]
+from tests.helpers.runs import FaultyTransport, Values, folder_of, results_of, run, without_times
 
 
 class Backwards(FaultyTransport):
@@ -108,9 +106,8 @@ def asked_nodes(values: Values, late: set[int] | None = None) -> tuple[list[list
     config = parse(values)
     transport = Asked(config.flat(), config.num_clients)
     transport.nodes_asked, transport.late = [], late or set()
-    run = run_experiment(config, transport)
-    lines = (run / "rounds.jsonl").read_text().splitlines()
-    return transport.nodes_asked, [json.loads(line) for line in lines]
+    run_experiment(config, transport)
+    return transport.nodes_asked, read_lines(folder_of(values) / "rounds.jsonl")
 
 
 UNEVEN: Values = {"num-clients": 7, "partition": "dirichlet", "dirichlet-beta": 0.02}
@@ -144,10 +141,10 @@ def test_in_a_secure_sum_every_client_is_asked(tiny: Values) -> None:
     assert all(nodes == list(range(7)) for nodes in asked)
 
 
-def results(values: Values, transport: type[FaultyTransport] = FaultyTransport, **faults: Any) -> Values:
-    config = parse(values)
-    folder = run_experiment(config, transport(config.flat(), config.num_clients, **faults))
-    return without_times(json.loads((folder / "results.json").read_text()))
+def backwards(values: Values, **faults: Any) -> Values:
+    """Results of the same run in another folder, whose nodes answer in the opposite order."""
+    config = parse(values | {"run-name": "backwards"})
+    return run(config.flat(), Backwards(config.flat(), config.num_clients, **faults))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +152,7 @@ def results(values: Values, transport: type[FaultyTransport] = FaultyTransport, 
 )
 def test_a_run_does_not_depend_on_the_order_of_the_answers(method: str, tiny: Values) -> None:
     values = tiny | {"method": method, "num-clients": 4}
-    assert results(values) == results(values | {"run-name": "backwards"}, Backwards)
+    assert without_times(run(values)) == without_times(backwards(values))
 
 
 @pytest.mark.parametrize("bound", [{}, {"max-update-norm": 50.0}, {"max-update-ratio": 5.0}])
@@ -174,8 +171,8 @@ def test_failures_and_entropies_do_not_depend_on_the_order_of_the_answers(
         return packet
 
     values = tiny | bound | {"num-clients": 7, "partition": "dirichlet", "dirichlet-beta": 0.02, "federated-bias": True}
-    forwards = results(values, tamper=tamper)
-    assert forwards == results(values | {"run-name": "backwards"}, Backwards, tamper=tamper)
+    forwards = run(values, tamper=tamper)
+    assert without_times(forwards) == without_times(backwards(values, tamper=tamper))
     first, refused = forwards["rounds"][0], ["client-0002", *(["client-0004"] if bound else [])]
     assert [f["name"] for f in first["failures"]] == refused
     assert first["idle"] == ["client-0001", "client-0003", "client-0005"]
@@ -203,15 +200,15 @@ def test_an_answer_is_let_go_once_it_is_averaged(keys: Values, most: int, tiny: 
 
 def test_whoever_measures_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
     config = parse(tiny)
-    run = Run(config, InProcessTransport(config.flat(), 3), tmp_path / "run", None, ExitStack())
-    clients, context = run.registry.clients, RoundContext(run.scenario.schedule, 1)
-    aggregator, seen = RoundAggregator(config, run.strategy, run.model, context, clients), list[Update]()
+    going = Run(config, InProcessTransport(config.flat(), 3), tmp_path / "run", None, ExitStack())
+    clients, context = going.registry.clients, RoundContext(going.scenario.schedule, 1)
+    aggregator, seen = RoundAggregator(config, going.strategy, going.model, context, clients), list[Update]()
 
     def measure(update: Update) -> list[float]:
         seen.append(update)
         return [float(len(seen)), 0.5]
 
-    replies = reversed(list(run.exchange("train", context, clients, aggregator.sent_arrays)))
+    replies = reversed(list(going.exchange("train", context, clients, aggregator.sent_arrays)))
     aggregator.collect(replies, RoundReport(1, 1, [m.name for m in clients]), measure)
     assert aggregator.entropies == {update.client: [i, 0.5] for i, update in enumerate(seen, 1)}
     seen.reverse()
@@ -266,12 +263,12 @@ def test_a_hidden_confusion_matrix_of_more_images_than_the_nodes_hold_out_is_ref
 @pytest.mark.parametrize("secure", ["off", "pairwise"])
 def test_an_evaluation_by_as_many_as_the_quorum_is_enough(secure: str, tiny: Values) -> None:
     keys = {"method": "fedavg", "evaluate": "clients", "quorum": 3, "secure-aggregation": secure}
-    assert results(tiny | keys)["status"] == "finished"
+    assert run(tiny | keys)["status"] == "finished"
 
 
 def test_an_evaluation_by_fewer_than_the_quorum_ends_the_run(tiny: Values) -> None:
     with pytest.raises(RunError, match="1 clients evaluated task 1, the quorum is 2"):
-        results(tiny | {"evaluate": "clients", "quorum": 2}, broken=lambda node, kind: kind == "evaluate" and node > 0)
+        run(tiny | {"evaluate": "clients", "quorum": 2}, broken=lambda node, kind: kind == "evaluate" and node > 0)
 
 
 def test_the_seconds_of_the_server_are_a_part_of_those_of_the_run(tiny: Values) -> None:
@@ -284,10 +281,10 @@ def test_the_seconds_of_the_server_are_a_part_of_those_of_the_run(tiny: Values) 
 
 
 def test_more_nodes_than_a_sum_can_have_are_refused_when_they_come(tiny: Values) -> None:
-    run = Run.__new__(Run)
-    run.config = parse(tiny)
+    begun = Run.__new__(Run)
+    begun.config = parse(tiny)
     with pytest.raises(ConfigError, match="a sum of 301 clients"):
-        run._secure_sum([None] * 301, RoundReport(1, 1, []))
+        begun._secure_sum([None] * 301, RoundReport(1, 1, []))
 
 
 def test_the_bytes_of_a_run_are_those_of_all_its_messages(tiny: Values) -> None:

@@ -36,42 +36,14 @@ def on_training(node: int, change: Change) -> Callable[[int, Kind, Packet], Pack
     return tamper
 
 
-def set_array(name: str, value: np.ndarray) -> Change:
-    return lambda p: p.arrays.update({name: value})
-
-
 def set_statistic(name: str, edit: Callable[[np.ndarray], np.ndarray]) -> Change:
     return lambda p: p.statistics.update({name: edit(p.statistics[name].copy())})
 
 
-BAD: dict[str, tuple[Change, str]] = {
+BAD: dict[str, tuple[Change, str]] = {  # of the many in test_reply_checks.py
     "NaN in an array": (lambda p: p.arrays["head.bias"].fill(np.nan), "head.bias holds NaN"),
-    "infinity in an array": (lambda p: p.arrays["prompt.prefix"].fill(np.inf), "prompt.prefix holds NaN or infinite"),
-    "wrong shape": (set_array("head.bias", np.zeros(99, np.float32)), "head.bias is float32 [99]"),
-    "wrong type": (set_array("head.bias", np.zeros(6)), "head.bias is float64"),
-    "extra array": (set_array("backbone", np.zeros(1, np.float32)), "backbone"),
-    "missing array": (lambda p: p.arrays.pop("head.weight"), "were expected"),
     "negative examples": (lambda p: p.metrics.update({"num-examples": -5}), "num-examples is -5"),
-    "absurd examples": (lambda p: p.metrics.update({"num-examples": 10**12}), "num-examples is 1000000000000"),
-    "fractional examples": (lambda p: p.metrics.update({"num-examples": 1.5}), "num-examples is 1.5"),
-    "no examples given": (lambda p: p.metrics.pop("num-examples"), "num-examples is None"),
-    "negative count": (set_statistic("counts", lambda c: -c), "counts"),
     "count above what is held": (set_statistic("counts", lambda c: c + 10**6), "above what the client said"),
-    "unknown class": (set_statistic("class_ids", lambda c: c + 1000), "not distinct classes of the task"),
-    "class twice": (set_statistic("class_ids", lambda c: np.full_like(c, c[0])), "not distinct"),
-    "negative variance": (set_statistic("variances", lambda v: v - 1e6), "variances are negative"),
-    "NaN mean": (set_statistic("means", lambda m: m * np.nan), "means holds NaN"),
-    "means of another size": (set_statistic("means", lambda m: m[:, :-1]), "means is float32"),
-    "missing statistic": (lambda p: p.statistics.pop("variances"), "were expected"),
-    "huge array": (lambda p: p.arrays["head.weight"].fill(1e30), "head.weight holds values above 1e+06"),
-    "huge variance": (set_statistic("variances", lambda v: v + np.float32(3e38)), "variances holds values above"),
-    "seconds that are no number": (lambda p: p.metrics.update({"seconds-train": np.nan}), "seconds-train is nan"),
-    "seconds whose sum overflows": (lambda p: p.metrics.update({"seconds-train": 1e308}), "seconds-train is 1e+308"),
-    "a loss of too many digits": (lambda p: p.metrics.update({"loss": 10**400}), "loss is 1000"),
-    "a loss that has exploded": (lambda p: p.metrics.update({"loss": 1e30}), "was expected; lower learning-rate"),
-    "a reason that repaints the screen": (lambda p: p.config.update({"error": "\x1b[2J" + "x" * 10**6}), "[2Jxxx"),
-    "a list for a loss": (lambda p: p.metrics.update({"loss": [1.0, 2.0]}), "loss is [1.0, 2.0]"),
-    "a text for an accuracy": (lambda p: p.metrics.update({"accuracy": "high"}), "accuracy is 'high'"),
     "its own error": (lambda p: p.config.update({"error": "out of memory"}), "out of memory"),
 }
 
@@ -185,34 +157,11 @@ def test_without_a_quorum_the_run_stops_and_keeps_what_it_has(tiny: dict) -> Non
     assert {"config.yaml", "model.safetensors", "accuracy.png", "report.html"} <= {p.name for p in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda p: p.arrays.pop("total"),
-        lambda p: p.arrays.update(correct=p.arrays["correct"] * np.nan),
-        lambda p: p.arrays.update(correct=p.arrays["total"] + 1),
-        lambda p: p.arrays.update(correct=np.zeros(2, np.int64), total=np.zeros(2, np.int64)),
-        lambda p: p.arrays.pop("confusion"),
-        lambda p: p.arrays.update(confusion=p.arrays["confusion"].astype(np.float64)),
-        lambda p: p.arrays.update(confusion=p.arrays["confusion"][:, :2]),
-        lambda p: p.arrays.update(confusion=p.arrays["confusion"][1:]),
-        lambda p: p.arrays.update(confusion=p.arrays["confusion"] - [0, 0, 1]),
-        lambda p: p.arrays.update(confusion=p.arrays["confusion"] + [99, 0, 0]),
-        lambda p: p.arrays.update(confusion=p.arrays["confusion"] - [0, 99, 0]),
-        lambda p: p.arrays.update(confusion=p.arrays["confusion"][[0, *range(len(p.arrays["confusion"]))]]),
-        lambda p: p.arrays.update(confusion=p.arrays["confusion"] * [1, 1, 2**40]),
-        lambda p: p.arrays.update(
-            confusion=p.arrays["confusion"] * [1, 1, 1000],
-            correct=p.arrays["correct"] * 1000,
-            total=p.arrays["total"] * 1000,
-        ),
-        lambda p: p.config.update(error="no disk"),
-    ],
-)
-def test_a_bad_evaluation_is_named_and_left_out(change: Change, tiny: dict) -> None:
+def test_a_bad_evaluation_is_named_and_left_out(tiny: dict) -> None:
     def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
         if node == 1 and kind == "evaluate":
-            change(packet)
+            packet.arrays |= {name: 1000 * packet.arrays[name] for name in ("correct", "total")}
+            packet.arrays["confusion"] *= [1, 1, 1000]
         return packet
 
     results = run(tiny | {"evaluate": "clients"}, tamper=tamper)
@@ -359,7 +308,10 @@ def test_bad_settings_leave_no_folder_behind(tiny: dict, tmp_path: Path) -> None
         ({"threads": 10**11}, "threads = 100000000000 is not possible"),
         ({"run-name": "../escaped"}, "run-name = '../escaped' is not possible"),
         ({"output-dir": "/proc/nope"}, "output-dir = '/proc/nope' cannot be written"),
-        ({"partition": "quantity", "classes-per-client": 1, "num-tasks": 1}, "classes-per-client=1: allowed are 4 to 12"),
+        (
+            {"partition": "quantity", "classes-per-client": 1, "num-tasks": 1},
+            "classes-per-client=1: allowed are 4 to 12",
+        ),
         ({"dataset": "folder", "data-dir": nowhere}, r"data-dir = .*: there is no such folder"),
     ]
     for values, words in bad:

@@ -1,6 +1,8 @@
 """Single answers that a server must refuse, or take."""
 
 import math
+import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from task.method_options import AFCLOptions, Options
 from task.prototypes.scatter import ScatterStatistics
 from task.prototypes.statistics import ClientStatistics
 from task.scenario.class_stream import Schedule
+
+Change = Callable[[Packet], object]
 
 
 def client_with(*counts: int):
@@ -34,11 +38,112 @@ def test_a_confusion_with_more_images_than_the_client_has_is_refused() -> None:
     assert check_counts(Reply(1, Packet(arrays), "", 0, 0), np.array([3, 0]), [0, 1]).tolist() == [[2, 1], [0, 0]]
 
 
+COUNTS: dict[str, tuple[Change, str]] = {
+    "no totals": (lambda p: p.arrays.pop("total"), "correct and total must be int64 [3] both"),
+    "NaN": (lambda p: p.arrays.update(correct=p.arrays["correct"] * np.nan), "correct and total must be int64 [3]"),
+    "fewer classes": (lambda p: p.arrays.update(correct=np.zeros(2, np.int64)), "correct and total must be int64 [3]"),
+    "more than all right": (
+        lambda p: p.arrays.update(correct=p.arrays["total"] + 1),
+        "correct and total are no counts",
+    ),
+    "no confusion": (lambda p: p.arrays.pop("confusion"), "confusion must be int64 [K, 3]"),
+    "fractions": (lambda p: edit_cells(p, lambda cells: cells.astype(np.float64)), "confusion must be int64 [K, 3]"),
+    "two columns": (lambda p: edit_cells(p, lambda cells: cells[:, :2]), "confusion must be int64 [K, 3]"),
+    "a cell less": (lambda p: edit_cells(p, lambda cells: cells[1:]), "confusion does not add up"),
+    "a cell of no image": (lambda p: edit_cells(p, lambda cells: cells - [0, 0, 1]), "confusion holds no counts"),
+    "an unknown class": (
+        lambda p: edit_cells(p, lambda cells: np.add(cells, [99, 0, 0])),
+        "a class that has not been seen",
+    ),
+    "a class to come": (
+        lambda p: edit_cells(p, lambda cells: np.add(cells, [0, 1, 0])),
+        "a class that has not been seen",
+    ),
+    "a negative class": (lambda p: edit_cells(p, lambda cells: cells - [0, 99, 0]), "a class that has not been seen"),
+    "a cell twice": (lambda p: edit_cells(p, lambda cells: cells[[0, 0, 1, 2]]), "or a pair of classes twice"),
+    "absurdly many": (lambda p: edit_cells(p, lambda cells: cells * [1, 1, 2**40]), "confusion holds no counts"),
+    "each image a thousand times": (
+        lambda p: p.arrays.update({name: a * ([1, 1, 1000] if a.ndim == 2 else 1000) for name, a in p.arrays.items()}),
+        "correct and total are no counts",
+    ),
+    "its own error": (lambda p: p.config.update(error="no disk"), "no disk"),
+}
+
+
+def edit_cells(packet: Packet, edit: Callable[[np.ndarray], np.ndarray]) -> None:
+    packet.arrays["confusion"] = edit(packet.arrays["confusion"])
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_an_evaluation_that_cannot_be_is_refused(name: str) -> None:
+    """Of 3 images of the first class 2 are right, of 1 of the second none; the third has not been seen."""
+    change, reason = COUNTS[name]
+    cells = np.array([[0, 0, 2], [0, 1, 1], [1, 0, 1]])
+    packet = Packet({"correct": np.array([2, 0, 0]), "total": np.array([3, 1, 0]), "confusion": cells})
+    reply = Reply(1, packet, "", 0, 0)
+    assert check_counts(reply, np.array([3, 1, 9]), [0, 1]).tolist() == [[2, 1, 0], [1, 0, 0], [0, 0, 0]]
+    change(packet)
+    with pytest.raises(InvalidReply, match=re.escape(reason)):
+        check_counts(reply, np.array([3, 1, 9]), [0, 1])
+
+
 def checked(packet: Packet, config: Config, dim: int = 4, max_norm: float = math.inf) -> Update:
     """As the answer of a client that holds 3 images of the task's class and 5 of another one's."""
     context = RoundContext(Schedule([[0], [1]], 1), 1)
     shapes, client = {"w": (2,)}, client_with(3, 5)
     return check_reply(Reply(1, packet, "", 0, 0), client, Bounds([0], shapes, dim, max_norm), context, config)
+
+
+def set_statistic(name: str, edit: Callable[[np.ndarray], np.ndarray]) -> Change:
+    return lambda p: p.statistics.update({name: edit(p.statistics[name].copy())})
+
+
+ANSWERS: dict[str, tuple[Change, str]] = {
+    "infinity in an array": (lambda p: p.arrays["w"].fill(np.inf), "w holds NaN or infinite values"),
+    "huge array": (lambda p: p.arrays["w"].fill(1e30), "w holds values above 1e+06"),
+    "wrong shape": (lambda p: p.arrays.update(w=np.zeros(99, np.float32)), "w is float32 [99]; float32 [2] was"),
+    "wrong type": (lambda p: p.arrays.update(w=np.zeros(2)), "w is float64 [2]; float32 [2] was expected"),
+    "extra array": (lambda p: p.arrays.update(x=np.zeros(1, np.float32)), "arrays ['w', 'x'] came; ['w'] were"),
+    "missing array": (lambda p: p.arrays.clear(), "arrays [] came; ['w'] were expected"),
+    "absurd examples": (lambda p: p.metrics.update({"num-examples": 10**12}), "num-examples is 1000000000000"),
+    "fractional examples": (lambda p: p.metrics.update({"num-examples": 1.5}), "num-examples is 1.5"),
+    "no examples given": (lambda p: p.metrics.pop("num-examples"), "num-examples is None"),
+    "negative count": (set_statistic("counts", lambda c: -c), "counts has -3 images of class id 0, below 1"),
+    "unknown class": (set_statistic("class_ids", lambda c: c + 1000), "[1000] are not distinct classes of the task"),
+    "class of another task": (set_statistic("class_ids", lambda c: c + 1), "[1] are not distinct classes of the task"),
+    "class twice": (
+        lambda p: p.statistics.update({name: np.repeat(a, 2, axis=0) for name, a in p.statistics.items()}),
+        "[0, 0] are not distinct classes of the task",
+    ),
+    "negative variance": (set_statistic("variances", lambda v: v - 2), "variances are negative"),
+    "NaN mean": (set_statistic("means", lambda m: m * np.nan), "means holds NaN"),
+    "means of another size": (set_statistic("means", lambda m: m[:, :-1]), "means is float32 [1, 3]"),
+    "missing statistic": (lambda p: p.statistics.pop("variances"), "variances'] were expected"),
+    "huge variance": (set_statistic("variances", lambda v: v + np.float32(3e38)), "variances holds values above"),
+    "seconds that are no number": (lambda p: p.metrics.update({"seconds-train": np.nan}), "seconds-train is nan"),
+    "seconds whose sum overflows": (lambda p: p.metrics.update({"seconds-train": 1e308}), "seconds-train is 1e+308"),
+    "a loss of too many digits": (lambda p: p.metrics.update({"loss": 10**400}), "loss is 1000"),
+    "a loss that has exploded": (lambda p: p.metrics.update({"loss": 1e30}), "was expected; lower learning-rate"),
+    "a list for a loss": (lambda p: p.metrics.update({"loss": [1.0, 2.0]}), "loss is [1.0, 2.0]"),
+    "a text for an accuracy": (lambda p: p.metrics.update({"accuracy": "high"}), "accuracy is 'high'"),
+    "a reason that repaints the screen": (lambda p: p.config.update(error="\x1b[2J" + "x" * 10**6), "[2Jxxx"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_an_answer_that_cannot_be_is_refused(name: str, tiny) -> None:
+    """Whole runs with such an answer are in test_faults.py."""
+    change, reason = ANSWERS[name]
+    config = parse(tiny | {"method": "hgp", "hgp-covariance": "diagonal"})
+    statistics = {"class_ids": np.array([0]), "counts": np.array([3])}
+    statistics |= {name: np.ones((1, 4), np.float32) for name in ("means", "variances")}
+    packet = Packet({"w": np.ones(2, np.float32)}, statistics, {"num-examples": 3})
+    assert checked(packet, config).num_examples == 3
+    change(packet)
+    with pytest.raises(InvalidReply, match=re.escape(reason)) as refused:
+        checked(packet, config)
+    assert len(str(refused.value)) < 400
+    assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize(("examples", "accepted"), [(3, True), (4, False)])

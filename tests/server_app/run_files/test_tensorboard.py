@@ -7,28 +7,16 @@ import re
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import server_app.rounds.report_drawer
 from server_app.cli import main as cli
-from server_app.rounds.run import run_experiment
 from server_app.run_files.results import Results
-from task.config.parsing import parse
 from task.keys import ConfigError
 from task.message import Kind, Packet
-from tests.helpers.runs import FaultyTransport, interrupt
-from tests.helpers.runs import run as run_resumable
-
-Values = dict[str, Any]
-
-
-def run(values: Values, **faults: Any) -> tuple[Path, dict[str, Any]]:
-    config = parse(values)
-    folder = run_experiment(config, FaultyTransport(config.flat(), config.num_clients, **faults))
-    return folder, json.loads((folder / "results.json").read_text())
+from tests.helpers.runs import Values, folder_of, interrupt, run
 
 
 def scalars(folder: Path) -> dict[str, dict[int, float]]:
@@ -49,8 +37,8 @@ def test_the_log_says_how_far_the_run_is(tiny: Values, caplog: pytest.LogCapture
 
 @pytest.mark.ci
 @pytest.mark.pictures
-def test_a_run_that_goes_on_can_be_reported(tiny: Values, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, codes = Path(tiny["output-dir"]) / "run", []
+def test_a_run_that_goes_on_can_be_reported(tiny: Values) -> None:
+    folder, codes = folder_of(tiny), []
 
     def look(node: int, kind: Kind, packet: Packet) -> Packet:
         if kind == "train" and packet.config["name"] == "client-0000" and (folder / "rounds.jsonl").exists():
@@ -70,10 +58,10 @@ def test_a_run_that_goes_on_can_be_reported(tiny: Values, capsys: pytest.Capture
 
 
 def test_tensorboard_has_what_the_results_have(tiny: Values) -> None:
-    folder, results = run(
+    results = run(
         tiny | {"tensorboard": True, "rounds-per-task": 2}, broken=lambda node, kind: node == 1 and kind == "train"
     )
-    logged, rounds = scalars(folder), results["rounds"]
+    logged, rounds = scalars(folder_of(tiny)), results["rounds"]
     for tag, name in [
         ("train/loss", "train_loss"),
         ("train/accuracy", "train_accuracy"),
@@ -92,12 +80,12 @@ def test_tensorboard_has_what_the_results_have(tiny: Values) -> None:
 
 def test_tensorboard_of_a_resumed_run_is_that_of_a_whole_one(tiny: Values) -> None:
     values = tiny | {"tensorboard": True, "rounds-per-task": 2}
-    whole, _ = run(values | {"run-name": "whole"})
+    run(values | {"run-name": "whole"})
     cut = interrupt(values | {"run-name": "cut"}, cut_in_round=3)
-    run_resumable({"resume": str(cut)})
+    run({"resume": str(cut)})
     times = {"round/seconds"}
     assert {t: v for t, v in scalars(cut).items() if t not in times} == {
-        t: v for t, v in scalars(whole).items() if t not in times
+        t: v for t, v in scalars(cut.with_name("whole")).items() if t not in times
     }
 
 
@@ -113,8 +101,8 @@ def test_without_the_package_nothing_is_started(
 
 
 def test_nothing_is_written_unasked(tiny: Values) -> None:
-    folder, _ = run(tiny)
-    assert not (folder / "tensorboard").exists()
+    run(tiny)
+    assert not (folder_of(tiny) / "tensorboard").exists()
 
 
 def state_of(folder: Path) -> tuple[str, int]:
