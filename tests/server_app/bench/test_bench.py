@@ -307,7 +307,7 @@ def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
         f"{folder / 'table.md'}",
         f"{folder / 'report.html'}",
         "",
-        "Recommendation for synthetic",
+        "Recommendation: synthetic",
     ]
     assert [re.sub(r"\d+ s\b", "0 s", line) for line in out[: len(expected)]] == expected
     assert out[len(expected)].startswith("Most accurate: head, 75.0 ")  # means have 62.5: half of 50.0 + 75.0
@@ -764,7 +764,7 @@ def test_table_against_numbers_worked_out_by_hand(write, tmp_path):
             fill(run, run_results((0.5, 0.25, 0.75), status="finished" if run.seed == 0 else "failed"))
     bench = Bench(suite, 1, ["--in-process"], lambda line: None)
     bench._report()
-    recommended = bench.recommendation["Recommendation for synthetic, iid"]
+    recommended = bench.recommendation["Recommendation: synthetic, iid"]
     assert f"Run keys of means: {suite.runs[0].method_keys}" in recommended
     header, rows = table(tmp_path / "out")
     assert list(rows) == [("means", "synthetic, iid"), ("head", "synthetic, iid")]
