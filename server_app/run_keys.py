@@ -143,6 +143,8 @@ def require_files(values: Mapping[str, Scalar]) -> None:
 def load_datasets(configs: Sequence[Config]) -> Iterator[tuple[tuple[str, str], "Dataset"]]:
     """The data sets of the runs, each once, with its name and path; nodes' own images are left out.
 
+    Of draws of validation images each is tried, as a class may be too small for one, and the smallest is given.
+
     Raises:
         ConfigError: one cannot be read, or has too few classes for the tasks or too few images of a class.
     """
@@ -153,15 +155,16 @@ def load_datasets(configs: Sequence[Config]) -> Iterator[tuple[tuple[str, str], 
         if not c.own_data:
             sources.setdefault((c.dataset, c.data_dir, c.max_image_pixels), []).append(c)
     for (name, text, limit), readers in sources.items():
-        path, shares = str(run_path("data-dir", text)) if text else "", {0.0, *(c.validation_share for c in readers)}
-        whole, *_ = [load_dataset(name, path, 1, share, 0, limit) for share in sorted(shares)]
-        classes, tasks = len(whole.class_names), max(c.num_tasks for c in readers)
+        path = str(run_path("data-dir", text)) if text else ""
+        for share, seed in sorted({(c.validation_share, c.seed * bool(c.validation_share)) for c in readers})[::-1]:
+            dataset = load_dataset(name, path, 1, share, seed, limit)
+        classes, tasks = len(dataset.class_names), max(c.num_tasks for c in readers)
         if tasks > classes:
             raise ConfigError(
                 f"num-tasks = {tasks}: {text or name} has {classes} classes, and every task needs one at least: "
                 f"set num-tasks to {classes} or less."
             )
-        yield (name, path), whole
+        yield (name, path), dataset
         load_dataset.cache_clear()  # the runs have processes of their own
 
 

@@ -38,11 +38,13 @@ def output_is_closed() -> bool:
 
 
 class _Said(logging.Handler):
-    """A log that ``say`` prints, warnings marked as such."""
+    """A log of a run in this process: ``say`` prints the lines that are shown, warnings go to stderr, marked so."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
-        say(text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}")
+        if record.levelno >= logging.WARNING:
+            print(f"{record.levelname.lower()}: {self.format(record)}", file=sys.stderr, flush=True)
+        elif record.name in _SHOWN:
+            say(self.format(record))
 
 
 class Progress:
@@ -80,7 +82,7 @@ class Progress:
         follower = threading.Thread(target=follow, daemon=True)
         follower.start()
         handler = _Said()
-        logging.getLogger().addHandler(handler)  # the others log warnings only
+        logging.getLogger().addHandler(handler)
         for name in _SHOWN:
             logging.getLogger(name).setLevel(logging.INFO)
         try:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import logging
 import shutil
 import sys
 import time
@@ -87,11 +88,9 @@ def _run(args: argparse.Namespace) -> int:
         with lock_run(directory):  # an error if another process is at work in it
             pass
     values |= {"output-dir": str(directory.parent), "run-name": directory.name}
-    here = args.in_process
-    if not (here or address):  # before Flower is started; a run in this process begins with it
-        list(load_datasets([config]))
     say(f"results go to {directory}")
     progress = Progress(directory)
+    here = args.in_process
     code = _run_here(values, progress) if here else _run_with_flower(values, progress, config, args, address)
     if code == OK:
         say("\n".join(summary(directory)))
@@ -161,6 +160,8 @@ def _run_with_flower(
 ) -> int:
     try:
         with _telling(config.on_end, progress.directory) as before:
+            if not address:
+                _read_data(config)
             cluster = _join(address, values, config, args.gpus_per_client or 0.0) if address else None
             workers = cluster.workers if cluster else args.workers or default_workers(config)
             where = f", on {cluster}" if cluster else ""
@@ -171,6 +172,17 @@ def _run_with_flower(
     except RunError as error:
         return complain(f"the run failed: {error}", FAILED)
     return OK
+
+
+def _read_data(config: Config) -> None:
+    """Read the data once before Flower is started, which takes longer.
+
+    Raises:
+        ConfigError: they cannot be used.
+    """
+    logging.getLogger("task.data").addHandler(logging.NullHandler())  # the run gives the same warnings
+    with interruptible(at_once=True):
+        list(load_datasets([config]))
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class AbsentNode:
 
 
 def wait_for_nodes(transport: Transport, expected: int, patience: float, minimum: int | None = None) -> list[int]:
-    """Wait for ``expected`` nodes to connect, if 0 until SETTLED seconds pass without a new one; returns their handles.
+    """Wait for ``expected`` nodes to connect, if 0 until none has come for SETTLED seconds; returns their handles.
 
     Waiting ends after ``patience`` seconds without a new node, at least START_TIMEOUT for the first one; ``minimum``
     nodes are enough then, ``expected`` if it is not given.

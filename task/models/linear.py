@@ -1,4 +1,4 @@
-"""Linear maps of tokens, by the faster of the two libraries that PyTorch has for them on a CPU."""
+"""Linear maps of tokens, by one of the two libraries that PyTorch has for them on a CPU."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-_FEWEST_IMAGES, _FEWEST_TOKENS = 4, 16  # oneDNN is slower for less
+_FEWEST_IMAGES, _FEWEST_TOKENS, _FEWEST_NUMBERS = 4, 16, 2**15  # for fewer F.linear was faster
 
 
 class TokenLinear(nn.Linear):
@@ -20,8 +20,8 @@ class TokenLinear(nn.Linear):
 def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of tokens [B, N, D] with weights [E, D] and bias [E] -> [B, N, E]; the same but for rounding.
 
-    On a CPU PyTorch leaves ``F.linear`` to MKL, which uses half the width of AMD's AVX-512 units, and convolutions to
-    oneDNN, which uses all of it. So this is a 1 x 1 convolution there, if the tokens are many enough.
+    On a CPU PyTorch leaves ``F.linear`` to MKL, which was seen to reach half the speed of oneDNN on an AMD processor
+    with AVX-512, and convolutions to oneDNN. So this is a 1 x 1 convolution there, if the tokens are many enough.
     """
     if not by_convolution(tokens):
         return F.linear(tokens, weight, bias)
@@ -34,10 +34,15 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _FrozenLinear(torch.autograd.Function):
     """A linear map whose weights are frozen: unlike a convolution it keeps no tokens for the backward pass."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
+    def forward(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _convolve(tokens, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -54,11 +59,19 @@ def _convolve(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def by_convolution(tokens: Tensor) -> bool:
-    """Whether a convolution is the faster form for tokens [B, N, D]; it is for single precision on a CPU."""
+    """Whether :func:`linear` of these tokens [B, N, D] is a convolution."""
     if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):  # an exported model has any number of images
         return False
-    single = tokens.device.type == "cpu" and tokens.dtype == torch.float32
-    return single and len(tokens) >= _FEWEST_IMAGES and tokens.shape[1] >= _FEWEST_TOKENS
+    if tokens.device.type != "cpu" or tokens.dtype != torch.float32 or not _has_onednn():
+        return False
+    enough = tokens.numel() >= _FEWEST_NUMBERS
+    return tokens.dim() == 3 and len(tokens) >= _FEWEST_IMAGES and tokens.shape[1] >= _FEWEST_TOKENS and enough
+
+
+def _has_onednn() -> bool:
+    """Whether PyTorch computes convolutions by oneDNN, on a processor with AVX-512."""
+    enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return bool(enabled) and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def use_token_linear(module: nn.Module) -> None:

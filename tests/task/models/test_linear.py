@@ -6,9 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from task.models import linear as module
 from task.models.linear import TokenLinear, linear, use_token_linear
 
 SHAPES = [(1, 40), (3, 17), (4, 15), (4, 16), (5, 17), (16, 37), (64, 20)]
+
+
+@pytest.fixture(autouse=True)
+def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions are computed on every processor, of small tokens too."""
+    monkeypatch.setattr(module, "_has_onednn", lambda: True)
+    monkeypatch.setattr(module, "_FEWEST_NUMBERS", 1)
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -34,15 +42,36 @@ def test_values_and_gradients(shape: tuple[int, int], with_bias: bool, frozen: s
         np.testing.assert_allclose(bias.grad.numpy(), g.sum(axis=(0, 1)), **close)
 
 
-@pytest.mark.parametrize(("shape", "convolves"), [((3, 40), False), ((4, 15), False), ((4, 16), True)])
-def test_few_tokens_and_few_images_are_left_to_the_other_library(
-    shape: tuple[int, int], convolves: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("shape", "fewest", "onednn", "convolves"),
+    [
+        ((3, 40), 1, True, False),
+        ((4, 15), 1, True, False),
+        ((4, 16), 1, True, True),
+        ((4, 16), 4 * 16 * 12, True, True),
+        ((4, 16), 4 * 16 * 12 + 1, True, False),
+        ((4, 16), 1, False, False),
+    ],
+)
+def test_few_tokens_and_other_processors_are_left_to_the_other_library(
+    shape: tuple[int, int], fewest: int, onednn: bool, convolves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "_has_onednn", lambda: onednn)
+    monkeypatch.setattr(module, "_FEWEST_NUMBERS", fewest)
     calls = []
     plain = F.conv2d
     monkeypatch.setattr(F, "conv2d", lambda *args: calls.append(args) or plain(*args))
     linear(drawn(*shape, 12), drawn(7, 12), None)
     assert bool(calls) == convolves
+
+
+def test_tokens_of_four_dimensions_and_functional_transforms_are_possible() -> None:
+    tokens, weight = drawn(4, 2, 16, 12).detach(), drawn(7, 12).detach()
+    torch.testing.assert_close(linear(tokens, weight, None), F.linear(tokens, weight))
+    images = drawn(3, 4, 16, 12).detach()
+    gradients = torch.func.vmap(torch.func.grad(lambda x: linear(x, weight, None).square().sum()))(images)
+    expected = torch.func.grad(lambda x: F.linear(x, weight).square().sum())(images)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["float64", "autocast"])
@@ -55,10 +84,10 @@ def test_other_precisions_are_those_of_torch(kind: str) -> None:
 
 
 def test_a_module_keeps_its_weights_and_their_names() -> None:
-    module = nn.Sequential(nn.Linear(12, 7), nn.GELU(), nn.Bilinear(2, 2, 2))
-    before = dict(module.state_dict())
-    use_token_linear(module)
-    assert [type(part) for part in module] == [TokenLinear, nn.GELU, nn.Bilinear]
-    assert all(value.data_ptr() == before[name].data_ptr() for name, value in module.state_dict().items())
+    network = nn.Sequential(nn.Linear(12, 7), nn.GELU(), nn.Bilinear(2, 2, 2))
+    before = dict(network.state_dict())
+    use_token_linear(network)
+    assert [type(part) for part in network] == [TokenLinear, nn.GELU, nn.Bilinear]
+    assert all(value.data_ptr() == before[name].data_ptr() for name, value in network.state_dict().items())
     tokens = drawn(5, 17, 12)
-    assert torch.equal(module[0](tokens), linear(tokens, module[0].weight, module[0].bias))
+    assert torch.equal(network[0](tokens), linear(tokens, network[0].weight, network[0].bias))
