@@ -149,8 +149,11 @@ def test_a_run_in_process_marks_warnings_as_one_through_flower_does(tmp_path, ca
 
 
 def test_too_many_tasks_are_refused_before_flower_starts(tmp_path, capsys, monkeypatch):
+    told = []
     monkeypatch.setattr(run_command, "FlowerRun", None)
+    monkeypatch.setattr(run_command, "tell_operator", lambda hook, directory, error: told.append(str(error)))
     assert cli.main(["run", "dataset=synthetic", "num-tasks=13", f"output-dir={tmp_path}"]) == 2
+    assert [reason.partition(":")[0] for reason in told] == ["num-tasks = 13"]
     assert capsys.readouterr().err.split(":")[:2] == ["fcil", " num-tasks = 13"]
 
 
