@@ -227,10 +227,12 @@ class Bench:
 
     def _load(self, planned: PlannedRun) -> Run | None:
         """The run in the folder of a planned one; None if there is none yet, or none that can be read: warns once."""
+        if not (planned.directory / "results.json").exists():  # asked first: a run that has just begun may write it now
+            return None
         try:
             return load_run(planned.directory)
         except ReportError as error:
-            if (planned.directory / "results.json").exists() and planned.name not in self._unreadable:
+            if planned.name not in self._unreadable:
                 self._unreadable.add(planned.name)
                 self._say(f"WARNING   {error}")
             return None

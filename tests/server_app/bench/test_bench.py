@@ -25,6 +25,7 @@ from server_app.bench.suite import PlannedRun, read_suite
 from server_app.cli import main as cli
 from server_app.cli.bench import _run_options
 from server_app.cli.main import _parser
+from server_app.errors import ReportError
 from server_app.run_files.checkpoints import write_checkpoint
 from server_app.run_files.paths import read_results
 from server_app.run_files.writers import origin
@@ -313,6 +314,18 @@ def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
     assert out[len(expected)].startswith("Most accurate: head, 75.0 ")  # means have 62.5: half of 50.0 + 75.0
     assert (first.directory / "results.json").read_text() == kept
     assert sorted(file.name for file in half.directory.iterdir()) == ["config.yaml", "results.json", "run.log"]
+
+
+def test_a_run_that_writes_its_first_results_just_now_is_no_unreadable_one(write, monkeypatch):
+    suite, said = read_suite(write(), {}), []
+
+    def too_early(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text("{}")
+        raise ReportError("no run has written anything there")
+
+    monkeypatch.setattr(bench, "load_run", too_early)
+    assert (Bench(suite, 1, [], said.append)._load(suite.runs[0]), said) == (None, [])
 
 
 @pytest.mark.ci
