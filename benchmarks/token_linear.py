@@ -35,17 +35,17 @@ def passes(vit: Backbone, images: Tensor) -> dict[str, Pass]:
 
 def compare(vit: Backbone, images: Tensor, repeats: int) -> dict[str, tuple[float, float]]:
     """Of each pass the milliseconds an image by linear maps and by convolutions; the first of each is not counted."""
-    spent = defaultdict[tuple[str, bool], float](float)
+    runs, spent = passes(vit, images), defaultdict[tuple[str, bool], float](float)
     by_linear_maps = patch.object(linear, "by_convolution", lambda tokens: False)
     for repeat in range(repeats + 1):
-        for name, run in passes(vit, images).items():
+        for name, run in runs.items():
             for convolves in (False, True):
                 with nullcontext() if convolves else by_linear_maps:
                     start = time.process_time()
                     run()
                     spent[name, convolves] += (time.process_time() - start) * bool(repeat)
     scale = 1000 / repeats / len(images)
-    return {name: (scale * spent[name, False], scale * spent[name, True]) for name in passes(vit, images)}
+    return {name: (scale * spent[name, False], scale * spent[name, True]) for name in runs}
 
 
 def _main() -> None:

@@ -76,9 +76,15 @@ def label(name: str) -> str:
     return name.split("`")[1] + "-2x2" * ("2 rounds of 2 epochs" in name)
 
 
+def read(path: Path) -> dict[str, Any]:
+    """A results.json."""
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
 def kept(folder: Path) -> list[dict[str, Any]]:
     """results.json of the seeds below a folder, in order."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("seed*/results.json"))]
+    return [read(path) for path in sorted(folder.glob("seed*/results.json"))]
 
 
 def percent(runs: list[dict[str, Any]], metric: str) -> object:
@@ -151,7 +157,7 @@ def test_the_digits_runs_have_their_classes_in_the_order_of_today(seed: int) -> 
 
 def test_every_kept_run_has_its_classes_in_the_order_of_today() -> None:
     for path in KEPT.rglob("results.json"):
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = read(path)
         order = run["class_order"]
         assert order == class_order(len(order), run["seed"], run["class-order"]), path
 
@@ -166,7 +172,7 @@ def test_suites_plan_the_seeds_that_are_kept(name):
     rows = {path.name: path for path in (KEPT / name).iterdir() if path.name in planned}
     assert rows
     for row, path in rows.items():
-        seeds = {json.loads(run.read_text(encoding="utf-8"))["seed"] for run in path.rglob("results.json")}
+        seeds = {read(run)["seed"] for run in path.rglob("results.json")}
         assert seeds <= planned[row], row
 
 
