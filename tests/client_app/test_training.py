@@ -277,8 +277,8 @@ def test_rows_and_columns_stay_and_grey_becomes_three_channels():
     assert torch.allclose(prepared, torch.tensor([[0, 0.2], [0.4, 1.0]]).expand(1, 3, 2, 2))
 
 
-def bicubic_twice(image):
-    """Each side doubled by cubic convolution (Keys 1981, a = -0.75, edges repeated), in float64; [H, W] -> [2H, 2W]."""
+def twice_as_many_rows(image):
+    """Rows doubled by cubic convolution (Keys 1981, a = -0.75, edges repeated), in float64; [H, W] -> [2H, W]."""
     a = -0.75
 
     def kernel(d):
@@ -287,25 +287,31 @@ def bicubic_twice(image):
             return (a + 2) * d**3 - (a + 3) * d**2 + 1
         return a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a if d < 2 else 0.0
 
-    def double(rows):
-        n, out = len(rows), []
-        for place in ((i + 0.5) / 2 - 0.5 for i in range(2 * n)):
-            near = range(math.floor(place) - 1, math.floor(place) + 3)
-            out.append(sum(kernel(place - j) * rows[min(max(j, 0), n - 1)] for j in near))
-        return np.stack(out)
-
-    return double(double(image).T).T
+    n, out = len(image), []
+    for place in ((i + 0.5) / 2 - 0.5 for i in range(2 * n)):
+        near = range(math.floor(place) - 1, math.floor(place) + 3)
+        out.append(sum(kernel(place - j) * image[min(max(j, 0), n - 1)] for j in near))
+    return np.stack(out)
 
 
 def test_enlarging_equals_bicubic_in_numpy():
     """A checked pattern overshoots, so what leaves 0..1 must be cut there."""
     rng = np.random.default_rng(0)
     images = (255 * rng.integers(0, 2, (1, 5, 5, 1))).astype(np.uint8)
-    expected = bicubic_twice(images[0, :, :, 0] / 255)
+    expected = twice_as_many_rows(twice_as_many_rows(images[0, :, :, 0] / 255).T).T
     assert expected.min() < -0.05
     assert expected.max() > 1.05
     prepared = prepare(images, Pixels(10, mean=0.0, std=1.0))[0]
     assert np.allclose(prepared, np.clip(expected, 0, 1), atol=1e-5)
+
+
+@pytest.mark.parametrize("upright", [True, False])
+def test_only_the_side_that_is_too_short_is_enlarged(upright):
+    image = np.random.default_rng(0).integers(0, 256, (5, 10), np.uint8)
+    expected = np.clip(twice_as_many_rows(image / 255), 0, 1)
+    pixels = image.T if upright else image
+    prepared = prepare(np.ascontiguousarray(pixels)[None, :, :, None], Pixels(10, mean=0.0, std=1.0))[0]
+    assert np.allclose(prepared, expected.T if upright else expected, atol=1e-5)
 
 
 def test_shrinking_equals_pillow():
