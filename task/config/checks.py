@@ -20,6 +20,7 @@ from task.methods import METHODS, load_class
 from task.prompt_kinds import PROMPTS
 
 _USUAL_ROUNDS = (0, 5)  # of adaptation: FedRDA's defaults, now and in earlier versions
+MIN_FOR_MEDIAN = 3  # clients of whose updates max-update-ratio takes the median
 MAX_SECURE_CLIENTS = 300  # in a round; the server opens a sum of 100 in about 20 s, and the time grows with the cube
 
 
@@ -30,6 +31,7 @@ def check_combination(config: Config) -> None:
         ConfigError: names the keys, their values and what to change.
     """
     _check_method(config)
+    _check_unread(config)
     _check_backbone(config)
     _check_prompt(config)
     _check_sizes(config)
@@ -44,6 +46,8 @@ def check_combination(config: Config) -> None:
         )
     if "/" in config.run_name or config.run_name in (".", ".."):
         raise ConfigError(f"run-name = {config.run_name!r} is not possible: it names a folder, output-dir says where.")
+    if not config.output_dir:
+        raise ConfigError("output-dir = '' is not possible: name the folder of all runs.")
 
 
 def _check_prompt(config: Config) -> None:
@@ -80,6 +84,10 @@ def _check_method(config: Config) -> None:
         )
     if config.federated_bias and (config.method_row.adapts or not config.trains_locally):
         raise ConfigError(f"federated-bias = True is not possible: {config.method!r} trains no model in every task.")
+
+
+def _check_unread(config: Config) -> None:
+    """Refuse keys of a method that its other keys leave without effect."""
     name, options = config.method_row.name, config.options
     if config.method_row.adapts and not config.adapts and options.adaptation_rounds not in unread_rounds(config):
         key = f"{name}-adaptation-rounds"
@@ -91,6 +99,13 @@ def _check_method(config: Config) -> None:
             f"{name}-early-feature = {options.early_feature!r} would be ignored: it needs {name}-depth or "
             f"{name}-frozen-depth between 0 and 1, which say after which blocks."
         )
+    for field in ("features", "prototypes"):
+        value, fixed = getattr(options, field), config.prompt == "none" and not config.trains_backbone
+        if fixed and value != getattr(type(options), field):
+            raise ConfigError(
+                f"{name}-{field} = {value!r} would be ignored: with prompt none and a frozen backbone features never "
+                "change."
+            )
 
 
 def unread_rounds(config: Config) -> tuple[object, ...]:
@@ -250,3 +265,8 @@ def _check_sizes(config: Config) -> None:
         raise ConfigError(f"clients-per-round = {per_round} is more than num-clients = {config.num_clients}.")
     if per_round and config.quorum > per_round:
         raise ConfigError(f"quorum = {config.quorum} can never be met: only {per_round} clients take part in a round.")
+    if config.max_update_ratio and 0 < per_round < MIN_FOR_MEDIAN:
+        raise ConfigError(
+            f"max-update-ratio = {config.max_update_ratio:g} would be ignored: it compares with the median of "
+            f"{MIN_FOR_MEDIAN} or more clients, and only {per_round} take part in a round; max-update-norm needs none."
+        )
