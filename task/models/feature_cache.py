@@ -33,7 +33,7 @@ from task.utils.versions import package_version
 
 log = logging.getLogger(__name__)
 
-BATCH = 32  # images of one pass without gradient; arrays of more are so large that Linux clears new memory for each
+BATCH = 64  # images of one pass without gradient; of more, the activations leave the cache of a processor
 CACHE_BYTES = 2**28  # of cached queries in a process: 87,000 queries at D = 768
 WORTH_STORING = 1000  # images of a data set: the queries of fewer are computed in seconds
 # shares of the blocks after which the mean patch token is stored too, as FedRDA reads it
