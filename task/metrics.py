@@ -25,7 +25,8 @@ formulas "forgetting"; here each has a name of its own, and one matrix tells the
 
 A task without test samples has no accuracy: its whole column is null. An asynchronous run has such a task if a stage
 brings no new class; ``fold`` counts it as a part of the task before. Where nodes that hold test samples were away,
-another value on or below the diagonal is missing, a gap: ``summarize_measured`` leaves out what cannot be known then.
+another value on or below the diagonal is missing, a gap: ``summarize_measured`` leaves out what cannot be known then,
+as it does where a task of new classes has no test samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,20 +58,27 @@ def summarize(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | None = 
     return values | {"continual_utility": continual_utility(matrix, samples)}
 
 
-def summarize_measured(accuracy_matrix: Matrix, samples_per_task: Sequence[int]) -> dict[str, float]:
-    """``summarize``; with a gap in the matrix only the final average and last accuracy, if the last row is complete.
+def summarize_measured(
+    accuracy_matrix: Matrix, samples_per_task: Sequence[int], new_classes: Sequence[int] = ()
+) -> dict[str, float]:
+    """``summarize``, or only the final average and last accuracy where the others cannot be known.
 
-    A metric of the tasks that are left would look like one of all tasks. Empty if no task has test samples.
+    So it is with a gap in the matrix, if the last row is complete: a metric of the tasks that are left would look like
+    one of all tasks. And so it is if a task of ``new_classes`` [T] has no test samples: to fold it would hide what it
+    made the model forget. Empty if no task has test samples.
 
     >>> summarize_measured([[None, None], [0.75, 0.25]], [10, 30])
     {'final_average_accuracy': 0.5, 'last_accuracy': 0.375}
     >>> summarize_measured([[0.9, None], [None, 0.6]], [10, 30])
     {}
+    >>> summarize_measured([[1.0, None], [0.5, None]], [10, 0], new_classes=[2, 2])
+    {'final_average_accuracy': 0.5, 'last_accuracy': 0.5}
     """
     matrix, kept = fold(accuracy_matrix, samples_per_task)
     if not kept.size:
         return {}
-    if not gaps(matrix).size:
+    untested = any(classes and not n for n, classes in zip(samples_per_task, new_classes, strict=False))
+    if not untested and not gaps(matrix).size:
         return summarize(accuracy_matrix, samples_per_task)
     last = matrix[-1]
     values = {

@@ -140,12 +140,13 @@ def matrix_figure(run: Run) -> Figure:
 def _draw_forgotten(axes: Axes, run: Run) -> None:
     """Best earlier minus final accuracy of each task in points; the last task stays empty."""
     forgotten = np.full((1, len(run.seen)), np.nan)
-    if any(run.samples) and not run.gaps:
+    unknown = run.gaps or run.untested_tasks
+    if any(run.samples) and not unknown:
         matrix, kept = fold(run.matrix, run.samples)
         forgotten[0, kept[:-1]] = 100 * forgetting_by_task(matrix)
     _heat(axes, forgotten, "OrRd", 0, max(25.0, np.nanmax(forgotten, initial=0)))
     if np.isnan(forgotten).all():
-        text = "not known" if run.gaps else "no earlier task yet"
+        text = "not known" if unknown else "no earlier task yet"
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=MUTED)
     axes.set_yticks([0], ["forgotten,\npoints"])
 

@@ -121,7 +121,7 @@ class Run:
         """Metrics by name, recorded or computed from the finished tasks; empty before the first one."""
         metrics, seen = {}, self.seen[: len(self.matrix)]
         if len(seen):
-            metrics = summarize_measured(self.matrix, self.samples)
+            metrics = summarize_measured(self.matrix, self.samples, [len(classes) for classes in self.tasks])
             metrics |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
         items = [*metrics.items(), *self.results["metrics"].items()]  # a recorded metric wins
         return {name: value for name, value in items if is_number(value)}
@@ -147,6 +147,12 @@ class Run:
     def untested(self) -> list[str]:
         """Names of the classes so far of which no test image was there at the end."""
         return untested_classes(self.results)
+
+    @property
+    def untested_tasks(self) -> list[int]:
+        """Tasks with new classes, counted from 1, of which no test image was there at the end."""
+        tasks = enumerate(zip(self.samples, self.tasks, strict=False), start=1)
+        return [task for task, (samples, classes) in tasks if classes and not samples]
 
     @property
     def incomplete(self) -> list[tuple[int, int, int]]:

@@ -103,6 +103,10 @@ They are training images too, byte by byte, so that the accuracy is too high: ke
 <section class="notice">
 <strong>Not tested: {{ run.untested | join(", ") }}.</strong>
 No test image of {{ "this class" if run.untested | length == 1 else "these classes" }} was evaluated at the end.
+{% if run.untested_tasks %}
+So nothing is known of task{{ "s" if run.untested_tasks | length > 1 }} {{ run.untested_tasks | join(", ") }}, and not
+how much the model has forgotten.
+{% endif %}
 </section>
 {% endif %}
 {% if status == "finished" and not run.samples | sum %}

@@ -303,7 +303,7 @@ class Results:
     def _metrics(self) -> dict[str, float]:
         tasks = len(self.samples)
         finished = [row[:tasks] for row in self.matrix[:tasks]]
-        return summarize_measured(finished, self.samples)
+        return summarize_measured(finished, self.samples, [len(classes) for classes in self.tasks])
 
     def _efficiency(self) -> dict[str, float]:
         """E of FedProK (Gao et al. 2024, eq. 3): seconds of communication and computation in a round, on average."""

@@ -808,6 +808,9 @@ def test_the_server_says_who_holds_what_and_what_nobody_can_be_tested_on(
     assert summary(Path(keys["output-dir"]) / "run")[1] == said
     assert "north" in caplog.text
     assert "held out  classes  unreadable" in caplog.text
+    alone = run(keys | {"num-tasks": 4, "run-name": "alone"})  # a task of the class that nobody can be tested on
+    assert 0 in alone["samples_per_task"]
+    assert alone["metrics"].keys() == {"final_average_accuracy", "last_accuracy"}
 
 
 def test_files_that_come_during_a_task_wait_for_the_next_hello(keys: Values) -> None:

@@ -291,6 +291,21 @@ def test_page_names_the_classes_without_test_images(make_run):
     assert "Not tested: two. No test image of this class was evaluated at the end." in text
 
 
+def test_what_a_task_without_test_images_made_the_model_forget_is_not_known(make_run):
+    """The first task falls from 90 to 60 %: folded into the second, the third would hide that."""
+    matrix = [[0.8, None, None], [0.9, 0.7, None], [0.6, 0.5, None]]
+    untested = {"samples_per_task": [100, 100, 0], "accuracy_matrix": matrix, "per_task_seen_accuracy": [0.8, 0.8, 0.55]}
+    folder = make_run(per_class_accuracy={"zero": 0.5, "one": 0.5, "two": 0.7, "three": None}, **untested)
+    run = load_run(folder)
+    assert run.metrics.keys() == {"final_average_accuracy", "last_accuracy", "average_seen_accuracy"}
+    assert run.metrics["final_average_accuracy"] == pytest.approx(0.55)
+    write_report([folder])
+    text = " ".join(page_of(folder).text.split())
+    assert "So nothing is known of task 3, and not how much the model has forgotten." in text
+    assert "its earlier best" not in text
+    assert "not known" in [text.get_text() for axes in figures.matrix_figure(run).axes for text in axes.texts]
+
+
 def test_page_of_a_finished_run_without_test_images_says_so(make_run):
     folder = make_run(done=0, status="finished", metrics={})
     write_report([folder])
