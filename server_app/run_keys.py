@@ -129,6 +129,12 @@ def require_files(values: Mapping[str, Scalar]) -> None:
             f"dataset = {OWN!r} needs data-dir here: fcil run simulates the nodes, and each has a folder in it. A run "
             "of real nodes is started, and resumed, by: flwr run . CONNECTION --stream --run-config KEYS"
         )
+    folder = run_path("data-dir", str(values.get("data-dir", "")))
+    if values.get("dataset") == OWN and folder.is_dir() and not _node_folders({**values, "data-dir": str(folder)}):
+        raise ConfigError(
+            f"data-dir = {values['data-dir']!r} holds no folder: fcil run simulates a node for each folder in it, "
+            "which holds a folder of images per class."
+        )
     for name in ("data-dir", "backbone-weights"):
         text = str(values.get(name, ""))
         if text in ("", AUTO, "random") or run_path(name, text).exists():

@@ -102,7 +102,13 @@ class Predictor:
 
     @torch.inference_mode()
     def predict(self, images: Sequence[Picture] | np.ndarray) -> Predictions:
-        """Classes of N images, each as in :meth:`read`; each answer depends on its own image only."""
+        """Classes of N images, each as in :meth:`read`; each answer depends on its own image only.
+
+        Raises:
+            TypeError: one path instead of a list.
+        """
+        if isinstance(images, str | Path):
+            raise TypeError(f"images must be a list, such as [{str(images)!r}]")
         parts = [np.empty((0, len(self.class_names)), np.float32)]
         for start in range(0, len(images), BATCH):
             pixels = self.pixels(images[start : start + BATCH])

@@ -67,7 +67,8 @@ class PlannedRun:
     @property
     def method_keys(self) -> str:
         """The run keys that another run of the same method on other images needs, as fcil run takes them."""
-        usual, names = defaults(), ["backbone-weights", *keys_affecting("result", "local training", "privacy")]
+        training = ["local training"] if self.config.trains_locally else []
+        usual, names = defaults(), ["backbone-weights", *keys_affecting("result", *training, "privacy")]
         values, left_out = usual | self.values, {"dataset", *PROBLEM} - {"backbone", "image-size"}
         told = [n for n in names if (n == "method" or values[n] != usual[n]) and n not in left_out]
         return " ".join(f"{name}={shlex.quote(str(values[name]))}" for name in told)

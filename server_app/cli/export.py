@@ -41,6 +41,8 @@ def _refuse(model: Path, out: Path, onnx: Path | None) -> str:
     """Why these files cannot be written; empty if they can."""
     if out.suffix == ".onnx":
         return f"{out} would not be an ONNX file: name OUT.safetensors, and --onnx {out}"
+    if onnx and onnx.resolve() == out.resolve():
+        return f"{out} cannot be both files: give --onnx another name"
     for path in filter(None, [out, onnx]):
         if path.resolve() in (model.resolve(), (model / MODEL).resolve()):
             return f"{path} is the model itself: name another file"

@@ -52,6 +52,15 @@ def warn_of_missing_images(clients: Sequence[ClientInfo]) -> None:
         log.warning("all images of %s are held out as test images: no node can train on them", ", ".join(untrained))
 
 
+def small_classes(clients: Sequence[ClientInfo], least: int) -> tuple[list[str], bool]:
+    """Names of the classes of which no client has ``least`` images to train on, and whether there are no others."""
+    largest = Counter[str]()
+    for client in clients:
+        largest |= Counter({normal_form(c): int(n) for c, n in zip(client.classes, client.own_counts, strict=True)})
+    names = choose_spellings(name for client in clients for name in client.classes)
+    return sorted(names[form] for form, n in largest.items() if n < least), max(largest.values(), default=0) < least
+
+
 def describe_spellings(clients: Sequence[ClientInfo], class_names: Sequence[str]) -> list[str]:
     """A line for each class name that some clients spell otherwise than the run does."""
     spellings: dict[tuple[str, str], list[str]] = defaultdict(list)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from server_app.clients.class_names import ClassLimit, describe_spellings, warn_of_missing_images
+from server_app.clients.class_names import ClassLimit, describe_spellings, small_classes, warn_of_missing_images
 from server_app.clients.client_info import ClientInfo
 from server_app.clients.hello import AbsentNode, say_hello
 from server_app.errors import RunError
@@ -147,11 +147,13 @@ class ClientRegistry:
             )
 
     def _warn_of_statistics(self) -> None:
-        largest = max((int(client.own_counts.max(initial=0)) for client in self.clients), default=0)
-        if self.config.min_class_count > largest:
+        least, method = self.config.min_class_count, self.config.method
+        names, no_others = small_classes(self.clients, least)
+        if names:
+            lost = "at all" if no_others else "of them"
             log.warning(
-                "min-class-count = %d: no client has more than %d images of a class, so %s gets no statistics at all",
-                *(self.config.min_class_count, largest, self.config.method),
+                "min-class-count = %d: no client has as many images of %s, so %s gets no statistics %s",
+                *(least, ", ".join(names), method, lost),
             )
 
     def admit_new(self) -> list[ClientInfo]:

@@ -27,7 +27,7 @@ def communication_figure(groups: Sequence[Group]) -> Figure | None:
 def core_minutes_figure(groups: Sequence[Group]) -> Figure | None:
     """Final average accuracy in % against the core-minutes of the whole run; None if no run has recorded any."""
     finished = [group for group in groups if group.finished]
-    by_clock = [group for group in finished if not group.has_core_time]
+    by_clock = [group for group in finished if not group.has_core_time and group.core_minutes[0] > 0]
     subtitle = f"all processor cores together, whole run; {over_seeds(groups)}"
     if by_clock:
         which = "all" if len(by_clock) == len(finished) else ", ".join(dict.fromkeys(g.label for g in by_clock))

@@ -294,7 +294,7 @@ class Run:
             said = (
                 "no client with its images has trained in any of its rounds: they failed, were away or were not drawn"
             )
-            log.warning("task %d is not learned: %s. %s", report.task, said, reasons)
+            log.warning("task %d is not learned: %s.%s", report.task, said, f" {reasons}" if reasons else "")
             if self.config.method_row.pooled:  # one client has all images, and the others are not asked for any
                 problem = problem or said
         if problem:
@@ -341,6 +341,7 @@ class Run:
                 predicted = predict_classes(self.model, dataset, seen, tested)
                 counts = count_pairs(labels[tested], predicted, len(dataset.class_names))
                 self.results.note_correct(labels[tested], predicted == labels[tested])
+        self._drawer.wait()  # its processor time would count as the method's
         self.results.add_evaluation(context.task, counts, self._count_away(counts, evaluated))
 
     def _count_away(self, counts: np.ndarray, evaluated: set[str]) -> np.ndarray:

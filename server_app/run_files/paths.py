@@ -63,10 +63,9 @@ def run_directory(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"output-dir or run-name cannot be used: {error}.") from error
     if taken and not config.resume:
-        raise ConfigError(
-            f"run-name = {config.run_name!r} is taken: {directory} holds results already. "
-            f"Give another name, or go on there with resume={directory}."
-        )
+        unfinished = read_results(directory).get("status") != FINISHED
+        advice = f"Give another name{f', or go on there with resume={directory}' * unfinished}."
+        raise ConfigError(f"run-name = {config.run_name!r} is taken: {directory} holds results already. {advice}")
     return directory
 
 
@@ -186,8 +185,10 @@ def resolve_output_dir(output_dir: str) -> Path:
     A relative one is below the environment variable FCIL_HOME, else the project's folder, else the working directory.
 
     Raises:
-        ConfigError: it begins with a home that is not there.
+        ConfigError: it is empty, or begins with a home that is not there.
     """
+    if not output_dir:
+        raise ConfigError("output-dir = '' is not possible: name a folder for the results.")
     folder = expand_home(output_dir, "output-dir")
     if "FCIL_HOME" in os.environ:
         return Path(os.environ["FCIL_HOME"]).resolve() / folder

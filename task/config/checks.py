@@ -46,8 +46,6 @@ def check_combination(config: Config) -> None:
         )
     if "/" in config.run_name or config.run_name in (".", ".."):
         raise ConfigError(f"run-name = {config.run_name!r} is not possible: it names a folder, output-dir says where.")
-    if not config.output_dir:
-        raise ConfigError("output-dir = '' is not possible: name the folder of all runs.")
 
 
 def _check_prompt(config: Config) -> None:

@@ -86,10 +86,13 @@ def _refuse_divided(groups: np.ndarray | None, test: np.ndarray, path: Path) -> 
 
 
 def _read_split(split: np.ndarray, labels: np.ndarray, path: Path) -> np.ndarray:
-    if split.shape != labels.shape or split.dtype.kind not in "biuf":
+    fits = split.shape == labels.shape and split.dtype.kind in "biuf"
+    others = np.setdiff1d(split, [0, 1]) if fits else np.empty(0)
+    if not fits or others.size:
         raise ConfigError(
             f"data-dir = {str(path)!r}: split must be a number for each of the {len(labels)} labels, 1 for a test "
-            f"image and 0 for one to train on; it is {split.dtype} {list(split.shape)}."
+            f"image and 0 for one to train on; it is {split.dtype} {list(split.shape)}"
+            + (f", and has {others[0]:g} too." if others.size else ".")
         )
     return np.asarray(split) == 1
 

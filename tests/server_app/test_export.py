@@ -182,6 +182,8 @@ def test_a_run_keeps_its_own_model(
     monkeypatch.chdir(directory)
     assert cli.main(["export", ".", str(tmp_path / "out"), "--onnx", "model.safetensors"]) == 2
     assert capsys.readouterr().err == "fcil: model.safetensors is the model itself: name another file\n"
+    assert cli.main(["export", ".", str(tmp_path / "out"), "--onnx", str(tmp_path / "." / "out")]) == 2
+    assert "out cannot be both files: give --onnx another name" in capsys.readouterr().err
     assert (directory / "model.safetensors").read_bytes() == before
     assert not (tmp_path / "out").exists()
 

@@ -27,7 +27,10 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_needs_no_file_needs_no_project(installed: Path) -> None:
+    (installed / "node").mkdir()
     run_keys.require_files({"dataset": "own", "data-dir": "."})
+    with pytest.raises(ConfigError, match=r"data-dir = 'node' holds no folder: fcil run simulates a node for each"):
+        run_keys.require_files({"dataset": "own", "data-dir": "node"})
     with pytest.raises(
         ConfigError, match=r"needs data-dir here: .* A run of real nodes is started, and resumed, by: flwr"
     ):

@@ -119,6 +119,11 @@ def test_arrays_of_another_form_are_refused(array: np.ndarray, predictor: Predic
         predictor.predict([array])
 
 
+def test_one_path_is_no_list_of_images(predictor: Predictor) -> None:
+    with pytest.raises(TypeError, match=r"images must be a list, such as \['cat.jpg'\]"):
+        predictor.predict("cat.jpg")
+
+
 def test_a_model_between_tasks_knows_the_classes_so_far(tiny: dict, tmp_path: Path) -> None:
     values = tiny | {"method": "fedavg", "prompt": "coda", "num-tasks": 3}
     folder = untrained(tmp_path / "model", values, [4, 4])

@@ -78,6 +78,9 @@ def test_keys_of_a_variant_for_other_images(write):
     }
     (usual, *_) = read_suite(write(variants=[{"label": "hgp", "method": "hgp"}]), {}).runs
     assert "method=hgp" in usual.method_keys.split(" ")  # told though it is the default
+    frozen = {"label": "ncm", "method": "ncm", "rounds-per-task": 1}
+    (ncm, *_) = read_suite(write(common=KEYS | {"local-epochs": 3}, variants=[frozen]), {}).runs
+    assert not [key for key in ncm.method_keys.split(" ") if key.startswith("local-epochs")]  # it would be ignored
 
 
 def test_relative_folders_are_those_of_runs(write, tmp_path, monkeypatch):
@@ -89,6 +92,8 @@ def test_relative_folders_are_those_of_runs(write, tmp_path, monkeypatch):
     assert suite.folder == tmp_path / "home" / "runs" / "x"
     assert suite.runs[0].values["data-dir"] == str(tmp_path / "data.npz")  # runs have another working directory
     assert read_suite(path, {"data-dir": "data.npz", "output-dir": "/elsewhere"}).folder == Path("/elsewhere")
+    with pytest.raises(ConfigError, match="output-dir = '' is not possible: name a folder"):
+        read_suite(path, {"data-dir": "data.npz", "output-dir": ""})
 
 
 def test_clients_are_as_many_as_a_run_has(write):

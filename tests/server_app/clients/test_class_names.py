@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from server_app.clients.class_names import warn_of_missing_images
+from server_app.clients.class_names import small_classes, warn_of_missing_images
 from server_app.clients.client_info import ClientInfo
 
 
@@ -28,3 +28,14 @@ def test_classes_without_test_or_training_images_are_named(
     warn_of_missing_images([client(classes) for classes in clients])
     assert len(caplog.messages) == len(said)
     assert all(part in message for part, message in zip(said, caplog.messages, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("least", "small", "no_others"),
+    [(3, [], False), (4, ["ant"], False), (8, ["ant", "bee"], False), (10, ["ant", "bee", "cow"], True)],
+)
+def test_classes_of_which_no_client_has_enough_images(least: int, small: list[str], no_others: bool) -> None:
+    """The largest counts are 3 of ant, 7 of bee, in two spellings, and 9 of cow; of doe all images are held out."""
+    clients = [client({"ant": (3, 1), "bee": (7, 0), "doe": (0, 2)}), client({"Bee": (2, 0), "cow": (9, 1)})]
+    clients.append(client({"bee": (1, 0)}))
+    assert small_classes(clients, least) == (small, no_others)

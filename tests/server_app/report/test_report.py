@@ -294,7 +294,11 @@ def test_page_names_the_classes_without_test_images(make_run):
 def test_what_a_task_without_test_images_made_the_model_forget_is_not_known(make_run):
     """The first task falls from 90 to 60 %: folded into the second, the third would hide that."""
     matrix = [[0.8, None, None], [0.9, 0.7, None], [0.6, 0.5, None]]
-    untested = {"samples_per_task": [100, 100, 0], "accuracy_matrix": matrix, "per_task_seen_accuracy": [0.8, 0.8, 0.55]}
+    untested = {
+        "samples_per_task": [100, 100, 0],
+        "accuracy_matrix": matrix,
+        "per_task_seen_accuracy": [0.8, 0.8, 0.55],
+    }
     folder = make_run(per_class_accuracy={"zero": 0.5, "one": 0.5, "two": 0.7, "three": None}, **untested)
     run = load_run(folder)
     assert run.metrics.keys() == {"final_average_accuracy", "last_accuracy", "average_seen_accuracy"}
@@ -972,6 +976,8 @@ def test_the_legend_reads_as_the_curves_end(make_run):
 
 def test_core_minutes_fall_back_to_the_clock_and_say_so(make_run, tmp_path):
     runs = [costly(make_run, "measured", 0.5, 1, 2.5), costly(make_run, "clocked", 0.6, 1)]
+    runs.append(costly(make_run, "neither", 0.7, 1))
+    runs[2].results["seconds"].clear()
     figure = tradeoffs.core_minutes_figure(group_runs(runs))
     assert [text.get_text() for text in figure.texts if "clock" in text.get_text()] == [
         "minutes of the clock, where no processor time was recorded: clocked"

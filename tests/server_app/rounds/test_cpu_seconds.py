@@ -92,6 +92,16 @@ def test_pictures_are_left_out(results: Results, monkeypatch: pytest.MonkeyPatch
     assert results.seconds["cpu_total"] < 0.2
 
 
+def test_pictures_that_are_being_drawn_are_left_out_of_the_first_task(
+    tiny: Values, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of its first round are drawn for longer than its second one takes."""
+    monkeypatch.setattr(report_drawer, "write_report", lambda folders: busy(1.0))
+    seconds = run(tiny | {"rounds-per-task": 2})["seconds"]
+    assert seconds["cpu_first_task"] < seconds["cpu_total"]
+    assert seconds["cpu_first_task"] < 1.0
+
+
 def test_only_runs_of_one_process_have_it(tiny: Values) -> None:
     assert run(tiny)["seconds"]["cpu_total"] > 0
     flower = tiny | {"run-name": "flower", "num-clients": 2}

@@ -325,9 +325,17 @@ def test_bad_settings_leave_no_folder_behind(tiny: dict, tmp_path: Path) -> None
 def test_an_existing_run_is_never_overwritten(tiny: dict) -> None:
     run(tiny)
     before = results_of(folder_of(tiny))
-    with pytest.raises(ConfigError, match="run-name = 'run' is taken"):
+    with pytest.raises(ConfigError, match=r"run-name = 'run' is taken: .* already\. Give another name\.$"):
         run(tiny)
     assert results_of(folder_of(tiny)) == before
+    (folder_of(tiny) / "results.json").write_text(json.dumps(before | {"status": "failed"}))
+    with pytest.raises(ConfigError, match=f"or go on there with resume={folder_of(tiny)}"):
+        run(tiny)
+
+
+def test_results_have_a_folder_of_a_name(tiny: dict) -> None:
+    with pytest.raises(ConfigError, match="output-dir = '' is not possible"):
+        run(tiny | {"output-dir": ""})
 
 
 @pytest.mark.ci

@@ -53,7 +53,6 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"max-update-ratio": 2.0, "num-clients": 9, "clients-per-round": 2}, ["would be ignored", "only 2"]),
         ({"method": "fedprok", "prompt": "none", "fedprok-features": "every-task"}, ["fedprok-features", "ignored"]),
         ({"method": "fedprok", "prompt": "none", "fedprok-prototypes": "after"}, ["fedprok-prototypes", "ignored"]),
-        ({"output-dir": ""}, ["output-dir", "folder of all runs"]),
         ({"clients-per-round": 5, "num-clients": 2}, ["clients-per-round", "5", "2"]),
         ({"dataset": "npz"}, ["data-dir", "'npz'"]),
         ({"seed": -1}, ["seed", "-1", "at least 0"]),

@@ -223,6 +223,8 @@ def test_unusable_folders_of_arrays(tmp_path: Path) -> None:
         ({"labels": np.arange(40) * 10**15}, "leave no number out"),
         ({"split": np.zeros(40)}, "0 of its 40 images are test images (split = 1)"),
         ({"split": np.eye(40)}, "a number for each of the 40 labels, 1 for a test image"),
+        ({"split": np.arange(40) % 3}, "it is int64 [40], and has 2 too."),  # training, validation and test images
+        ({"split": np.where(np.arange(40) % 4, 0.0, np.nan)}, "and has nan too."),
         ({"groups": np.arange(39)}, "groups must be a whole number or a text for each of the 40 labels"),
         ({"groups": np.zeros(40)}, "the same for images that belong together; it is float64 [40]"),
         ({"labels": np.arange(40) % 4 + 1, "class_names": np.array(["a", "b"])}, "and there are 2 class_names"),
