@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,14 +93,25 @@ def test_pictures_are_left_out(results: Results, monkeypatch: pytest.MonkeyPatch
     assert results.seconds["cpu_total"] < 0.2
 
 
-def test_pictures_that_are_being_drawn_are_left_out_of_the_first_task(
+def test_nothing_is_drawn_while_the_time_of_the_first_task_is_read(
     tiny: Values, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of its first round are drawn for longer than its second one takes."""
-    monkeypatch.setattr(report_drawer, "write_report", lambda folders: busy(1.0))
-    seconds = run(tiny | {"rounds-per-task": 2})["seconds"]
-    assert seconds["cpu_first_task"] < seconds["cpu_total"]
-    assert seconds["cpu_first_task"] < 1.0
+    """The pictures of its first round take longer than its second round."""
+    drawing, seen, add_evaluation = set[object](), list[bool](), Results.add_evaluation
+
+    def draw(folders: object) -> None:
+        drawing.add(folder := object())
+        time.sleep(1.5)
+        drawing.remove(folder)
+
+    def look_first(*arguments: Any) -> None:
+        seen.append(bool(drawing))
+        add_evaluation(*arguments)
+
+    monkeypatch.setattr(report_drawer, "write_report", draw)
+    monkeypatch.setattr(Results, "add_evaluation", look_first)
+    run(tiny | {"rounds-per-task": 2})
+    assert seen == [False, False]
 
 
 def test_only_runs_of_one_process_have_it(tiny: Values) -> None:
