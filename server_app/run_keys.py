@@ -84,8 +84,7 @@ def complete_run_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         if isinstance(keys.get(name), str) and keys[name]:
             keys[name] = _resolve(name, str(keys[name]))
     if keys.get("resume"):
-        folder = expand_home(str(keys["resume"]), "resume").absolute()
-        keys = load_resumed_keys({**keys, "resume": str(folder)}, explicit=True)
+        keys = load_resumed_keys({**keys, "resume": str(expand_home(str(keys["resume"]), "resume").absolute())})
         _require_same_nodes(keys)
         return keys
     if not parse(keys).num_clients:

@@ -96,6 +96,7 @@ class Predictor:
 
     def pixels(self, images: Sequence[Picture] | np.ndarray) -> Tensor:
         """Images, see :meth:`read`, as an exported ONNX model takes them, float32 [N, 3, side, side] in 0 .. 1."""
+        _require_list(images)
         stored = np.stack([self.read(image) for image in images])
         on_device = torch.from_numpy(stored).permute(0, 3, 1, 2).to(self.model.device)
         return resize(on_device, self.model.backbone.image_size)
@@ -105,15 +106,19 @@ class Predictor:
         """Classes of N images, each as in :meth:`read`; each answer depends on its own image only.
 
         Raises:
-            TypeError: one path instead of a list.
+            TypeError: one image instead of a list.
         """
-        if isinstance(images, str | Path):
-            raise TypeError(f"images must be a list, such as [{str(images)!r}]")
+        _require_list(images)
         parts = [np.empty((0, len(self.class_names)), np.float32)]
         for start in range(0, len(images), BATCH):
             pixels = self.pixels(images[start : start + BATCH])
             parts.append(self.model(normalise(pixels, self.model.backbone)).softmax(dim=1).cpu().numpy())
         return Predictions(np.concatenate(parts), self.class_names)
+
+
+def _require_list(images: object) -> None:
+    if isinstance(images, str | Path | Image.Image):
+        raise TypeError("images must be a list: of one image, [image]")
 
 
 def load_predictor(path: str | Path, device: str = "auto") -> Predictor:

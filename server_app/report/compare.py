@@ -202,7 +202,7 @@ def _row(group: Group) -> list[str]:
     seeds = ", ".join(str(run.results.get("seed", "?")) for run in group.finished) or "-"
     unfinished = len(group.runs) - len(group.finished)
     seeds += f" (and {unfinished} unfinished)" if unfinished else ""
-    incomplete = sum(bool(run.gaps) or FINAL not in run.metrics for run in group.finished)
+    incomplete = sum(bool(run.gaps or run.untested_tasks) or FINAL not in run.metrics for run in group.finished)
     seeds += f" ({incomplete} with accuracies missing)" if incomplete else ""
     fewer = sum(bool(run.incomplete) for run in group.finished)
     seeds += f" ({fewer} measured on fewer test images, as nodes were away)" if fewer else ""

@@ -123,7 +123,10 @@ class Run:
         if len(seen):
             metrics = summarize_measured(self.matrix, self.samples, [len(classes) for classes in self.tasks])
             metrics |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
-        items = [*metrics.items(), *self.results["metrics"].items()]  # a recorded metric wins
+        recorded = self.results["metrics"]
+        if self.untested_tasks:  # an earlier version recorded what cannot be known
+            recorded = {name: value for name, value in recorded.items() if name in metrics}
+        items = [*metrics.items(), *recorded.items()]  # a recorded metric wins
         return {name: value for name, value in items if is_number(value)}
 
     @property

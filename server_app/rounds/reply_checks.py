@@ -10,7 +10,6 @@ from server_app.clients.client_info import MAX_IMAGES, ClientInfo, failure
 from server_app.errors import one_line
 from server_app.transport.base import SMALL_ANSWER, Reply
 from strategies.base import RoundContext, Update
-from task.config.checks import MIN_FOR_MEDIAN
 from task.config.schema import Config
 from task.message import Arrays, Packet
 from task.methods import load_class
@@ -19,6 +18,7 @@ from task.prototypes.statistics import ClientStatistics
 
 MAX_VALUE = ClientStatistics.largest  # of trained arrays
 MAX_METRIC = 1e12  # of loss, accuracy, seconds, images: sums over clients and rounds stay finite
+MIN_FOR_MEDIAN = 3  # updates
 SLACK = 1.5  # between norms of statistics and of features: for rounding, and for covariances divided by n - 1
 Shapes = Mapping[str, tuple[int, ...]]  # by name of the array
 

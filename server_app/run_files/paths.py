@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from server_app.errors import LaunchError
-from task.config.schema import Config
+from task.config.schema import APPEARING, Config
 from task.keys import ConfigError
 from task.utils.atomic import write_json
 from task.utils.files import nearest_existing
@@ -63,8 +63,8 @@ def run_directory(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"output-dir or run-name cannot be used: {error}.") from error
     if taken and not config.resume:
-        unfinished = read_results(directory).get("status") != FINISHED
-        advice = f"Give another name{f', or go on there with resume={directory}' * unfinished}."
+        goes_on = config.class_order == APPEARING or read_results(directory).get("status") != FINISHED
+        advice = f"Give another name{f', or go on there with resume={directory}' * goes_on}."
         raise ConfigError(f"run-name = {config.run_name!r} is taken: {directory} holds results already. {advice}")
     return directory
 
@@ -187,7 +187,7 @@ def resolve_output_dir(output_dir: str) -> Path:
     Raises:
         ConfigError: it is empty, or begins with a home that is not there.
     """
-    if not output_dir:
+    if not output_dir.strip():
         raise ConfigError("output-dir = '' is not possible: name a folder for the results.")
     folder = expand_home(output_dir, "output-dir")
     if "FCIL_HOME" in os.environ:

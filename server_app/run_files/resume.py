@@ -19,11 +19,11 @@ from task.utils.versions import code_and_versions
 log = logging.getLogger(__name__)
 
 
-def load_resumed_keys(values: Mapping[str, Scalar], explicit: bool = False) -> dict[str, Scalar]:
+def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """The run keys of the run to resume, or ``values`` themselves where the key ``resume`` is not given.
 
-    Other keys in ``values`` must have the run's value or, if not ``explicit``, their default, which Flower fills in.
-    Free are those about waiting, and the paths of data and weights whose digest the run has recorded.
+    Other keys in ``values`` must have their default or the run's value, but for those about waiting, and the paths of
+    data and weights whose digest the run has recorded.
 
     Raises:
         ConfigError: no such run, a finished one to which no task can be added, one without a checkpoint, or another
@@ -38,10 +38,9 @@ def load_resumed_keys(values: Mapping[str, Scalar], explicit: bool = False) -> d
     keys, free = known_keys(), _may_differ()
     if not saved.get("data-sha256"):  # of nodes with images of their own, and of an earlier version
         free -= {"data-dir"}
-    for name in [name for name in values if name in keys and name not in free]:
-        value, before = values[name], saved.get(name)
-        if value != before and (explicit or value != keys[name].default):
-            raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {before!r}.")
+    for name, value in values.items():
+        if name in keys and name not in free and value not in (keys[name].default, saved.get(name)):
+            raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
     results = read_results(directory)
     open_ended = saved.get("class-order") == APPEARING and results.get("num_tasks", 0) < saved["num-tasks"]
     if results.get("status") == FINISHED and not open_ended:

@@ -20,7 +20,6 @@ from task.methods import METHODS, load_class
 from task.prompt_kinds import PROMPTS
 
 _USUAL_ROUNDS = (0, 5)  # of adaptation: FedRDA's defaults, now and in earlier versions
-MIN_FOR_MEDIAN = 3  # clients of whose updates max-update-ratio takes the median
 MAX_SECURE_CLIENTS = 300  # in a round; the server opens a sum of 100 in about 20 s, and the time grows with the cube
 
 
@@ -263,8 +262,3 @@ def _check_sizes(config: Config) -> None:
         raise ConfigError(f"clients-per-round = {per_round} is more than num-clients = {config.num_clients}.")
     if per_round and config.quorum > per_round:
         raise ConfigError(f"quorum = {config.quorum} can never be met: only {per_round} clients take part in a round.")
-    if config.max_update_ratio and 0 < per_round < MIN_FOR_MEDIAN:
-        raise ConfigError(
-            f"max-update-ratio = {config.max_update_ratio:g} would be ignored: it compares with the median of "
-            f"{MIN_FOR_MEDIAN} or more clients, and only {per_round} take part in a round; max-update-norm needs none."
-        )

@@ -28,17 +28,19 @@ def resize(x: Tensor, side: int) -> Tensor:
     """Pixels uint8 [B, 3 or 1, H, W] -> float32 [B, 3, side, side] in 0 .. 1 (bicubic)."""
     x = x.float().div_(255)
     height, width = x.shape[-2:]
-    if max(height, width) > side:
-        x = F.interpolate(x, (side, side), mode="bicubic", align_corners=False, antialias=True).clamp_(0, 1)
-    elif min(height, width) < side:
+    if 2 * max(height, width) <= side:
         x = (_enlarging(height, side, x.device) @ x @ _enlarging(width, side, x.device).T).clamp_(0, 1)
+    elif (height, width) != (side, side):
+        smaller = max(height, width) > side
+        x = F.interpolate(x, (side, side), mode="bicubic", align_corners=False, antialias=smaller).clamp_(0, 1)
     return x.expand(-1, 3, -1, -1)
 
 
 def _enlarging(size: int, side: int, device: torch.device) -> Tensor:
     """Weights [side, size] with which ``size`` pixels in a row become ``side`` pixels.
 
-    Two matrix products with them give what F.interpolate gives, and were seen to be five times as fast on a CPU.
+    Two matrix products with them give what F.interpolate gives. On a CPU they were seen to be four times as fast for
+    images of a fifth of the side, 1.7 times for 0.43 of it, and slower for 0.9.
     """
     pixels = torch.eye(size, device=device)[None, None]
     return F.interpolate(pixels, (side, size), mode="bicubic", align_corners=False)[0, 0]

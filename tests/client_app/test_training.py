@@ -277,8 +277,8 @@ def test_rows_and_columns_stay_and_grey_becomes_three_channels():
     assert torch.allclose(prepared, torch.tensor([[0, 0.2], [0.4, 1.0]]).expand(1, 3, 2, 2))
 
 
-def twice_as_many_rows(image):
-    """Rows doubled by cubic convolution (Keys 1981, a = -0.75, edges repeated), in float64; [H, W] -> [2H, W]."""
+def with_more_rows(image, rows):
+    """Rows by cubic convolution (Keys 1981, a = -0.75, edges repeated), in float64; [H, W] -> [rows, W]."""
     a = -0.75
 
     def kernel(d):
@@ -288,29 +288,31 @@ def twice_as_many_rows(image):
         return a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a if d < 2 else 0.0
 
     n, out = len(image), []
-    for place in ((i + 0.5) / 2 - 0.5 for i in range(2 * n)):
+    for place in ((i + 0.5) * n / rows - 0.5 for i in range(rows)):
         near = range(math.floor(place) - 1, math.floor(place) + 3)
         out.append(sum(kernel(place - j) * image[min(max(j, 0), n - 1)] for j in near))
     return np.stack(out)
 
 
-def test_enlarging_equals_bicubic_in_numpy():
+@pytest.mark.parametrize("side", [10, 7])
+def test_enlarging_equals_bicubic_in_numpy(side):
     """A checked pattern overshoots, so what leaves 0..1 must be cut there."""
     rng = np.random.default_rng(0)
     images = (255 * rng.integers(0, 2, (1, 5, 5, 1))).astype(np.uint8)
-    expected = twice_as_many_rows(twice_as_many_rows(images[0, :, :, 0] / 255).T).T
+    expected = with_more_rows(with_more_rows(images[0, :, :, 0] / 255, side).T, side).T
     assert expected.min() < -0.05
     assert expected.max() > 1.05
-    prepared = prepare(images, Pixels(10, mean=0.0, std=1.0))[0]
+    prepared = prepare(images, Pixels(side, mean=0.0, std=1.0))[0]
     assert np.allclose(prepared, np.clip(expected, 0, 1), atol=1e-5)
 
 
 @pytest.mark.parametrize("upright", [True, False])
-def test_only_the_side_that_is_too_short_is_enlarged(upright):
-    image = np.random.default_rng(0).integers(0, 256, (5, 10), np.uint8)
-    expected = np.clip(twice_as_many_rows(image / 255), 0, 1)
+@pytest.mark.parametrize("side", [12, 6])
+def test_each_side_is_enlarged_by_itself(side, upright):
+    image = np.random.default_rng(0).integers(0, 256, (5, 6), np.uint8)
+    expected = np.clip(with_more_rows(with_more_rows(image / 255, side).T, side).T, 0, 1)
     pixels = image.T if upright else image
-    prepared = prepare(np.ascontiguousarray(pixels)[None, :, :, None], Pixels(10, mean=0.0, std=1.0))[0]
+    prepared = prepare(np.ascontiguousarray(pixels)[None, :, :, None], Pixels(side, mean=0.0, std=1.0))[0]
     assert np.allclose(prepared, expected.T if upright else expected, atol=1e-5)
 
 

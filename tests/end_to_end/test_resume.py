@@ -230,10 +230,6 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
     assert load_resumed_keys({"resume": str(folder), "seed": 0, "rounds-per-task": 2})["rounds-per-task"] == 2
     assert load_resumed_keys({"resume": str(folder), "start-timeout": 300.0})["start-timeout"] == 300.0
     assert load_resumed_keys({"resume": str(folder)})["start-timeout"] == 15.0
-    usual = {"resume": str(folder), "rounds-per-task": "auto"}  # a default: through Flower nobody may have said so
-    assert load_resumed_keys(usual)["rounds-per-task"] == 2
-    with pytest.raises(ConfigError, match="rounds-per-task = 'auto' is not possible with resume: the run has 2"):
-        load_resumed_keys(usual, explicit=True)
     for path in (folder / "checkpoint").iterdir():
         path.write_bytes(b"")
     with pytest.raises(ConfigError, match="no whole checkpoint"):

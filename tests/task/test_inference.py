@@ -119,9 +119,11 @@ def test_arrays_of_another_form_are_refused(array: np.ndarray, predictor: Predic
         predictor.predict([array])
 
 
-def test_one_path_is_no_list_of_images(predictor: Predictor) -> None:
-    with pytest.raises(TypeError, match=r"images must be a list, such as \['cat.jpg'\]"):
-        predictor.predict("cat.jpg")
+@pytest.mark.parametrize("image", ["cat.jpg", Path("cat.jpg"), Image.new("RGB", (8, 8))])
+def test_one_image_is_no_list(image: str | Path | Image.Image, predictor: Predictor) -> None:
+    for use in (predictor.predict, predictor.pixels):
+        with pytest.raises(TypeError, match=r"images must be a list: of one image, \[image\]"):
+            use(image)
 
 
 def test_a_model_between_tasks_knows_the_classes_so_far(tiny: dict, tmp_path: Path) -> None:

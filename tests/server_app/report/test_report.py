@@ -303,6 +303,10 @@ def test_what_a_task_without_test_images_made_the_model_forget_is_not_known(make
     run = load_run(folder)
     assert run.metrics.keys() == {"final_average_accuracy", "last_accuracy", "average_seen_accuracy"}
     assert run.metrics["final_average_accuracy"] == pytest.approx(0.55)
+    recorded = run.results["metrics"]  # by an earlier version
+    recorded |= {"final_average_accuracy": 0.55, "forgetting": 0.0}
+    assert "forgetting" not in run.metrics
+    assert comparison_table(group_runs([run]))[1][0][2].endswith("(1 with accuracies missing)")
     write_report([folder])
     text = " ".join(page_of(folder).text.split())
     assert "So nothing is known of task 3, and not how much the model has forgotten." in text

@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import pytest
 
 from server_app.errors import RunError
 from server_app.report.runs import load_run
+from server_app.run_files.paths import run_directory
 from strategies.base import RoundContext, Update
+from task.config.parsing import parse
 from task.keys import ConfigError
 from task.message import Kind, Packet
 from task.models.model import Model
@@ -328,6 +331,8 @@ def test_an_existing_run_is_never_overwritten(tiny: dict) -> None:
     with pytest.raises(ConfigError, match=r"run-name = 'run' is taken: .* already\. Give another name\.$"):
         run(tiny)
     assert results_of(folder_of(tiny)) == before
+    with pytest.raises(ConfigError, match=f"or go on there with resume={folder_of(tiny)}"):
+        run_directory(replace(parse(tiny), class_order="appearing"))  # goes on with new classes
     (folder_of(tiny) / "results.json").write_text(json.dumps(before | {"status": "failed"}))
     with pytest.raises(ConfigError, match=f"or go on there with resume={folder_of(tiny)}"):
         run(tiny)

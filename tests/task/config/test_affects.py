@@ -205,15 +205,6 @@ def test_images_that_lie_elsewhere_are_looked_for_where_the_resume_is_typed(
     assert complete_run_keys({"resume": str(folder), "data-dir": "photos"})["data-dir"] == str(tmp_path / "photos")
 
 
-def test_a_default_that_is_typed_beside_resume_is_no_less_refused_than_another_value(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "runs" / "cut", seed=3)
-    (folder / "results.json").write_text('{"status": "running"}')
-    write_checkpoint(folder / "checkpoint", 1, {})
-    with pytest.raises(ConfigError, match="seed = 0 is not possible with resume: the run has 3"):
-        complete_run_keys({"resume": str(folder), "seed": 0})
-    assert complete_run_keys({"resume": str(folder), "seed": 3})["seed"] == 3
-
-
 @pytest.mark.parametrize("name", ["tensorboard", "output-dir", "round-timeout", "start-timeout", "threads"])
 def test_two_seeds_that_differ_in_nothing_that_counts_are_one_row(name: str, tmp_path: Path) -> None:
     folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", seed=1, **{name: other_value(name)})]

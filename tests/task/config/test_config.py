@@ -49,8 +49,6 @@ def test_pyproject_lists_every_key_with_its_default() -> None:
         ({"method": "fedavg", "partition": "consensus", "consensus-rate": 1.5}, ["consensus-rate", "1.5", "at most 1"]),
         ({"partition": "split-ratio", "split-ratio": 0.0}, ["split-ratio", "0.0", "above 0"]),
         ({"quorum": 5, "num-clients": 2}, ["quorum", "5", "2"]),
-        ({"max-update-ratio": 2.0, "num-clients": 2}, ["max-update-ratio = 2", "median of 3 or more", "only 2"]),
-        ({"max-update-ratio": 2.0, "num-clients": 9, "clients-per-round": 2}, ["would be ignored", "only 2"]),
         ({"method": "fedprok", "prompt": "none", "fedprok-features": "every-task"}, ["fedprok-features", "ignored"]),
         ({"method": "fedprok", "prompt": "none", "fedprok-prototypes": "after"}, ["fedprok-prototypes", "ignored"]),
         ({"clients-per-round": 5, "num-clients": 2}, ["clients-per-round", "5", "2"]),
