@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from server_app.errors import PicturesUnavailable
@@ -26,11 +26,6 @@ class ReportDrawer:
         """Draw what is on the disk now; a drawing that has not begun yet is cancelled."""
         self._drawing.cancel()
         self._drawing = self._executor.submit(self.draw)
-
-    def wait(self) -> None:
-        """Wait for a drawing that has begun; one that has not is cancelled."""
-        if not self._drawing.cancel():
-            wait([self._drawing])
 
     def stop(self) -> None:
         """Wait for a drawing that has begun, and end the thread."""

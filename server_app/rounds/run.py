@@ -341,8 +341,6 @@ class Run:
                 predicted = predict_classes(self.model, dataset, seen, tested)
                 counts = count_pairs(labels[tested], predicted, len(dataset.class_names))
                 self.results.note_correct(labels[tested], predicted == labels[tested])
-        if context.task == 0:
-            self._drawer.wait()  # its processor time would count as the first task's
         self.results.add_evaluation(context.task, counts, self._count_away(counts, evaluated))
 
     def _count_away(self, counts: np.ndarray, evaluated: set[str]) -> np.ndarray:

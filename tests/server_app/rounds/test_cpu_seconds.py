@@ -4,7 +4,6 @@ import json
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -91,27 +90,6 @@ def test_pictures_are_left_out(results: Results, monkeypatch: pytest.MonkeyPatch
     drawer.stop()
     results.write()
     assert results.seconds["cpu_total"] < 0.2
-
-
-def test_nothing_is_drawn_while_the_time_of_the_first_task_is_read(
-    tiny: Values, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pictures of its first round take longer than its second round."""
-    drawing, seen, add_evaluation = set[object](), list[bool](), Results.add_evaluation
-
-    def draw(folders: object) -> None:
-        drawing.add(folder := object())
-        time.sleep(1.5)
-        drawing.remove(folder)
-
-    def look_first(*arguments: Any) -> None:
-        seen.append(bool(drawing))
-        add_evaluation(*arguments)
-
-    monkeypatch.setattr(report_drawer, "write_report", draw)
-    monkeypatch.setattr(Results, "add_evaluation", look_first)
-    run(tiny | {"rounds-per-task": 2})
-    assert seen == [False, False]
 
 
 def test_only_runs_of_one_process_have_it(tiny: Values) -> None:
