@@ -77,8 +77,7 @@ def summarize_measured(
     matrix, kept = fold(accuracy_matrix, samples_per_task)
     if not kept.size:
         return {}
-    untested = any(classes and not n for n, classes in zip(samples_per_task, new_classes, strict=False))
-    if not untested and not gaps(matrix).size:
+    if not untested_tasks(samples_per_task, new_classes) and not gaps(matrix).size:
         return summarize(accuracy_matrix, samples_per_task)
     last = matrix[-1]
     values = {
@@ -86,6 +85,16 @@ def summarize_measured(
         "last_accuracy": np.average(last, weights=np.asarray(samples_per_task)[kept]),
     }
     return {name: float(value) for name, value in values.items() if np.isfinite(value)}
+
+
+def untested_tasks(samples_per_task: Sequence[int], new_classes: Sequence[int]) -> list[int]:
+    """Tasks, counted from 1, that bring ``new_classes`` [T] and have no test samples; counts [T] of finished tasks.
+
+    >>> untested_tasks([10, 0, 0], new_classes=[2, 0, 2])
+    [3]
+    """
+    counts = enumerate(zip(samples_per_task, new_classes, strict=False), start=1)
+    return [task for task, (samples, classes) in counts if classes and not samples]
 
 
 def fold(accuracy_matrix: Matrix, samples_per_task: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

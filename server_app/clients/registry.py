@@ -148,6 +148,8 @@ class ClientRegistry:
 
     def _warn_of_statistics(self) -> None:
         least, method = self.config.min_class_count, self.config.method
+        if least <= 1:  # no class is below it, and thousands of clients may have thousands of classes
+            return
         names, no_others = small_classes(self.clients, least)
         if names:
             lost = "at all" if no_others else "of them"

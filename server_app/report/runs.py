@@ -22,7 +22,7 @@ from server_app.run_files.paths import (
 )
 from task.config.schema import complete_saved
 from task.keys import ConfigError
-from task.metrics import crop_to_finished, fold, gaps, summarize_measured
+from task.metrics import crop_to_finished, fold, gaps, summarize_measured, untested_tasks
 
 REQUIRED = ("status", "method", "dataset", "num_tasks")
 MATRICES = ("accuracy_matrix", "per_task_seen_accuracy", "samples_per_task", "confusion")
@@ -121,7 +121,7 @@ class Run:
         """Metrics by name, recorded or computed from the finished tasks; empty before the first one."""
         metrics, seen = {}, self.seen[: len(self.matrix)]
         if len(seen):
-            metrics = summarize_measured(self.matrix, self.samples, [len(classes) for classes in self.tasks])
+            metrics = summarize_measured(self.matrix, self.samples, self._new_classes)
             metrics |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
         recorded = self.results["metrics"]
         if self.untested_tasks:  # an earlier version recorded what cannot be known
@@ -154,8 +154,11 @@ class Run:
     @property
     def untested_tasks(self) -> list[int]:
         """Tasks with new classes, counted from 1, of which no test image was there at the end."""
-        tasks = enumerate(zip(self.samples, self.tasks, strict=False), start=1)
-        return [task for task, (samples, classes) in tasks if classes and not samples]
+        return untested_tasks(self.samples, self._new_classes)
+
+    @property
+    def _new_classes(self) -> list[int]:
+        return [len(classes) for classes in self.tasks]
 
     @property
     def incomplete(self) -> list[tuple[int, int, int]]:

@@ -96,8 +96,9 @@ def _check_unread(config: Config) -> None:
             f"{name}-early-feature = {options.early_feature!r} would be ignored: it needs {name}-depth or "
             f"{name}-frozen-depth between 0 and 1, which say after which blocks."
         )
+    fixed = config.prompt == "none" and not config.trains_backbone
     for field in ("features", "prototypes"):
-        value, fixed = getattr(options, field), config.prompt == "none" and not config.trains_backbone
+        value = getattr(options, field)
         if fixed and value != getattr(type(options), field):
             raise ConfigError(
                 f"{name}-{field} = {value!r} would be ignored: with prompt none and a frozen backbone features never "
