@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps, rcParams
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.font_manager import fontManager
 from matplotlib.lines import Line2D
@@ -35,16 +36,24 @@ warnings.filterwarnings("ignore", "Glyph", UserWarning)  # one for each letter t
 
 def png(figure: Figure) -> bytes:
     """The figure as a PNG file in full colour, 160 dots per inch."""
-    buffer = BytesIO()
-    figure.savefig(buffer, format="png", dpi=160, facecolor="white")
-    return buffer.getvalue()
+    return _encode(_pixels(figure))
 
 
 def small_png(figure: Figure) -> bytes:
     """The same with at most 256 colours: a third of the size. For curves, not for photographs."""
+    return _encode(_pixels(figure).quantize(256, dither=Image.Dither.NONE))
+
+
+def _pixels(figure: Figure) -> Image.Image:
+    figure.set_dpi(160)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+
+
+def _encode(image: Image.Image) -> bytes:
     buffer = BytesIO()
-    full = Image.open(BytesIO(png(figure))).convert("RGB")
-    full.quantize(256, dither=Image.Dither.NONE).save(buffer, format="png")
+    image.save(buffer, format="png")
     return buffer.getvalue()
 
 
