@@ -189,7 +189,7 @@ def run(keys: Keys, folder: Path, deadline: float = float("inf")) -> dict[str, A
     elif folder.exists():
         shutil.rmtree(folder)  # it was stopped in its first round
     config = parse(complete_run_keys(keys))
-    transport = TimedTransport(config.flat(), config.num_clients)
+    transport = TimedTransport(config.num_clients)
     transport.deadline = deadline
     with patch("server_app.rounds.report_drawer.write_report", lambda folders: []):  # pictures take seconds
         run_experiment(config, transport)

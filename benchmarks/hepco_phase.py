@@ -195,7 +195,7 @@ def check(size: Size, options: HePCoOptions) -> None:
     latent = StackedModels.stack([server.shared_state()])
     arrays = [{n: torch.from_numpy(a) for n, a in u.arrays.items()} for u in server.answers()]
     teachers = Teachers(StackedModels.stack(arrays), torch.ones(size.clients, 2 * CLASSES))
-    source = SampleSource(teachers, Generator(2 * CLASSES, size.dim, options, rng), rng, 8)
+    source = SampleSource(teachers, Generator(2 * CLASSES, size.dim, rng), rng, 8)
     z, labels = source.draw(source.size)
     z = z.detach().requires_grad_()
     pair = [

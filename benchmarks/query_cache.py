@@ -45,7 +45,7 @@ def seconds(method: str, augmentation: str, keys: dict[str, Scalar], reuse: bool
     with tempfile.TemporaryDirectory() as folder, without_cache, patch("time.perf_counter", time.process_time):
         queries.CACHE = queries.BatchCache(queries.CACHE_BYTES)
         config = parse(settings | {"output-dir": folder, "run-name": "run"})
-        directory = run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+        directory = run_experiment(config, InProcessTransport(config.num_clients))
         results = json.loads((directory / "results.json").read_text())
     return sum(results["seconds"].get(part, 0.0) for part in PARTS) / len(results["rounds"])
 

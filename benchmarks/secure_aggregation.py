@@ -41,7 +41,7 @@ class Clients:
     bytes: Counter[str] = field(default_factory=Counter)  # of all clients, by message and direction
 
     def __post_init__(self) -> None:
-        self._nodes = {i: Node({}, {}) for i in range(self.number)}
+        self._nodes = {i: Node({}) for i in range(self.number)}
 
     def nodes(self) -> list[int]:
         """All of them."""

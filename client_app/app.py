@@ -20,7 +20,7 @@ def _answer(kind: Kind, message: Message, context: Context) -> Message:
         from client_app.node import Node
 
         memory = dict(context.state.get("memory", ConfigRecord()))
-        node = Node(context.run_config, context.node_config, str(context.run_id), memory)
+        node = Node(context.node_config, str(context.run_id), memory)
         packet = handle(kind, from_records(message.content), node)
         context.state["memory"] = ConfigRecord(node.memory)
         return Message(to_records(packet), reply_to=message)

@@ -37,8 +37,7 @@ def handle(kind: Kind, packet: Packet, node: Node) -> Packet:
     try:
         if kind in SUM_STEPS:
             return SUM_STEPS[kind](packet, node)
-        run_config = packet.config.get("run-config")
-        config = parse(apply_node_settings(json.loads(str(run_config)) if run_config else node.values, node.settings))
+        config = parse(apply_node_settings(json.loads(str(packet.config["run-config"])), node.settings))
         return _answer_without_lost_files(_HANDLERS[kind], Request(packet, config, node))
     except (ConfigError, DivergedError) as error:
         log.warning("%s failed: %s", kind, error)

@@ -17,13 +17,12 @@ from task.utils.home import expand_home
 
 @dataclass(frozen=True)
 class Node:
-    """The run's flat configuration, and the node's own settings: its name or partition-id, state-dir, and run keys.
+    """The node's own settings: its name or partition-id, state-dir, and run keys.
 
     ``run`` is the id of the run; several may be under way at the same time. ``memory`` is what the node remembers
     between the messages of a run, not on disk: bytes, scalars and lists of these; it is changed in place.
     """
 
-    values: Mapping[str, Scalar]
     settings: Mapping[str, Scalar]
     run: str = ""
     memory: dict[str, Any] = field(default_factory=dict)

@@ -201,6 +201,8 @@ def require_listed(values: Mapping[str, Scalar]) -> None:
 
 def _resolve(name: str, text: str) -> str:
     """The absolute path if something is there, seen from the working directory; else the text as it is."""
+    if name == "backbone-weights" and text in (AUTO, "random"):
+        return text
     try:
         path = expand_home(text, name)
         return str(path.resolve()) if path.exists() else text

@@ -39,9 +39,7 @@ class CCVR(Strategy):
 
     def refine(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         """Collect statistics; when the task ends, merge them and calibrate the head."""
-        # a checkpoint of an earlier version has the clients alone as keys
-        known = {k if isinstance(k, tuple) else (context.task, k): r for k, r in self.reports.items()}
-        self.reports = known | {(context.task, u.client): u.statistics for u in updates if u.statistics}
+        self.reports = self.reports | {(context.task, u.client): u.statistics for u in updates if u.statistics}
         if not context.ends_task:
             return {}
         if self.reports:

@@ -92,7 +92,7 @@ class HePCo(Strategy):
         own, stream = self.options, int(replay)
         start = torch_rng(self.config.seed, "generator", context.server_round, stream)
         rng = torch_rng(self.config.seed, "latent", context.server_round, stream, device=model.device)
-        generator = Generator(teachers.counts.shape[1], model.backbone.dim, self.options, start).to(model.device)
+        generator = Generator(teachers.counts.shape[1], model.backbone.dim, start).to(model.device)
         size, further = (own.replay_size, own.replay_steps * context.task) if replay else (own.batch_size, 0)
         return SampleSource(teachers, generator, rng, size, further)
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from task.method_options import HePCoOptions
 from task.prompts.decomposed import cosines
 
+EMBEDDING, NOISE, HIDDEN = 64, 64, (256, 1024)  # of the generator: lengths of what goes in, widths of its layers
+
 
 @dataclass(frozen=True)
 class StackedModels:
@@ -99,20 +101,20 @@ class Teachers:
 class Generator(nn.Module):
     """Latent samples of given classes: label embedding ++ noise -> two hidden layers with batch normalisation -> D."""
 
-    def __init__(self, classes: int, dim: int, options: HePCoOptions, rng: torch.Generator) -> None:
+    def __init__(self, classes: int, dim: int, rng: torch.Generator) -> None:
         super().__init__()
-        sizes = [options.embedding + options.noise, options.hidden_first, options.hidden_second, dim]
+        sizes = [EMBEDDING + NOISE, *HIDDEN, dim]
         first, second, last = (nn.utils.skip_init(nn.Linear, a, b) for a, b in pairwise(sizes))
-        self.embedding = nn.Embedding.from_pretrained(torch.randn(classes, options.embedding, generator=rng), False)
+        self.embedding = nn.Embedding.from_pretrained(torch.randn(classes, EMBEDDING, generator=rng), False)
         hidden = [first, nn.BatchNorm1d(sizes[1]), nn.ReLU(), second, nn.BatchNorm1d(sizes[2]), nn.ReLU()]
-        self.net, self.noise = nn.Sequential(*hidden, last), options.noise
+        self.net = nn.Sequential(*hidden, last)
         for layer in (first, second, last):  # torch's own start, drawn from the run's seed
             for value in layer.parameters():
                 nn.init.uniform_(value, -(layer.in_features**-0.5), layer.in_features**-0.5, generator=rng)
 
     def forward(self, labels: Tensor, rng: torch.Generator) -> Tensor:
         """Head rows int64 [B] -> samples [B, D]; the noise comes from ``rng``, on the device of the labels."""
-        noise = torch.randn(len(labels), self.noise, generator=rng, device=rng.device)
+        noise = torch.randn(len(labels), NOISE, generator=rng, device=rng.device)
         return self.net(torch.cat([noise, self.embedding(labels)], dim=1))
 
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from task.config.parsing import parse
-from task.config.schema import Config, complete_saved
+from task.config.schema import Config
 from task.data.images import MAX_PIXELS, fit_image, read_rgb, to_rgb, upright
 from task.keys import ConfigError, ModelError
 from task.message import Arrays
@@ -162,7 +162,6 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
         if spoiled := [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]:
             raise ValueError(f"{spoiled[0]} holds values that are not finite")
         register(str(metadata.config.get("method")))
-        metadata = replace(metadata, config=complete_saved(metadata.config))
         return arrays, metadata, parse(metadata.config)
     except OSError as error:
         raise ModelError(

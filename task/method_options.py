@@ -126,10 +126,6 @@ class HePCoOptions(Options):
         choices=("class", "round"),
     )
     generator_learning_rate: float = key(1e-4, "Adam step size of the generators", above=0)
-    embedding: int = key(64, "generator: length of the label embedding", minimum=1, maximum=10_000)
-    noise: int = key(64, "generator: length of the noise", minimum=1, maximum=10_000)
-    hidden_first: int = key(256, "generator: width of the first hidden layer", minimum=1, maximum=10_000)
-    hidden_second: int = key(1024, "generator: width of the second hidden layer", minimum=1, maximum=10_000)
     batch_size: int = key(64, "latent samples per step, of the current task's classes", minimum=2, maximum=10_000)
     replay_ratio: float = key(
         0.5, "samples of earlier tasks for each current one in distillation; 0 = none", minimum=0, maximum=10

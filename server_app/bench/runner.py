@@ -24,6 +24,7 @@ from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import FINISHED, lock_folder, mark_failed
 from server_app.run_files.writers import origin
 from server_app.run_keys import require_files, run_path
+from server_app.simulation.cluster import POLL
 from server_app.simulation.processes import (
     ask_to_end,
     end_processes,
@@ -32,8 +33,7 @@ from server_app.simulation.processes import (
     last_lines,
     start_process,
 )
-from server_app.simulation.superlink import POLL
-from task.config.checks import doubt_backbone, unread_rounds
+from task.config.checks import doubt_backbone
 from task.config.schema import FROM_PATH, MAY_CHANGE, SAME_RESULT, defaults, keys_affecting
 from task.keys import ConfigError
 from task.message import Scalar
@@ -314,11 +314,8 @@ def finished_run(planned: PlannedRun) -> Run | None:
 
 def _other_key(run: Run, planned: PlannedRun, ignored: Collection[str]) -> str | None:
     """The first run key whose value is another one in a saved run than in the suite, but for those ``ignored``."""
-    saved, config = _saved_keys(run), planned.config
-    name = f"{config.method_row.name}-adaptation-rounds"
-    if not config.adapts and saved.get(name) in unread_rounds(config):
-        ignored = {*ignored, name}  # of a run of an earlier version
-    return next((k for k, value in config.flat().items() if k not in ignored and saved[k] != value), None)
+    saved = _saved_keys(run)
+    return next((k for k, value in planned.config.flat().items() if k not in ignored and saved[k] != value), None)
 
 
 def _other_origin(run: Run, planned: PlannedRun) -> list[str]:

@@ -28,9 +28,9 @@ from server_app.run_files.paths import (
 )
 from server_app.run_files.tensorboard import require_tensorboard
 from server_app.run_keys import complete_run_keys, load_datasets, read_words, require_files, require_listed
-from server_app.simulation.cluster import ADDRESS, Cluster, cluster_address, examine_cluster
+from server_app.simulation.cluster import ADDRESS, POLL, Cluster, cluster_address, examine_cluster
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
-from server_app.simulation.superlink import POLL, RAY_TIMED_OUT, FlowerRun, default_workers, ray_timed_out
+from server_app.simulation.superlink import RAY_TIMED_OUT, FlowerRun, default_workers, ray_timed_out
 from task.config.parsing import parse
 from task.config.schema import Config, known_keys
 from task.keys import Key
@@ -127,7 +127,7 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
             from server_app.transport.in_process import InProcessTransport
 
             begun = True  # from here on the run tells the operator itself
-            run_experiment(config, InProcessTransport(values, config.num_clients))
+            run_experiment(config, InProcessTransport(config.num_clients))
     except RunError as error:
         return complain(f"the run failed: {error}", FAILED)
     except OSError as error:

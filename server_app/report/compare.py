@@ -178,9 +178,8 @@ def _differ(name: str, runs: Sequence[Run]) -> bool:
 def _key_value(run: Run, name: str) -> object:
     """A run key's value, for comparing runs.
 
-    Of num-tasks, which is only a limit where classes appear, it is how many tasks there were. Rounds of adaptation
-    count as "none" without a prompt to adapt: what is recorded there is the default of some version. What each run
-    chooses by its images is "auto".
+    Of num-tasks, which is only a limit where classes appear, it is how many tasks there were. Rounds of adaptation are
+    "none" without a prompt to adapt. What each run chooses by its images is "auto".
     """
     if name == "num-tasks" and run.settings.get("class-order") == APPEARING:
         return run.results["num_tasks"]

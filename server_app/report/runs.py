@@ -20,7 +20,6 @@ from server_app.run_files.paths import (
     true_status,
     untested_classes,
 )
-from task.config.schema import complete_saved
 from task.keys import ConfigError
 from task.metrics import crop_to_finished, fold, gaps, summarize_measured, untested_tasks
 
@@ -234,7 +233,7 @@ def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, 
     return Run(
         folder=folder,
         results=results,
-        settings=complete_saved(single | dict(settings or {})),
+        settings=single | dict(settings or {}),
         matrix=crop_to_finished(results["accuracy_matrix"], results["samples_per_task"]),
         seen=_floats(results["per_task_seen_accuracy"] or [None] * num_tasks, num_tasks),
         confusion=_floats(results["confusion"], classes, classes) if results["confusion"] else np.empty((0, 0)),

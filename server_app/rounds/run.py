@@ -49,7 +49,7 @@ from server_app.transport.base import SMALL_ANSWER, Reply, Transport, count_answ
 from strategies.base import RoundContext, Strategy, Update
 from task.config.checks import require_few
 from task.config.parsing import ignored_keys
-from task.config.schema import Config, complete_saved
+from task.config.schema import Config
 from task.data.digests import data_digest
 from task.data.load import is_published
 from task.keys import ConfigError
@@ -385,7 +385,7 @@ class Run:
     def _restore(self, checkpoint: Mapping[str, Any]) -> int:
         """Go back to the end of the last saved round; returns its number."""
         require_same_start(self.directory, self.model.backbone.sha256, self._data_sha256, self.config.data_dir)
-        require_same_keys(self.config, complete_saved(checkpoint["keys"]))
+        require_same_keys(self.config, checkpoint["keys"])
         context = RoundContext(self.scenario.schedule, checkpoint["round"])
         self.model = build_model(self.config, self.scenario.task_sizes(context.task))
         try:

@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -287,18 +286,8 @@ class Results:
         return [mean_or_none(k) if len(k) == len(r) else None for k, r in zip(known, rows, strict=True)]
 
     def _bias(self) -> dict[str, list[Any]]:
-        """By task: entropies of the local models' responses, their mean, its share of ln(classes), and the distance."""
-        means = [mean_or_none(entropies) for entropies in self.entropies]
-        seen = accumulate(len(classes) for classes in self.tasks)
-        return {
-            "response_entropies": self.entropies,
-            "response_entropy": means,
-            "response_entropy_share": [
-                None if mean is None or classes < 2 else mean / math.log(classes)
-                for mean, classes in zip(means, seen, strict=True)
-            ],
-            "prototype_distance": self.distances,
-        }
+        """By task: entropies of the local models' responses, and the distance of their prototypes."""
+        return {"response_entropies": self.entropies, "prototype_distance": self.distances}
 
     def _metrics(self) -> dict[str, float]:
         tasks = len(self.samples)

@@ -9,7 +9,7 @@ import yaml
 from server_app.errors import one_line
 from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import FINISHED, read_results, resolve_output_dir
-from task.config.schema import APPEARING, MAY_CHANGE, Config, complete_saved, keys_affecting, known_keys
+from task.config.schema import APPEARING, MAY_CHANGE, Config, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
@@ -34,7 +34,6 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     directory = resolve_output_dir(str(expand_home(str(values["resume"]), "resume")))
     saved = _read_saved_keys(directory)
     register(str(saved["method"]))
-    saved = complete_saved(saved)
     keys, free = known_keys(), _may_differ()
     if not saved.get("data-sha256"):  # of nodes with images of their own, and of an earlier version
         free -= {"data-dir"}

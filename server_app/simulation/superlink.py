@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from server_app.errors import LaunchError
 from server_app.run_files.on_end import SUPERVISED
-from server_app.simulation.cluster import ADDRESS, Cluster
+from server_app.simulation.cluster import ADDRESS, POLL, Cluster
 from server_app.simulation.processes import end_processes, last_lines, start_process
 from server_app.simulation.watchdog import start_watchdog
 from task.config.schema import Config
@@ -32,7 +32,6 @@ DEFAULT_CLIENTS = 10
 MAX_WORKERS = 8  # a worker holds about 1 GB
 MAX_ON_GPU = 2  # each has its own backbone in the GPU's memory; fcil doctor says how many fit
 START_TIMEOUT = 60.0  # seconds for the SuperLink to answer
-POLL = 0.2  # seconds
 RAY_PATIENCE = "300"  # seconds for Ray's own programs to start; its default is 30 to 60, too few on a busy machine
 RAY_TIMED_OUT = (
     "Ray, which runs the simulated clients, did not start in time, as happens when the machine is too busy. "

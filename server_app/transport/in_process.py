@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from client_app.client import handle
 from client_app.node import Node
 from server_app.transport.base import SMALL_ANSWER, Reply
-from task.message import Kind, Packet, Scalar, copy_packet, payload_bytes
+from task.message import Kind, Packet, copy_packet, payload_bytes
 
 log = logging.getLogger(__name__)
 
@@ -20,12 +20,10 @@ class InProcessTransport:
 
     one_process = True
 
-    def __init__(self, values: Mapping[str, Scalar], num_clients: int) -> None:
-        """Build the nodes from the run's flat configuration; nothing runs yet."""
+    def __init__(self, num_clients: int) -> None:
+        """Build the nodes; nothing runs yet."""
         run = secrets.token_hex(8)
-        self._nodes = {
-            i: Node(values, {"num-partitions": num_clients, "partition-id": i}, run) for i in range(num_clients)
-        }
+        self._nodes = {i: Node({"num-partitions": num_clients, "partition-id": i}, run) for i in range(num_clients)}
 
     def nodes(self) -> list[int]:
         """All of them, always connected."""

@@ -19,7 +19,6 @@ from task.method_options import PATCHES
 from task.methods import METHODS, load_class
 from task.prompt_kinds import PROMPTS
 
-_USUAL_ROUNDS = (0, 5)  # of adaptation: FedRDA's defaults, now and in earlier versions
 MAX_SECURE_CLIENTS = 300  # in a round; the server opens a sum of 100 in about 20 s, and the time grows with the cube
 
 
@@ -86,9 +85,10 @@ def _check_method(config: Config) -> None:
 def _check_unread(config: Config) -> None:
     """Refuse keys of a method that its other keys leave without effect."""
     name, options = config.method_row.name, config.options
-    if config.method_row.adapts and not config.adapts and options.adaptation_rounds not in unread_rounds(config):
-        key = f"{name}-adaptation-rounds"
-        raise ConfigError(f"{key} = {config.flat()[key]} would be ignored: it needs a prompt to adapt, not none.")
+    if config.method_row.adapts and not config.adapts:
+        key, rounds = config.method_row.own_keys()[f"{name}-adaptation-rounds"], options.adaptation_rounds
+        if rounds not in (config.method_row.defaults.get(key.name, key.default), key.rule.auto):
+            raise ConfigError(f"{key.name} = {rounds} would be ignored: it needs a prompt to adapt, not none.")
     # saved runs of earlier versions may say class-token where nothing reads it
     chosen = options.early_feature == PATCHES and options.early_feature != type(options).early_feature
     if chosen and not (0 < options.depth < 1 or 0 < options.frozen_depth < 1):
@@ -104,12 +104,6 @@ def _check_unread(config: Config) -> None:
                 f"{name}-{field} = {value!r} would be ignored: with prompt none and a frozen backbone features never "
                 "change."
             )
-
-
-def unread_rounds(config: Config) -> tuple[object, ...]:
-    """Rounds of adaptation that a run without a prompt to adapt may have, as some version had them by default."""
-    row = config.method_row
-    return *_USUAL_ROUNDS, type(config.options).adaptation_rounds, row.defaults.get(f"{row.name}-adaptation-rounds")
 
 
 def doubt_backbone(settings: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from task.keys import AUTO, ConfigError, Key, key, keys_of
 from task.message import Scalar
-from task.method_options import CLASS_TOKEN, AFCLOptions, Options
+from task.method_options import Options
 from task.methods import METHODS, Method
 from task.prompt_kinds import PROMPTS
 
@@ -407,17 +407,6 @@ def keys_affecting(*categories: str) -> list[str]:
 def defaults() -> dict[str, Scalar]:
     """Every run key with its default, as in pyproject.toml."""
     return {name: k.default for name, k in known_keys().items()}
-
-
-def complete_saved(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Run keys saved by any version, by today's names; a key that did not exist then has what the version did."""
-    done = dict(saved)
-    for name in (row.name for row in METHODS.values() if issubclass(row.options, AFCLOptions)):
-        last_feature = done.pop(f"{name}-frozen-features", False)
-        if f"{name}-depth" in saved:
-            done.setdefault(f"{name}-early-feature", CLASS_TOKEN)
-            done.setdefault(f"{name}-frozen-depth", 1.0 if last_feature else 0.0)
-    return done
 
 
 def missing_setting(key: Key, values: Mapping[str, Scalar], keys: Mapping[str, Key]) -> str:

@@ -19,17 +19,12 @@ def answer_of(handle: object, monkeypatch: pytest.MonkeyPatch, kind: str = "trai
     return from_records(through_wire(answer).content)
 
 
-def test_handlers_pass_kind_packet_settings_and_run_config(monkeypatch):
+def test_handlers_pass_kind_packet_and_settings(monkeypatch):
     for kind, name in {"query.hello": "hello", "train": "train", "evaluate": "evaluate"}.items():
         seen = []
         answer_of(lambda *given, seen=seen: seen.append(given) or Packet(), monkeypatch, kind)
         [(got, sent, node)] = seen
-        assert (got, sent.config, dict(node.settings), dict(node.values)) == (
-            name,
-            {"mark": 7},
-            {"partition-id": 3},
-            {"seed": 5},
-        )
+        assert (got, sent.config, dict(node.settings)) == (name, {"mark": 7}, {"partition-id": 3})
 
 
 def boom(*_: object) -> Packet:

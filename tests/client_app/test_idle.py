@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from task.scenario.scenario import Scenario
 from task.scenario.task_plan import first_task_plan
 from tests.helpers.deployment import ROOT
 from tests.helpers.own_data import OWN, paint
+from tests.helpers.runs import hello_message
 
 SCRIPT = """
 import json, sys
@@ -29,8 +29,8 @@ sys.modules |= dict(torch=None, timm=None, torchvision=None)  # importing one of
 from client_app.client import handle
 from client_app.node import Node
 from task.message import Packet
-kind, config, values, settings = json.loads(sys.argv[1])
-packet = handle(kind, Packet(config=config), Node(values, settings))
+kind, config, settings = json.loads(sys.argv[1])
+packet = handle(kind, Packet(config=config), Node(settings))
 arrays = {name: array.tolist() for name, array in packet.arrays.items()}
 print(json.dumps([arrays, packet.metrics, packet.config]))
 """
@@ -38,14 +38,14 @@ Answer = list[dict[str, Any]]  # arrays, metrics, config
 
 
 def ask_without_torch(kind: Kind, config: dict[str, Any], node: Node) -> Answer:
-    words = json.dumps([kind, config, dict(node.values), dict(node.settings)])
+    words = json.dumps([kind, config, dict(node.settings)])
     done = subprocess.run([sys.executable, "-c", SCRIPT, words], cwd=ROOT, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
 def ask_here(kind: Kind, config: dict[str, Any], node: Node, task: int = 0) -> Answer:
     """With a model in the message."""
-    resolved = parse(node.values)
+    resolved = parse(json.loads(config["run-config"]))
     packet = Packet(build_model(resolved, [2] * (task + 1)).export(), config=config)
     answer = client.handle(kind, packet, node)
     assert "error" not in answer.config, answer.config
@@ -59,9 +59,10 @@ def own(tmp_path: Path) -> tuple[Node, dict[str, Any]]:
         paint(tmp_path / "data" / name, 12)
     values = {k: v for k, v in OWN.items() if k != "run-name"}
     plan = first_task_plan(parse(values), ["ant", "bee", "cow", "doe"], (16, 16))
-    node = Node(values, {"name": "north", "data-dir": str(tmp_path / "data"), "state-dir": str(tmp_path / "state")})
+    node = Node({"name": "north", "data-dir": str(tmp_path / "data"), "state-dir": str(tmp_path / "state")})
     sha256 = build_model(parse(values), []).backbone.sha256
     place = {"task": 1, "round": 1, "server-round": 1, "ends-task": True, "backbone-sha256": sha256, "image-size": 16}
+    place |= {"run-config": json.dumps(parse(values).flat())}
     return node, plan.message() | place
 
 
@@ -78,7 +79,8 @@ def test_the_side_of_the_images_is_in_the_message(own):
     """A backbone of timm would have to be built to know it."""
     node, config = own
     backbone = {"backbone": "vit_tiny_patch16_224", "backbone-weights": "random", "image-size": 0}
-    answer = ask_without_torch("train", config | {"image-size": 224}, replace(node, values={**node.values, **backbone}))
+    said = {"image-size": 224, "run-config": json.dumps(json.loads(config["run-config"]) | backbone)}
+    answer = ask_without_torch("train", config | said, node)
     assert answer == [{}, {"num-examples": 0}, {"name": "north"}]
 
 
@@ -113,10 +115,9 @@ def test_an_answer_that_needs_a_model_needs_torch(own):
     ids=["partition-id", "num-partitions"],
 )
 def test_a_node_of_another_number_of_partitions_says_so_at_once(tiny, settings, words):
-    assert words in client.handle("hello", Packet(), Node(tiny | {"num-clients": 3}, settings)).config["error"]
-    fitting = client.handle(
-        "hello", Packet(), Node(tiny | {"num-clients": 3}, {"partition-id": 2, "num-partitions": 3})
-    )
+    hello = hello_message(tiny | {"num-clients": 3})
+    assert words in client.handle("hello", hello, Node(settings)).config["error"]
+    fitting = client.handle("hello", hello, Node({"partition-id": 2, "num-partitions": 3}))
     assert "error" not in fitting.config
 
 
@@ -128,8 +129,9 @@ def test_a_client_without_a_part_of_registered_data_answers_without_torch(values
         np.savez(tmp_path / "a.npz", images=images, labels=np.arange(40) % 4)
         values |= {"dataset": "npz", "data-dir": str(tmp_path / "a.npz"), "num-tasks": 2}
     values |= {"method": "joint", "num-clients": 2}
-    node = Node(values, {"partition-id": 1})
+    node = Node({"partition-id": 1})
     config = {"task": 1, "round": 1, "server-round": 1, "ends-task": False, "pool": "client-0000"}
+    config |= {"run-config": json.dumps(parse(values).flat())}
     expected = [{}, {"num-examples": 0}, {"name": "client-0001"}]
     assert ask_without_torch("train", config, node) == expected
     assert ask_here("train", config, node) == expected

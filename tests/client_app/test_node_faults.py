@@ -52,8 +52,8 @@ def failed_in(folder: Path) -> list[list[str]]:
 class Failing(InProcessTransport):
     """Nodes that fail to train in given rounds, by name."""
 
-    def __init__(self, values: Mapping[str, Scalar], nodes: int, failed: list[list[str]]) -> None:
-        super().__init__(values, nodes)
+    def __init__(self, nodes: int, failed: list[list[str]]) -> None:
+        super().__init__(nodes)
         self._failed = failed
 
     def exchange(
@@ -79,7 +79,7 @@ def without_reasons(folder: Path) -> dict[str, Any]:
 def assert_as_in_one_process(folder: Path, values: Values) -> None:
     there = folder.with_name("here")
     values = values | {"run-name": there.name}
-    run_experiment(parse(values), Failing(values, int(values["num-clients"]), failed_in(folder)))
+    run_experiment(parse(values), Failing(int(values["num-clients"]), failed_in(folder)))
     assert without_reasons(folder) == without_reasons(there)
 
 
@@ -222,7 +222,6 @@ def test_nodes_with_images_of_their_own(deployment: Deployment, patterns: list[n
     assert [f["reason"] for r in rounds for f in r["failures"]] == ["ClientApp stopped responding."]
     values |= {"run-name": "here"}
     transport = Changing(
-        values,
         {
             1: lambda: transport.hidden.clear(),
             2: lambda: store(here / "north", 4, patterns[4]),

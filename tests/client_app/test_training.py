@@ -489,10 +489,10 @@ def test_every_seed_client_and_round_trains_with_random_numbers_of_its_own(
         config = parse(tiny | {"seed": seed})
         message = train_message(config)
         message.config["server-round"] = server_round
-        handle("train", message, Node(config.flat(), {"partition-id": partition_id}))
+        handle("train", message, Node({"partition-id": partition_id}))
     assert len(seeds) == len(set(seeds)) == 8
 
 
 def test_nodes_with_data_of_their_own_have_random_numbers_of_their_own() -> None:
-    nodes = [Node({}, {"name": name, "data-dir": "/data"}) for name in ("north", "south")]
+    nodes = [Node({"name": name, "data-dir": "/data"}) for name in ("north", "south")]
     assert len({random_stream(parse(OWN), node) for node in nodes}) == 2

@@ -47,7 +47,7 @@ def test_nodes_end_with_the_numbers_of_a_run_in_one_process(deployment, tmp_path
     said = deployment.flower("run", ".", "fcil", "--stream", "--run-config", words)
     assert (tmp_path / "nodes" / "results.json").exists(), said
     values = settings(tmp_path, "here") | more
-    run_experiment(parse(values), InProcessTransport(values, NODES))
+    run_experiment(parse(values), InProcessTransport(NODES))
     assert comparable(tmp_path / "nodes") == comparable(tmp_path / "here")
     check_listed(list_nodes(deployment, tmp_path))
 

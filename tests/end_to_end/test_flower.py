@@ -42,7 +42,7 @@ def test_same_results_through_both_transports(tmp_path, more):
     context = Context(1, 0, {}, RecordDict(), settings(tmp_path, "grid") | more)
     server(LoopbackGrid(client, 2), context)
     values = settings(tmp_path, "here") | more
-    run_experiment(parse(values), InProcessTransport(values, 2))
+    run_experiment(parse(values), InProcessTransport(2))
     assert comparable(tmp_path / "grid") == comparable(tmp_path / "here")
 
 
@@ -99,7 +99,7 @@ def test_a_run_through_flower(tmp_path, temporary):
     assert (run.directory / "flower.log").exists()
     assert run.left_behind() == []
     values = settings(tmp_path, "here")
-    run_experiment(parse(values), InProcessTransport(values, 2))
+    run_experiment(parse(values), InProcessTransport(2))
     assert comparable(run.directory) == comparable(tmp_path / "here")
 
 

@@ -32,7 +32,7 @@ from task.message import Kind, Packet
 from task.methods import FISHER, METHODS, NO_STATISTICS
 from tests.helpers.marks import rest_in_ci
 from tests.helpers.own_data import NAMES, OWN, Changing, paint, store
-from tests.helpers.runs import PowerCutError, Values, results_of, run, without_times
+from tests.helpers.runs import PowerCutError, Values, hello_message, results_of, run, without_times
 
 HOLDS = {"north": (0, 1, 2, 3), "south": (0, 1, 2), "west": (2, 3)}  # which patterns are whose
 
@@ -114,7 +114,7 @@ def test_a_mismatch_stops_the_run_at_once(spoil: Callable[[Path], object], messa
 @pytest.mark.parametrize("lost", [2, 10])
 def test_files_that_vanish_are_left_out_up_to_the_share(lost: int, keys: Values, nodes: Path) -> None:
     gone = sorted((nodes / "south" / "ant").iterdir())[:lost]
-    results = run(keys, Changing(parse(keys).flat(), {1: lambda: [path.unlink() for path in gone]}))
+    results = run(keys, Changing({1: lambda: [path.unlink() for path in gone]}))
     reasons = [f["reason"] for r in results["rounds"] for f in r["failures"] if f["name"] == "south"]
     assert results["status"] == "finished"
     assert bool(reasons) == (lost == 10)  # 2 of 60 are below unreadable-share = 0.05
@@ -133,12 +133,12 @@ def test_files_that_go_on_vanishing_are_a_failure_that_names_none(
 
     values = parse(keys).flat()
     monkeypatch.setitem(_HANDLERS, "train", vanish)
-    answer = handle("train", Packet(), Node(values, {"partition-id": 0}))
+    answer = handle("train", hello_message(values), Node({"partition-id": 0}))
     assert "vanish while it works" in str(answer.config["error"])
     assert ".png" not in str(answer.config["error"])
     assert "'/data/ant/0.png' cannot be read" in caplog.messages
     assert len(tries) == 2
-    answer = handle("train", Packet(), Node({"dataset": "synthetic"}, {"partition-id": 0}))
+    answer = handle("train", hello_message({"dataset": "synthetic"}), Node({"partition-id": 0}))
     assert "/data/ant/0.png" in str(answer.config["error"])  # everybody has these files: the name helps
     assert len(tries) == 3
 
@@ -153,7 +153,7 @@ def test_a_node_that_has_lost_its_disk_is_a_failure_and_not_idle(keys: Values, n
         shutil.rmtree(nodes / "south")
         (nodes / "south").mkdir()
 
-    results = run(keys | {"rounds-per-task": 2}, Changing(parse(keys).flat(), {2: unmount}))
+    results = run(keys | {"rounds-per-task": 2}, Changing({2: unmount}))
     reasons = [[f["reason"] for f in r["failures"] if f["name"] == "south"] for r in results["rounds"]]
     assert [len(round_reasons) > 0 for round_reasons in reasons] == [False, True, True, True]
     assert "of 120 image files" in reasons[1][0]
@@ -185,7 +185,7 @@ def test_a_node_cannot_be_tested_on_more_images_than_it_has_held_out(keys: Value
 
 def test_a_node_that_missed_hello_is_asked_again_once_it_is_free(keys: Values) -> None:
     deaf, busy = {2}, {2}
-    transport = Changing(parse(keys).flat(), {1: deaf.clear, 2: busy.clear})
+    transport = Changing({1: deaf.clear, 2: busy.clear})
     transport.busy, transport.broken = lambda: busy, lambda node, kind: node in deaf
     results = run(keys | {"rounds-per-task": 3}, transport)
     assert results["absent"] == []
@@ -205,17 +205,14 @@ def test_a_node_that_breaks_down_at_hello_is_asked_three_times(keys: Values) -> 
             crash = Reply(2, None, f"crash {len(asked)}", 0, 0)
             return [crash if kind == "hello" and r.node == 2 else r for r in replies]
 
-    results = run(keys | {"rounds-per-task": 3}, Broken(parse(keys).flat()))
+    results = run(keys | {"rounds-per-task": 3}, Broken())
     assert asked.count(2) == 3
     assert [entry["name"] for entry in results["absent"]] == ["node 2"]
 
 
 def test_a_node_that_comes_back_on_other_weights_is_refused(keys: Values) -> None:
-    values = parse(keys).flat()
-    transport = Changing(values)
-    transport.before[2] = lambda: transport._nodes.update(
-        {2: Node(values, {"backbone-weights": "random", "partition-id": 2})}
-    )
+    transport = Changing()
+    transport.before[2] = lambda: transport._nodes.update({2: Node({"backbone-weights": "random", "partition-id": 2})})
     results = run(keys | {"backbone-weights": "auto"}, transport)
     reasons = [[f["reason"] for f in r["failures"] if f["name"] == "west"] for r in results["rounds"]]
     assert reasons[0] == []
@@ -375,7 +372,7 @@ def test_holders_of_a_tasks_test_images_that_are_away_for_a_while_end_no_run(
 ) -> None:
     """Metrics that need what was not measured are left out, and the page says what is missing."""
     shutil.rmtree(nodes / "south" / "cow")
-    results = run(keys, away(Changing(parse(keys).flat()), {0, 1}, kinds, rounds))
+    results = run(keys, away(Changing(), {0, 1}, kinds, rounds))
     assert results["status"] == "finished"
     matrix, after = results["accuracy_matrix"], min(rounds)
     assert matrix[after - 1][0] is None
@@ -392,7 +389,7 @@ def test_holders_of_a_tasks_test_images_that_are_away_for_a_while_end_no_run(
 
 def test_test_images_of_a_holder_that_is_away_are_missed(keys: Values, caplog: pytest.LogCaptureFixture) -> None:
     """One of two holders away: the accuracy is of fewer images, and log and results say so."""
-    results = run(keys, away(Changing(parse(keys).flat()), {0}, {"evaluate"}, {2}))
+    results = run(keys, away(Changing(), {0}, {"evaluate"}, {2}))
     (first,), (second, _) = results["samples_after_task"]
     assert 0 < second < first
     assert re.search(rf"after task 2 not all test images .* away: task 1 on {second} of {first}, task 2", caplog.text)
@@ -410,7 +407,7 @@ def test_a_class_that_nodes_delete_leaves_the_accuracy_of_the_others(keys: Value
             shutil.rmtree(nodes / node / "ant")
 
     values = keys | {"unreadable-share": 0.5}
-    results = run(values, Changing(parse(values).flat(), {1: delete}))
+    results = run(values, Changing({1: delete}))
     assert sum(results["confusion"][0]) == 0
     assert results["samples_after_task"][1][0] == sum(results["confusion"][1]) > 0
     assert results["samples_away_after_task"] == [[0], [0, 0]]
@@ -420,7 +417,7 @@ def test_a_class_that_nodes_delete_leaves_the_accuracy_of_the_others(keys: Value
 
 
 def test_images_that_a_node_collects_while_it_is_away_were_not_missing(keys: Values, nodes: Path) -> None:
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
 
     def collect() -> None:
         transport.hidden.add(0)
@@ -442,7 +439,7 @@ def test_what_was_never_measured_is_no_task_without_test_images(
     """West alone holds the images of the last task, or of one of its classes, and is away then."""
     for folder in {"north/cow", "north/doe", "south/cow"} - set(kept):
         shutil.rmtree(nodes / folder)
-    results = run(keys, away(Changing(parse(keys).flat()), {2}, kinds, {2}))
+    results = run(keys, away(Changing(), {2}, kinds, {2}))
     assert results["accuracy_matrix"][1][1] is None
     assert results["samples_away_after_task"][1][1] > 0
     assert results["metrics"] == {}
@@ -459,7 +456,7 @@ def lone(nodes: Path) -> None:
 
 @pytest.mark.usefixtures("lone")
 def test_a_task_whose_only_holder_is_out_is_not_learned(keys: Values, caplog: pytest.LogCaptureFixture) -> None:
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
 
     def come_back_unfit() -> None:
         reconnect(transport, keys, 2, {"code-sha256": "0" * 64})
@@ -475,12 +472,12 @@ def test_a_task_whose_only_holder_is_out_is_not_learned(keys: Values, caplog: py
 def test_a_task_whose_only_holder_is_not_there_on_resume_is_not_learned(
     keys: Values, caplog: pytest.LogCaptureFixture
 ) -> None:
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
 
     transport.before = {2: cut}
     with pytest.raises(PowerCutError):
         run(keys, transport)
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
     transport.hidden.add(2)
     results = run({"resume": str(Path(keys["output-dir"]) / "run"), "start-timeout": 0.1}, transport)
     assert "going on with 2 of 3 nodes; the others may join later" in caplog.messages
@@ -490,7 +487,7 @@ def test_a_task_whose_only_holder_is_not_there_on_resume_is_not_learned(
 
 
 def test_a_node_that_has_recovered_is_asked_three_times_again(keys: Values) -> None:
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
     honest = transport.tamper
 
     def vanish() -> None:
@@ -509,7 +506,7 @@ def test_a_node_that_has_recovered_is_asked_three_times_again(keys: Values) -> N
 
 
 def test_a_node_that_never_said_its_name_is_not_absent_once_it_has_gone(keys: Values) -> None:
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
     honest = transport.tamper
 
     def come_back() -> None:
@@ -527,7 +524,7 @@ def test_a_node_that_never_said_its_name_is_not_absent_once_it_has_gone(keys: Va
 
 
 def test_a_node_that_never_said_its_name_is_absent_though_a_client_has_come_back(keys: Values) -> None:
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
 
     def fail() -> None:
         reconnect(transport, keys, 1, {"error": "not mounted"})
@@ -545,7 +542,7 @@ def test_on_resume_a_class_outside_the_plan_is_not_counted(
     keys: Values, nodes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(class_names, "MAX_CLASSES", 4)
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
 
     transport.before = {2: cut}
     with pytest.raises(PowerCutError):
@@ -558,7 +555,7 @@ def test_on_resume_a_client_with_other_images_is_told_of(
     keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
     transport.before = {2: cut}
     with pytest.raises(PowerCutError):
         run(keys, transport)
@@ -576,7 +573,7 @@ def test_on_resume_a_client_with_other_images_is_told_of(
 @pytest.mark.usefixtures("parted")
 def test_a_run_in_which_nobody_has_trained_is_not_finished(keys: Values) -> None:
     """Whoever holds images of the task fails, and the others, idle, make up the quorum."""
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
 
     def break_down(*nodes: int) -> None:
         transport.broken = lambda node, kind: kind == "train" and node in nodes
@@ -628,7 +625,7 @@ def test_a_mended_node_takes_part_and_is_absent_no_more(keys: Values) -> None:
 
 
 def test_a_node_whose_images_are_there_a_little_later_takes_part_again(keys: Values) -> None:
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
     honest = transport.tamper
 
     def return_unfit() -> None:
@@ -645,7 +642,7 @@ def test_a_node_whose_images_are_there_a_little_later_takes_part_again(keys: Val
 
 @pytest.mark.parametrize("claims", [{"code-sha256": "0" * 64}, {"error": "the disk is full"}])
 def test_a_node_that_comes_back_unfit_takes_part_no_more(keys: Values, claims: dict[str, str]) -> None:
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
 
     def return_unfit() -> None:
         transport.hidden, transport.tamper = set(), lying(keys, 1, claims).tamper
@@ -675,12 +672,12 @@ def test_classes_outside_the_plan_take_no_node_out(
 def test_where_classes_appear_a_node_may_begin_with_none(keys: Values, nodes: Path, patterns: list[np.ndarray]) -> None:
     """Anywhere else an empty folder is a mistake, also that of a node which comes late."""
     empty(nodes / "west")
-    arrives = Changing(parse(keys).flat(), {2: lambda: store(nodes / "west", 4, patterns[4])})
+    arrives = Changing({2: lambda: store(nodes / "west", 4, patterns[4])})
     results = run(appearing(keys), arrives)
     assert results["class_names"] == ["ant", "bee", "cow", "doe", "elk"]
     assert [c["name"] for c in results["clients"]] == ["north", "south", "west"]
     empty(nodes / "west")
-    late = Changing(parse(keys).flat(), {1: lambda: late.hidden.clear()})
+    late = Changing({1: lambda: late.hidden.clear()})
     late.hidden = {2}
     results = run(keys | {"num-clients": 2, "run-name": "late"}, late)
     assert [len(r["participants"]) for r in results["rounds"]] == [2, 2]
@@ -688,7 +685,7 @@ def test_where_classes_appear_a_node_may_begin_with_none(keys: Values, nodes: Pa
     for name in ("north", "south"):
         empty(nodes / name)
     with pytest.raises(ConfigError, match="no node holds an image"):
-        run(appearing(keys) | {"run-name": "empty"}, Changing(parse(keys).flat()))
+        run(appearing(keys) | {"run-name": "empty"}, Changing())
 
 
 def empty(folder: Path) -> None:
@@ -708,14 +705,14 @@ def lying(
             answer.arrays |= arrays or {}
         return answer
 
-    transport = Changing(parse(keys).flat())
+    transport = Changing()
     transport.tamper = spoil
     return transport
 
 
 def test_a_run_is_resumed_without_a_node_whose_disk_is_gone(keys: Values, nodes: Path) -> None:
     with pytest.raises(PowerCutError):
-        run(keys, Changing(parse(keys).flat(), {2: cut}))
+        run(keys, Changing({2: cut}))
     empty(nodes / "south")
     results = run({"resume": str(Path(keys["output-dir"]) / "run")})
     assert results["status"] == "finished"
@@ -736,7 +733,7 @@ def test_rounds_of_adaptation_are_those_of_the_nodes_images(
     caplog.set_level(logging.INFO)
     adapting = keys | {"method": "fedrda", "batch-size": 7}  # 6 steps a round
     with pytest.raises(PowerCutError):
-        run(adapting, Changing(parse(adapting).flat(), {3: cut}))
+        run(adapting, Changing({3: cut}))
     assert "10 rounds of adaptation come first" in caplog.messages
     settings = load_run(Path(keys["output-dir"]) / "run").settings
     assert settings["fedrda-adaptation-rounds"] == 0
@@ -817,14 +814,14 @@ def test_files_that_come_during_a_task_wait_for_the_next_hello(keys: Values) -> 
     """The server refuses more examples than a node has spoken of."""
     values = keys | {"num-tasks": 1, "rounds-per-task": 2}
     late = Path(keys["data-dir"]) / "north" / "ant"
-    results = run(values, Changing(parse(values).flat(), {2: lambda: paint(late, 30, first=100)}))
+    results = run(values, Changing({2: lambda: paint(late, 30, first=100)}))
     assert [r["failures"] for r in results["rounds"]] == [[], []]
     assert results["clients"][0]["class_counts"][0] == 18
     assert run(values | {"run-name": "next"})["clients"][0]["class_counts"][0] > 18
 
 
 def test_a_node_joins_late(keys: Values) -> None:
-    transport = Changing(parse(keys).flat(), {1: lambda: transport.hidden.clear()})
+    transport = Changing({1: lambda: transport.hidden.clear()})
     transport.hidden = {2}
     results = run(keys | {"num-clients": 2}, transport)
     assert [r["participants"] for r in results["rounds"]] == [["north", "south"], ["north", "south", "west"]]
@@ -833,7 +830,7 @@ def test_a_node_joins_late(keys: Values) -> None:
 
 def test_a_late_node_with_another_spelling_joins(keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture) -> None:
     spell(nodes / "west", "doe", "Doe")
-    transport = Changing(parse(keys).flat(), {1: lambda: transport.hidden.clear()})
+    transport = Changing({1: lambda: transport.hidden.clear()})
     transport.hidden = {2}
     results = run(keys | {"num-clients": 2}, transport)
     assert results["class_names"] == ["ant", "bee", "cow", "doe"]
@@ -854,7 +851,7 @@ def test_a_node_that_comes_back_under_another_handle_takes_its_old_place(dataset
     values = keys | {"rounds-per-task": 2}
     if dataset == "synthetic":
         values |= {"dataset": "synthetic", "data-dir": "", "partition": "iid"}
-    transport = Changing(parse(values).flat(), {1: restart})
+    transport = Changing({1: restart})
     results = run(values, transport)
     names = [c["name"] for c in results["clients"]]
     assert [r["participants"] for r in results["rounds"]] == [names] * 4
@@ -869,7 +866,7 @@ def test_a_node_that_comes_back_under_another_name_is_one_client_still(keys: Val
         (nodes / "west").rename(nodes / "xeno")
 
     values = keys | {"rounds-per-task": 2}
-    transport = Changing(parse(values).flat(), {1: leave, 2: lambda: transport.hidden.clear()})
+    transport = Changing({1: leave, 2: lambda: transport.hidden.clear()})
     results = run(values, transport)
     assert results["rounds"][0]["failures"] == [{"name": "west", "reason": "gone"}]
     assert [r["participants"][-1] for r in results["rounds"]] == ["west", "west", "xeno", "xeno"]
@@ -893,7 +890,7 @@ def test_a_late_node_that_does_not_fit_is_named(spoil: Callable[[Packet], object
                 spoil(reply.packet)
             return reply
 
-    transport = Odd(parse(keys).flat(), {1: lambda: transport.hidden.clear()})
+    transport = Odd({1: lambda: transport.hidden.clear()})
     transport.hidden = {2}
     results = run(keys | {"num-clients": 2}, transport)
     assert results["status"] == "finished"
@@ -909,7 +906,7 @@ def test_an_npz_may_name_classes_that_it_does_not_hold(keys: Values, nodes: Path
 
 
 def test_a_second_node_of_one_name_has_to_wait(keys: Values) -> None:
-    transport = Changing(parse(keys).flat(), {1: lambda: transport.aliases.update({7: 1})})
+    transport = Changing({1: lambda: transport.aliases.update({7: 1})})
     results = run(keys, transport)
     assert results["rounds"][1]["participants"] == ["north", "south", "west"]
     assert results["absent"] == [{"name": "south", "reason": "a node of this name takes part already"}]
@@ -923,7 +920,7 @@ def test_classes_that_appear_become_tasks(keys: Values, nodes: Path, patterns: l
     """Two appear while the first task is learned and none later, so there are two tasks of three that could be."""
     values = appearing(keys) | {"local-epochs": 3}
     new = [lambda: store(nodes / "north", 4, patterns[4]), lambda: store(nodes / "west", 5, patterns[5])]
-    results = run(values, Changing(parse(values).flat(), {2: lambda: [find() for find in new]}))
+    results = run(values, Changing({2: lambda: [find() for find in new]}))
     assert results["tasks"] == [[0, 1, 2, 3], [4, 5]]
     assert results["class_names"] == list(NAMES)
     assert [r["task"] for r in results["rounds"]] == [1, 1, 2, 2]
@@ -954,13 +951,13 @@ def test_an_open_ended_run_is_resumed_with_the_classes_it_had(
     values = appearing(keys)
     arrives = {2: lambda: store(nodes / "north", 4, patterns[4])}
     with pytest.raises(PowerCutError):
-        run(values | {"run-name": "cut"}, Changing(parse(values).flat(), {**arrives, 4: cut}))
+        run(values | {"run-name": "cut"}, Changing({**arrives, 4: cut}))
     store(nodes / "north", 5, patterns[5])  # while nobody looks: it comes in its turn, after the task that was cut
     resumed = run({"resume": str(Path(keys["output-dir"]) / "cut")})
     for name in ("elk", "fox"):
         shutil.rmtree(nodes / "north" / name)
     arrives |= {4: lambda: store(nodes / "north", 5, patterns[5])}
-    whole = run(values | {"run-name": "whole"}, Changing(parse(values).flat(), arrives))
+    whole = run(values | {"run-name": "whole"}, Changing(arrives))
     assert without_times(resumed) == without_times(whole)
     assert resumed["tasks"] == [[0, 1, 2, 3], [4], [5]]
 
@@ -971,7 +968,7 @@ def test_a_finished_open_ended_run_goes_on_with_classes_that_came_later(
     """As a run in which they came in time; without new classes nothing changes, and num-tasks is the limit."""
     values, folder = appearing(keys) | {"num-tasks": 2}, Path(keys["output-dir"])
     arrives = {2: lambda: store(nodes / "north", 4, patterns[4])}
-    whole = run(values | {"run-name": "whole"}, Changing(parse(values).flat(), arrives))
+    whole = run(values | {"run-name": "whole"}, Changing(arrives))
     shutil.rmtree(nodes / "north" / "elk")
     first = run(values | {"run-name": "first"})
     assert (first["status"], first["tasks"]) == ("finished", [[0, 1, 2, 3]])
@@ -1019,7 +1016,7 @@ def test_a_finished_run_that_fails_while_it_waits_or_lost_its_last_checkpoint_ha
     """With one round a task the checkpoint before the damaged one ends a run of fewer classes."""
     folder = Path(keys["output-dir"]) / "first"
     values = appearing(keys) | {"run-name": "first", "rounds-per-task": 1}
-    results = run(values, Changing(parse(values).flat(), {1: lambda: store(nodes / "north", 4, patterns[4])}))
+    results = run(values, Changing({1: lambda: store(nodes / "north", 4, patterns[4])}))
     assert (results["status"], len(results["tasks"])) == ("finished", 2)
     if isinstance(error, KeyboardInterrupt):
         shutil.rmtree(nodes / "north" / "elk")
@@ -1041,7 +1038,7 @@ def test_a_run_that_stops_within_a_new_task_can_be_looked_at(
     values, folder = appearing(keys), Path(keys["output-dir"]) / "cut"
     arrives = {2: lambda: store(nodes / "north", 4, patterns[4]), 4: cut}
     with pytest.raises(PowerCutError):
-        run(values | {"run-name": "cut"}, Changing(parse(values).flat(), arrives))
+        run(values | {"run-name": "cut"}, Changing(arrives))
     stopped = load_run(folder)
     assert (stopped.results["num_tasks"], len(stopped.matrix), stopped.confusion.shape) == (2, 1, (5, 5))
     assert stopped.untested == []
@@ -1061,27 +1058,27 @@ def test_in_a_rehearsal_a_resumed_run_has_the_nodes_it_had(
 
 def test_a_nodes_device_and_paths_win_over_the_runs(nodes: Path) -> None:
     """The device only where it computes, and a path only where the run reads it: digits need none."""
-    node = Node({}, {"name": "a", "partition-id": 0, "device": "cuda:7", "data-dir": str(nodes)})
+    node = Node({"name": "a", "partition-id": 0, "device": "cuda:7", "data-dir": str(nodes)})
     asked = {"dataset": "synthetic", "num-clients": 1, "device": "cpu"}
     answer = handle("hello", Packet(config={"run-config": json.dumps(parse(asked).flat())}), node)
     assert "cuda:7" in answer.config["error"]  # type: ignore[operator]
     folder = parse({"dataset": "folder", "data-dir": "/server", "num-clients": 1, "num-tasks": 2}).flat()
     settings = {"partition-id": 0, "device": "cpu", "data-dir": str(nodes / "north")}
-    answer = handle("hello", Packet(config={"run-config": json.dumps(folder)}), Node({}, settings))
+    answer = handle("hello", Packet(config={"run-config": json.dumps(folder)}), Node(settings))
     assert answer.config["classes"] == ["ant", "bee", "cow", "doe"]
 
 
 def test_where_a_node_keeps_what(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     config = parse(OWN | {"data-dir": "/data"})
-    node = Node({}, {"name": "Klinik Süd/1", "data-dir": "/data"})
+    node = Node({"name": "Klinik Süd/1", "data-dir": "/data"})
     assert own_data_dir(config, node) == "/data"
     assert state_dir(config, node).parent == tmp_path / "fcil"
     assert "/" not in state_dir(config, node).name
-    assert state_dir(config, Node({}, {"name": "a", "state-dir": "/var/a"})) == Path("/var/a")
-    assert own_data_dir(config, Node({}, {"name": "a"})) == "/data"  # one path for all, as in containers
+    assert state_dir(config, Node({"name": "a", "state-dir": "/var/a"})) == Path("/var/a")
+    assert own_data_dir(config, Node({"name": "a"})) == "/data"  # one path for all, as in containers
     with pytest.raises(ConfigError, match="data-dir"):
-        own_data_dir(parse(OWN), Node({}, {"name": "a"}))
+        own_data_dir(parse(OWN), Node({"name": "a"}))
 
 
 @pytest.mark.parametrize(

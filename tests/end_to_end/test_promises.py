@@ -28,7 +28,7 @@ def test_one_backbone_and_one_copy_of_the_data_serve_all_clients(tiny: dict) -> 
     build_model(config, [])
     few = count()
     config = parse(tiny | {"num-clients": 12, "run-name": "many"})
-    run_experiment(config, InProcessTransport(config.flat(), 12))
+    run_experiment(config, InProcessTransport(12))
     gc.collect()
     backbones, data_sets = count()
     assert backbones == few[0]

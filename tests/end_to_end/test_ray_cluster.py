@@ -108,7 +108,7 @@ def test_a_run_on_two_nodes_equals_the_one_in_process(tmp_path, cluster):
     logs = [path.name.split("-") for path in (cluster[1] / "t" / "session_latest" / "logs").glob("worker-*.out")]
     assert sorted(job for _, _, job, _ in logs if not job.startswith("f")) == ["01000000"] * 2 + ["02000000"] * 2
     values = settings(tmp_path, "here")
-    run_experiment(parse(values), InProcessTransport(values, 2))
+    run_experiment(parse(values), InProcessTransport(2))
     assert comparable(tmp_path / "run") == comparable(tmp_path / "here")
     assert {process.pid for process in find_marked(MARK) if process.name() == "raylet"} == nodes
 

@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
 def test_two_processes_cannot_write_one_run(tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = interrupt(tiny, cut_in_round=2)
     config = parse(load_resumed_keys({"resume": str(folder)}))
-    first, second = (InProcessTransport(config.flat(), 3) for _ in range(2))
+    first, second = (InProcessTransport(3) for _ in range(2))
     original, refused = first.exchange, list[str]()
 
     def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0) -> Iterable[Reply]:
@@ -157,12 +157,12 @@ def test_two_processes_cannot_write_one_run(tiny: Values, monkeypatch: pytest.Mo
 
 def test_of_two_runs_of_one_name_the_later_begins_nothing(tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have found the name free, and waited for their nodes."""
-    second = InProcessTransport(parse(tiny).flat(), 3)
+    second = InProcessTransport(3)
     original, first = second.exchange, []
 
     def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0) -> Iterable[Reply]:
         if not first:
-            first.append(run_experiment(parse(tiny), InProcessTransport(parse(tiny).flat(), 3)))
+            first.append(run_experiment(parse(tiny), InProcessTransport(3)))
         return original(kind, packets, timeout)
 
     monkeypatch.setattr(second, "exchange", exchange)
@@ -198,7 +198,7 @@ def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_returns(
     values = tiny | {"rounds-per-task": 2, "quorum": 2, "start-timeout": 0.2}
     folder = interrupt(values, cut_in_round=2)
     config = parse(load_resumed_keys({"resume": str(folder)}))
-    transport, connected = InProcessTransport(config.flat(), 3), [0, 2]
+    transport, connected = InProcessTransport(3), [0, 2]
     monkeypatch.setattr(transport, "nodes", lambda: list(connected))
     original = transport.exchange
 
@@ -456,26 +456,6 @@ def test_a_method_from_outside_that_adapts_keeps_its_number_of_rounds(tiny: Valu
         assert [r["task"] for r in results["rounds"]] == [1] * 10 + [2]  # 64 images a client, 7 steps: 9 rounds
     finally:
         METHODS.pop(name, None)
-
-
-@pytest.mark.parametrize(
-    "adapting", [{"prompt": "none"}, {"prompt": "lora", "fedrda-adaptation-rounds": 2}], ids=["none", "lora"]
-)
-def test_a_run_of_an_earlier_version_keeps_its_class_tokens(adapting: Values, tiny: Values) -> None:
-    """Its config.yaml has no run key for the early feature, and says whether the last one is taken without prompt."""
-    old = {"fedrda-depth": 0.75, "fedrda-early-feature": "class-token", "fedrda-frozen-depth": 1.0}
-    straight, cut = two_runs(tiny, method="fedrda", **adapting, **old)
-    folder = interrupt(cut, cut_in_round=2)
-    text = (folder / "config.yaml").read_text()
-    for new, earlier in (("early-feature: class-token\n", None), ("frozen-depth: 1.0\n", "frozen-features: true\n")):
-        assert text.count(f"fedrda-{new}") == 1
-        text = text.replace(f"fedrda-{new}", f"fedrda-{earlier}" if earlier else "")
-    (folder / "config.yaml").write_text(text)
-    state = read_checkpoint(folder / "checkpoint")
-    assert {name: state["keys"].pop(name) for name in old if name != "fedrda-depth"}
-    state["keys"]["fedrda-frozen-features"] = True
-    write_checkpoint(folder / "checkpoint", 2, state)
-    assert resume_anew(folder)["accuracy_matrix"] == run(straight)["accuracy_matrix"]
 
 
 def test_another_version_of_the_code_is_named(tiny: Values, caplog: pytest.LogCaptureFixture) -> None:

@@ -37,11 +37,10 @@ class Changing(FaultyTransport):
 
     def __init__(
         self,
-        values: Values,
         before: Mapping[int, Callable[[], object]] | None = None,
         node_settings: Sequence[Mapping[str, Scalar]] = (),
     ) -> None:
-        super().__init__(values, 3, node_settings)
+        super().__init__(3, node_settings)
         self.before, self.hidden, self.aliases = dict(before or {}), set[int](), dict[int, int]()
 
     def nodes(self) -> list[int]:

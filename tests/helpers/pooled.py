@@ -30,7 +30,7 @@ class Pooled:
 
     def __init__(self, values: Values) -> None:
         self.config = parse(values)
-        self.folder = run_experiment(self.config, InProcessTransport(self.config.flat(), self.config.num_clients))
+        self.folder = run_experiment(self.config, InProcessTransport(self.config.num_clients))
         self.results = results_of(self.folder)
         self.arrays = safetensors.numpy.load_file(self.folder / "model.safetensors")
         self.model = build_model(self.config, [len(task) for task in self.results["tasks"]])

@@ -37,7 +37,7 @@ class PowerCutError(BaseException):
 def run(values: Values, transport: InProcessTransport | None = None, **faults: Any) -> dict[str, Any]:
     """Results of a whole run, or of the rest of one that is resumed; ``faults`` as FaultyTransport takes them."""
     config = parse(load_resumed_keys(values))
-    transport = transport or FaultyTransport(config.flat(), config.num_clients or 4, **faults)
+    transport = transport or FaultyTransport(config.num_clients or 4, **faults)
     return results_of(run_experiment(config, transport))
 
 
@@ -69,11 +69,17 @@ def comparable(folder: Path) -> dict[str, Any]:
     return results
 
 
+def hello_message(values: Values) -> Packet:
+    """The server's first message, of a run with these run keys."""
+    return Packet(config={"run-config": json.dumps(dict(values))})
+
+
 def train_message(config: Config, task: int = 0) -> Packet:
     """The server's message of the first round of a task."""
     model = build_model(config, build_scenario(config).task_sizes(task))
     position = {"task": task + 1, "round": 1, "server-round": task + 1, "ends-task": True, "pool": "client-0000"}
-    return Packet(arrays=to_arrays(model.message_state()), config=position | {"backbone-sha256": model.backbone.sha256})
+    position |= {"backbone-sha256": model.backbone.sha256, "run-config": json.dumps(config.for_clients())}
+    return Packet(arrays=to_arrays(model.message_state()), config=position)
 
 
 class FaultyTransport(InProcessTransport):
@@ -85,13 +91,12 @@ class FaultyTransport(InProcessTransport):
 
     def __init__(
         self,
-        values: Values,
         num_clients: int,
         node_settings: Sequence[Mapping[str, Scalar]] = (),
         tamper: Callable[[int, Kind, Packet], Packet] = lambda node, kind, answer: answer,
         broken: Callable[[int, Kind], bool] = lambda node, kind: False,
     ) -> None:
-        super().__init__(values, num_clients)
+        super().__init__(num_clients)
         for i, settings in enumerate(node_settings):
             self._nodes[i] = replace(self._nodes[i], settings={**settings, **self._nodes[i].settings})
         self.tamper, self.broken = tamper, broken
@@ -113,7 +118,7 @@ class PowerCut(InProcessTransport):
     """The power goes when the train messages of a server round are sent."""
 
     def __init__(self, config: Config, cut_in_round: int) -> None:
-        super().__init__(config.flat(), config.num_clients or 4)
+        super().__init__(config.num_clients or 4)
         self._cut_in_round = cut_in_round
 
     def exchange(

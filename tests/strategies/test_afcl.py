@@ -178,7 +178,7 @@ def test_the_order_of_classes_does_not_change_the_shrinkage() -> None:
 )
 def test_with_a_sketch_or_very_many_features_the_shrinkage_is_fixed(keys: Values, tiny: Values) -> None:
     config = parse(tiny | EXACT | {"afcl-head": "discriminant", "num-tasks": 1, "num-clients": 1} | keys)
-    folder = run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+    folder = run_experiment(config, InProcessTransport(config.num_clients))
     assert results_of(folder)["rounds"][-1]["server"] == {"shrinkage": 0.01}
 
 

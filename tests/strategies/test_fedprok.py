@@ -235,7 +235,7 @@ def test_from_the_second_task_on_only_the_head_learns_and_is_sent(keys, features
     ):
         config = parse(tiny | keys | {"method": "fedprok", "fedprok-features": frozen})
         message = train_message(config, task)
-        answer = handle("train", message, Node(config.flat(), {"partition-id": 0}))
+        answer = handle("train", message, Node({"partition-id": 0}))
         assert set(message.arrays) == head | features
         assert set(answer.arrays) == (sent_back or head | features)
         assert all((answer.arrays[name] != message.arrays[name]).any() for name in answer.arrays)
@@ -259,7 +259,7 @@ def test_prototypes_are_of_the_model_that_came_or_of_the_one_that_goes(tiny):
     for prototypes in ("before", "after"):
         config = parse(tiny | {"method": "fedprok", "prompt": "shared", "fedprok-prototypes": prototypes})
         message = train_message(config)
-        answer = handle("train", message, Node(config.flat(), {"partition-id": 0}))
+        answer = handle("train", message, Node({"partition-id": 0}))
         model, dataset = build_model(config, [6]), build_scenario(config).dataset
         model.load(message.arrays if prototypes == "before" else answer.arrays)
         positions = client_task_data(config, 0, 0, 0, False).positions

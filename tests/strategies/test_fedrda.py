@@ -49,7 +49,7 @@ def test_clients_train_first_and_send_statistics_then(tiny: Values) -> None:
     """Two rounds of adaptation, then two rounds for each of two tasks."""
     values = tiny | {"method": "fedrda", "fedrda-adaptation-rounds": 2, "rounds-per-task": 2, "local-epochs": 2}
     config = parse(values)
-    transport = Recording(config.flat(), 3)
+    transport = Recording(3)
     results = results_of(run_experiment(config, transport))
     assert [(r["task"], r["round"]) for r in results["rounds"]] == [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2)]
     assert not any(r["failures"] or r["dropped"] for r in results["rounds"])
@@ -81,7 +81,7 @@ def test_arrays_in_a_round_of_statistics_are_refused(tiny: Values) -> None:
         return answer
 
     config = parse(tiny | {"method": "fedrda", "fedrda-adaptation-rounds": 1})
-    results = results_of(run_experiment(config, FaultyTransport(config.flat(), 3, tamper=tamper)))
+    results = results_of(run_experiment(config, FaultyTransport(3, tamper=tamper)))
     reasons = [[(f["name"], f["reason"]) for f in r["failures"]] for r in results["rounds"]]
     assert reasons == [
         [("client-0001", "statistics ['means'] came; none were expected")],

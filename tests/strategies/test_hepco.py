@@ -50,7 +50,7 @@ from tests.helpers.prompts import prompt_config
 
 J, N, L, D, S, C, B = 2, 4, 3, 5, 6, 3, 7  # blocks, pool, vectors, dimension, head rows, clients, samples
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
-SMALL = {"generator-steps": 2, "prompt-steps": 2, "head-steps": 2, "hidden-first": 4, "hidden-second": 8}
+SMALL = {"generator-steps": 2, "prompt-steps": 2, "head-steps": 2}
 
 
 def options(**keys):
@@ -130,7 +130,7 @@ def test_defaults_are_the_papers():
     assert (own.generator_learning_rate, own.distillation_learning_rate) == (1e-4, 1e-4)
     assert (own.batch_size, own.replay_size) == (64, 32)
     assert [options(replay_ratio=ratio).replay_size for ratio in (0.0, 0.001, 0.25)] == [0, 1, 16]
-    generator = Generator(10, 768, own, torch.Generator().manual_seed(0))
+    generator = Generator(10, 768, torch.Generator().manual_seed(0))
     assert [tuple(p.shape) for p in generator.net.parameters() if p.ndim == 2] == [(256, 128), (1024, 256), (768, 1024)]
     assert generator.embedding.weight.shape == (10, 64)
     assert sum(isinstance(m, torch.nn.BatchNorm1d) for m in generator.modules()) == 2
@@ -295,7 +295,7 @@ def test_how_arrays_lie_in_memory_does_not_matter(name):
 
 
 def source(models, counts, size=8):
-    generator = Generator(len(counts[0]), D, options(), torch.Generator().manual_seed(0))
+    generator = Generator(len(counts[0]), D, torch.Generator().manual_seed(0))
     return SampleSource(teachers(models, counts), generator, torch.Generator().manual_seed(1), size)
 
 
@@ -443,7 +443,7 @@ def test_one_target_with_the_weights_of_the_round_gives_the_gradient_of_the_sum_
     if replay:
         models, counts, weights, labels = [arrays(7, 3)], torch.ones(1, 3), np.ones((1, 3)), LABELS - 3
     teach = Teachers(latent(*models), counts.double(), of_round=not replay)
-    new = SampleSource(teach, Generator(S, D, options(), torch.Generator()), torch.Generator(), B)
+    new = SampleSource(teach, Generator(S, D, torch.Generator()), torch.Generator(), B)
     (step,) = block_steps([new], [(torch.from_numpy(Z), torch.from_numpy(labels))], 1)
     keys, pool = SERVER["prompt.keys"][1], SERVER["prompt.pool"][1].reshape(N, -1)
 
@@ -764,7 +764,7 @@ def test_a_run_whose_teachers_do_not_fit_ends_with_that_message(tiny, monkeypatc
     config = parse(tiny | QUICK["hepco"] | {"method": "hepco"})
     memory(monkeypatch, 2_500_000)
     with pytest.raises(ConfigError, match="enough for 2: lower clients-per-round"):
-        run_experiment(config, InProcessTransport(config.flat(), 3))
+        run_experiment(config, InProcessTransport(3))
     results = json.loads(next(Path(tiny["output-dir"]).glob("*/results.json")).read_text())
     assert results["status"] == "failed"
     assert results["error"].startswith("hepco keeps the prompts of all clients of a round in memory: 3 clients need ")

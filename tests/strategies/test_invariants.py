@@ -194,7 +194,7 @@ def test_what_refines_a_model_moves_no_prompt_of_an_ended_task(
 @EVERY
 def test_exactly_the_expected_arrays_travel(method: str, prompt: str, tiny: dict) -> None:
     config = parse(tiny | {"method": method, "prompt": prompt})
-    answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    answer = handle("train", train_message(config), Node({"partition-id": 0}))
     head = "local_head" if METHODS[method].adapts else "head"
     trained = {f"{head}.weight", f"{head}.bias"} | PROMPT_ARRAYS[prompt]
     trained |= {"backbone"} if METHODS[method].backbone == "trained" else set()
@@ -213,7 +213,7 @@ def test_training_changes_every_travelling_array(method: str, prompt: str, tiny:
     """Two epochs, as the first step cannot change one half of a product whose other half starts at zero (lora)."""
     config = parse(tiny | {"method": method, "prompt": prompt, "local-epochs": 2})
     sent = train_message(config)
-    answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
+    answer = handle("train", sent, Node({"partition-id": 0}))
     assert answer.arrays
     assert all((answer.arrays[name] != sent.arrays[name]).any() for name in answer.arrays)
 
@@ -225,7 +225,7 @@ def test_old_rows_stay_as_they_are_on_a_client_unless_it_learns_old_classes_too(
     """The message is that of a run's second task, with all that the strategy broadcasts."""
     config = parse(tiny | {"method": method, "prompt": prompt})
     sent = finished(tiny, method, prompt).message
-    answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
+    answer = handle("train", sent, Node({"partition-id": 0}))
     old = build_scenario(config).task_sizes(0)[0]
     for name in ("head.weight", "head.bias"):
         assert (answer.arrays[name][:old] == sent.arrays[name][:old]).all() == (method not in LEARNS_OLD)
@@ -244,7 +244,7 @@ def test_noise_is_in_the_head_rows_that_training_can_move_and_in_no_others(
     config = parse(tiny | {"method": method, "prompt": prompt} | noise | own)
     message = finished(tiny, method, prompt).message
     sent = replace(message, config=message.config | {"run-config": json.dumps(config.for_clients())})
-    answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
+    answer = handle("train", sent, Node({"partition-id": 0}))
     old = build_scenario(config).task_sizes(0)[0]
     weight, before = answer.arrays["head.weight"], sent.arrays["head.weight"]
     assert (weight[:old] == before[:old]).all() == (method not in LEARNS_OLD and not own)

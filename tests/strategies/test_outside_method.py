@@ -33,7 +33,7 @@ def forgotten() -> Iterator[None]:
 
 def results_of(values: dict) -> dict:
     config = parse(values)
-    directory = run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+    directory = run_experiment(config, InProcessTransport(config.num_clients))
     return json.loads((directory / "results.json").read_text())
 
 
@@ -64,7 +64,7 @@ def test_its_step_size_is_named_where_the_server_diverges(tiny: dict, monkeypatc
     monkeypatch.setattr(MeansAsHead, "refine", diverge)
     config = parse(tiny | {"method": NAME})
     with pytest.raises(RunError, match=r"lower the step size of the server \(pulled-learning-rate\)"):
-        run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+        run_experiment(config, InProcessTransport(config.num_clients))
 
 
 def test_a_server_that_computes_no_numbers_and_has_no_step_size_says_so(
@@ -77,7 +77,7 @@ def test_a_server_that_computes_no_numbers_and_has_no_step_size_says_so(
     monkeypatch.setattr(MeansAsHead, "refine", diverge)
     config = parse(tiny | {"method": NAME})
     with pytest.raises(RunError, match=r"usable model: what the server computed has numbers that are not finite"):
-        run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+        run_experiment(config, InProcessTransport(config.num_clients))
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])

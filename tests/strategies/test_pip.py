@@ -1,5 +1,6 @@
 """PIP: statistics, injected prototypes, participation weights and merged prototypes; numbers by hand or in float64."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -304,7 +305,7 @@ def test_local_statistics_are_of_the_current_tasks_expert(tiny):
     config = parse(tiny | {"method": "pip", "local-epochs": 1, "learning-rate": 1e-6})
     scenario = build_scenario(config)
     model = build_model(config, scenario.task_sizes(1))
-    node = Node(config.flat(), {"partition-id": 0})
+    node = Node({"partition-id": 0})
     message = {
         "task": 2,
         "round": 1,
@@ -312,6 +313,7 @@ def test_local_statistics_are_of_the_current_tasks_expert(tiny):
         "ends-task": False,
         "backbone-sha256": model.backbone.sha256,
         "classes": scenario.schedule.current_classes(1),
+        "run-config": json.dumps(config.for_clients()),
     }
     answers = []
     for sign in (1.0, -1.0):  # with the keys at q(x) or at its opposite

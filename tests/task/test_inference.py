@@ -23,7 +23,6 @@ from task.inference import ModelError, Predictor, load_predictor
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import build_model
 from task.models.preprocessing import prepare
-from task.models.vit import Early
 from task.models.weights import build_vit
 from task.scenario.scenario import build_scenario
 
@@ -38,7 +37,7 @@ KINDS = {
 
 def run(values: dict) -> Path:
     config = parse(values)
-    return run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+    return run_experiment(config, InProcessTransport(config.num_clients))
 
 
 def untrained(folder: Path, values: dict, tasks: list[int], shape: list[int] | None = None) -> Path:
@@ -144,25 +143,6 @@ def test_another_backbone_is_refused(tiny: dict, tmp_path: Path) -> None:
             load_predictor(directory)
     with pytest.raises(ModelError, match=r"vit\.safetensors.*put those weights back"):
         load_predictor(directory)
-
-
-@pytest.mark.parametrize(("whole", "unprompted"), [(True, Early(5)), (False, None)])
-@pytest.mark.parametrize("method", ["afcl", "fedrda"])
-def test_a_model_of_an_earlier_version_reads_the_class_token_of_an_early_block(
-    method: str, whole: bool, unprompted: Early | None, tiny: dict, tmp_path: Path
-) -> None:
-    """That version had no other early feature; the one without prompt was that of the last block, or there was none."""
-    values = tiny | {"method": method, "prompt": "lora", f"{method}-depth": 0.75, f"{method}-adaptation-rounds": 5}
-    new = {f"{method}-early-feature": "class-token", f"{method}-frozen-depth": float(whole)}
-    file = untrained(tmp_path / "model", values | new, [6, 6]) / MODEL
-    with safetensors.safe_open(file, framework="np") as content:
-        metadata = content.metadata()
-    config = json.loads(metadata["config"])
-    assert {name: config.pop(name) for name in new} == new
-    config[f"{method}-frozen-features"] = whole
-    safetensors.torch.save_file(safetensors.torch.load_file(file), file, metadata | {"config": json.dumps(config)})
-    model = load_predictor(file).model
-    assert (model.early, model.unprompted) == ((Early(3, patches=False),), unprompted)
 
 
 def test_random_weights_are_drawn_with_the_seed_of_the_run(tiny: dict, tmp_path: Path) -> None:

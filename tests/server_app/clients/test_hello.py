@@ -21,7 +21,7 @@ from task.config.parsing import parse
 from task.message import Kind, Packet
 from task.scenario.scenario import build_scenario
 from tests.helpers.marks import rest_in_ci
-from tests.helpers.runs import run
+from tests.helpers.runs import hello_message, run
 
 Change = Callable[[Packet], object]
 
@@ -95,7 +95,7 @@ def test_other_backbone_or_code_at_a_client_stops_the_run(tiny: dict) -> None:
 
 def test_waiting_for_nodes_ends_though_one_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = iter([[1]] + [[1, 2], [1]] * 10_000)
-    transport = InProcessTransport({}, 0)
+    transport = InProcessTransport(0)
     monkeypatch.setattr(transport, "nodes", lambda: next(seen))
     with pytest.raises(RunError, match=r"num-clients = 3, but [12] nodes .* longer start-timeout"):
         wait_for_nodes(transport, 3, 0.5)
@@ -114,13 +114,13 @@ def test_as_many_nodes_as_connect_are_those_that_come_before_it_gets_quiet(
     """The second comes after 0.3 s: with a start-timeout below that the run begins without it."""
     monkeypatch.setattr(hello, "SETTLED", 0.5)
     seen = itertools.chain([[1]] * 3, itertools.repeat([1, 2]))
-    transport = InProcessTransport({}, 0)
+    transport = InProcessTransport(0)
     monkeypatch.setattr(transport, "nodes", lambda: next(seen))
     assert wait_for_nodes(transport, 0, patience) == ([1, 2] if patience > 0.5 else [1])
 
 
 def test_clients_of_other_versions_are_named_once(tiny: dict, caplog: pytest.LogCaptureFixture) -> None:
-    answer = handle("hello", Packet(), Node(tiny, {"partition-id": 0}))
+    answer = handle("hello", hello_message(tiny), Node({"partition-id": 0}))
     client = read_hello(Reply(0, answer, "", 0, 0), build_scenario(parse(tiny)).dataset)
     log_clients([client])
     assert "other versions" not in caplog.text

@@ -88,25 +88,6 @@ def make_run(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    ("config", "early", "frozen"),
-    [
-        ({"method": "fedrda", "fedrda-depth": 0.75}, "class-token", 0),  # an earlier version knew no other
-        ({"method": "fedrda", "fedrda-depth": 0.75, "fedrda-frozen-features": True}, "class-token", 1),
-        ({"method": "fedrda", "fedrda-depth": 0.5, "fedrda-early-feature": "patches"}, "patches", 0),
-        ({"method": "fedrda", "fedrda-depth": 0.5, "fedrda-frozen-depth": 0.25}, "class-token", 0.25),
-        ({"method": "hgp"}, None, None),
-    ],
-)
-def test_a_run_of_an_earlier_version_has_read_class_tokens(config, early, frozen, make_run):
-    settings = load_run(make_run(config=config)).settings
-    kept = load_run(make_run("kept", **config)).settings  # all in results.json, as benchmarks.keep_results writes it
-    for read in (settings, kept):
-        assert read.get(f"{config['method']}-early-feature") == early
-        assert read.get(f"{config['method']}-frozen-depth") == frozen
-        assert not any("frozen-features" in name for name in read)
-
-
 class Page(HTMLParser):
     """Collects the text, the attributes and the tables of a page; fails on a tag that is not closed in order."""
 
@@ -806,7 +787,7 @@ def test_settings_that_differ_part_the_groups(make_run):
 
 
 def test_a_run_without_adaptation_is_the_same_whatever_its_rounds_of_it_were(make_run):
-    """Its saved number is the default of the version that ran it."""
+    """Nothing reads it there."""
     saved = [("none", 5), ("none", 0), ("lora", 5), ("lora", 0)]
     folders = [
         make_run(f"{prompt}-{number}", method="fedrda", config={"prompt": prompt, "fedrda-adaptation-rounds": number})

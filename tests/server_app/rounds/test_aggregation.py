@@ -77,7 +77,7 @@ class Measuring(InProcessTransport):
 def test_the_run_says_how_large_an_answer_can_be(method: str, secure: str, tiny: Values) -> None:
     """Names and metrics come on top, and are few."""
     config = parse(tiny | {"method": method, "secure-aggregation": secure, "num-clients": 4})
-    transport = Measuring(config.flat(), config.num_clients)
+    transport = Measuring(config.num_clients)
     transport.spare = {}
     run_experiment(config, transport)
     assert transport.spare["hello"][0] < 0  # nothing is allowed beside it yet
@@ -104,7 +104,7 @@ class Asked(InProcessTransport):
 def asked_nodes(values: Values, late: set[int] | None = None) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Nodes that get a train message in each exchange, and the lines of rounds.jsonl."""
     config = parse(values)
-    transport = Asked(config.flat(), config.num_clients)
+    transport = Asked(config.num_clients)
     transport.nodes_asked, transport.late = [], late or set()
     run_experiment(config, transport)
     return transport.nodes_asked, read_lines(folder_of(values) / "rounds.jsonl")
@@ -144,7 +144,7 @@ def test_in_a_secure_sum_every_client_is_asked(tiny: Values) -> None:
 def backwards(values: Values, **faults: Any) -> Values:
     """Results of the same run in another folder, whose nodes answer in the opposite order."""
     config = parse(values | {"run-name": "backwards"})
-    return run(config.flat(), Backwards(config.flat(), config.num_clients, **faults))
+    return run(config.flat(), Backwards(config.num_clients, **faults))
 
 
 @pytest.mark.parametrize(
@@ -193,14 +193,14 @@ def test_failures_and_entropies_do_not_depend_on_the_order_of_the_answers(
 def test_an_answer_is_let_go_once_it_is_averaged(keys: Values, most: int, tiny: Values) -> None:
     """The one that comes and the one before it; a median over all needs all six, and HePCo's teachers are all six."""
     config = parse(tiny | {"num-clients": 6, "partition": "iid"} | keys)
-    transport = Counting(config.flat(), 6)
+    transport = Counting(6)
     run_experiment(config, transport)
     assert transport.most == most
 
 
 def test_whoever_measures_sees_the_arrays(tiny: Values, tmp_path: Path) -> None:
     config = parse(tiny)
-    going = Run(config, InProcessTransport(config.flat(), 3), tmp_path / "run", None, ExitStack())
+    going = Run(config, InProcessTransport(3), tmp_path / "run", None, ExitStack())
     clients, context = going.registry.clients, RoundContext(going.scenario.schedule, 1)
     aggregator, seen = RoundAggregator(config, going.strategy, going.model, context, clients), list[Update]()
 
@@ -273,7 +273,7 @@ def test_an_evaluation_by_fewer_than_the_quorum_ends_the_run(tiny: Values) -> No
 
 def test_the_seconds_of_the_server_are_a_part_of_those_of_the_run(tiny: Values) -> None:
     config = parse(tiny)
-    run_experiment(config, FaultyTransport(config.flat(), 3))
+    run_experiment(config, FaultyTransport(3))
     seconds = results_of(folder_of(tiny))["seconds"]
     parts = [seconds[name] for name in ("server_aggregate", "server_refine", "evaluate")]
     assert min(parts) > 0
@@ -300,7 +300,7 @@ def test_the_bytes_of_a_run_are_those_of_all_its_messages(tiny: Values) -> None:
                 yield reply
 
     config = parse(tiny | {"evaluate": "clients"})
-    run_experiment(config, Weighing(config.flat(), 3))
+    run_experiment(config, Weighing(3))
     recorded = results_of(folder_of(tiny))["communication"]
     assert len(bytes_up) == 12
     assert min(bytes_up + bytes_down) > 0

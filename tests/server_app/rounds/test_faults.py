@@ -352,7 +352,7 @@ def test_a_killed_run_leaves_whole_files_up_to_its_last_round(tiny: dict) -> Non
         from server_app.transport.in_process import InProcessTransport
         from task.config.parsing import parse
         config = parse({values!r})
-        run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+        run_experiment(config, InProcessTransport(config.num_clients))
     """)
     folder = Path(tiny["output-dir"]) / "run"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)

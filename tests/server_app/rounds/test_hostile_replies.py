@@ -103,7 +103,7 @@ def honest_round_of(values: dict[str, Any], folder: Path) -> HonestRound:
     quick = QUICKER.get(str(values["method"]), {})
     # of 12 classes the first task has 6, so that there are unknown ones
     config = parse(TINY | quick | values | {"output-dir": str(folder), "run-name": "run", "backbone": "vit_glyphs"})
-    run = Run(config, InProcessTransport(config.flat(), config.num_clients), folder / "run", None, ExitStack())
+    run = Run(config, InProcessTransport(config.num_clients), folder / "run", None, ExitStack())
     return HonestRound(run)
 
 

@@ -185,7 +185,7 @@ def test_a_sum_beyond_the_range_is_that_clients_failure(tmp_path):
     """The range is between the two largest; the largest number of each is its images times its loss, above 1 here."""
     uneven: dict[str, Any] = ONE_TASK | {"partition": "dirichlet", "dirichlet-min-size": 5}
     plain = keys_of(tmp_path / "plain", "head-only", **uneven)
-    transport = Listening(parse(plain).flat(), 4)
+    transport = Listening(4)
     run(plain, transport)
     sums = [answer.metrics["num-examples"] * answer.metrics["loss"] for answer in transport.heard]
     largest, limit = int(np.argmax(sums)), float(np.mean(sorted(sums)[-2:]))
@@ -216,7 +216,7 @@ class Listening(FaultyTransport):
 def test_a_train_answer_holds_nothing_but_hidden_numbers_and_seconds(tmp_path, method):
     """Also of a client without images of the task, whose answer is as long as the others'."""
     keys = keys_of(tmp_path, method, **SECURE, partition="quantity", **{"classes-per-client": 1, "num-clients": 8})
-    transport = Listening(parse(keys).flat(), 8)
+    transport = Listening(8)
     run(keys, transport)
     assert len(transport.heard) == 16
     for answer in transport.heard:

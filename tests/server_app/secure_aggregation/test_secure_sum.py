@@ -32,7 +32,7 @@ class Clients:
 
     def __init__(self, vectors: np.ndarray, lost: Lost | None = None) -> None:
         self.vectors, self.lost = vectors, lost or {}
-        self.nodes = {i: Node({}, {}) for i in range(len(vectors))}
+        self.nodes = {i: Node({}) for i in range(len(vectors))}
         self.sent: dict[tuple[Kind, int], Packet] = {}
         self.answers: dict[tuple[Kind, int], Packet] = {}
         self.secrets: dict[int, dict[str, Any]] = {}  # of each client before it answers train; no server sees them

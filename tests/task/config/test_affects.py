@@ -174,17 +174,6 @@ def test_bench_keeps_a_finished_run_with_another_value(name: str, tmp_path: Path
             finished_run(planned)
 
 
-def test_bench_keeps_a_finished_run_that_adapted_nothing_when_the_default_was_another(tmp_path: Path) -> None:
-    place = {"output-dir": str(tmp_path), "run-name": "finished"}
-    planned = PlannedRun("variant", "", 0, {"method": "fedrda", "prompt": "none", **place})
-    write_run(planned.directory, **{**planned.config.flat(), "fedrda-adaptation-rounds": 5})
-    assert finished_run(planned) is not None
-    adapted = PlannedRun("variant", "", 0, {"method": "fedrda", **place, "run-name": "adapted"})
-    write_run(adapted.directory, **{**adapted.config.flat(), "fedrda-adaptation-rounds": 5})
-    with pytest.raises(ConfigError, match="holds a finished run with fedrda-adaptation-rounds = 5; the suite says 0"):
-        finished_run(adapted)
-
-
 @every_key
 def test_runs_that_differ_in_it_are_one_row_of_a_report(name: str, tmp_path: Path) -> None:
     needed = what_it_needs(name)
@@ -222,3 +211,14 @@ def test_paths_of_files_are_made_absolute_for_a_run(name: str, tmp_path: Path, m
         assert complete_run_keys(values | {name: "given"})[name] == str(tmp_path / "given")
         monkeypatch.setenv("HOME", str(tmp_path))
         assert complete_run_keys(values | {name: "~/given"})[name] == str(tmp_path / "given")
+
+
+@pytest.mark.parametrize("word", ["auto", "random"])
+def test_a_file_called_like_a_word_for_weights_is_not_meant(
+    word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / word).mkdir()
+    values = {"num-clients": 2, "dataset": "folder", "data-dir": word, "backbone-weights": word}
+    keys = complete_run_keys(values)
+    assert (keys["data-dir"], keys["backbone-weights"]) == (str(tmp_path / word), word)

@@ -23,9 +23,8 @@ from task.config.parsing import parse
 from task.data.images import UnreadableImage, decode, fit_image, read_rgb, readable_formats
 from task.data.node_images import scan_images
 from task.inference import _rgb
-from task.message import Packet
 from tests.helpers.own_data import OWN, paint
-from tests.helpers.runs import Values
+from tests.helpers.runs import Values, hello_message
 
 
 def noise(height: int, width: int) -> Image.Image:
@@ -118,12 +117,12 @@ def test_a_file_that_cannot_be_read_is_found_before_a_run_begins(tmp_path: Path,
     for file in files[::5]:
         file.write_bytes(file.read_bytes()[:45])
     with pytest.raises(UnreadableImage, match=r"bee.*replace it or take it away. 4 files in all\.") as caught:
-        run_experiment(parse(values), InProcessTransport(values, 2))
+        run_experiment(parse(values), InProcessTransport(2))
     assert all(str(file) in str(caught.value) for file in files[::5])
     assert not list((tmp_path / "runs").glob("*/*"))
     for file in files[::5]:
         shutil.copy(files[1], file)
-    run_experiment(parse(values), InProcessTransport(parse(values).flat(), 2))
+    run_experiment(parse(values), InProcessTransport(2))
 
 
 def test_a_format_that_hides_another_image_is_not_opened(tmp_path: Path) -> None:
@@ -233,11 +232,11 @@ def test_decoding_takes_at_most_20_bytes_for_each_pixel(name: str, tmp_path: Pat
 
 def test_a_nodes_limit_goes_before_the_runs(tmp_path: Path) -> None:
     paint(tmp_path / "data" / "cat", 3)
-    values, node = OWN | {"max-image-pixels": 64}, {"name": "north", "data-dir": str(tmp_path / "data")}
+    hello, node = hello_message(OWN | {"max-image-pixels": 64}), {"name": "north", "data-dir": str(tmp_path / "data")}
     node |= {"state-dir": str(tmp_path / "state")}
-    assert handle("hello", Packet(), Node(values, node)).config["unreadable"] == 0
+    assert handle("hello", hello, Node(node)).config["unreadable"] == 0
     (tmp_path / "state").rename(tmp_path / "before")
-    refused = str(handle("hello", Packet(), Node(values, node | {"max-image-pixels": 63})).config["error"])
+    refused = str(handle("hello", hello, Node(node | {"max-image-pixels": 63})).config["error"])
     assert refused.startswith("north: 3 of 3 image files")
     assert len(scan_images(str(tmp_path / "data"), tmp_path / "other", 1.0, max_pixels=63).unreadable) == 3
 

@@ -24,11 +24,11 @@ from task.data.load import load_dataset
 from task.data.node_images import load_inventory, open_inventory, scan_images, unreadable_classes
 from task.data.splits import select_by_digest
 from task.keys import ConfigError
-from task.message import Packet
 from task.scenario.class_stream import class_order
 from task.scenario.scenario import build_scenario
 from task.scenario.task_plan import TaskPlan, first_task_plan
 from tests.helpers.own_data import OWN, paint
+from tests.helpers.runs import hello_message
 
 
 @pytest.fixture
@@ -302,8 +302,8 @@ def test_a_state_dir_of_another_user_is_refused(unprivileged: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="rights as on Unix")
 def test_a_node_without_images_of_its_own_says_hello_without_the_right_to_its_state_dir(unprivileged: Path) -> None:
     (unprivileged / "closed").mkdir(0)
-    node = Node({"num-clients": 2}, {"partition-id": 0, "state-dir": str(unprivileged / "closed" / "state")})
-    assert int(str(handle("hello", Packet(), node).config["free-disk"])) > 0
+    node = Node({"partition-id": 0, "state-dir": str(unprivileged / "closed" / "state")})
+    assert int(str(handle("hello", hello_message({"num-clients": 2}), node).config["free-disk"])) > 0
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="rights as on Unix")
@@ -320,8 +320,8 @@ def test_a_folder_without_the_right_to_read_it_is_named(unprivileged: Path, capl
     with pytest.raises(ConfigError, match="2 of 22 image files"):
         scan_images(str(root), state, 0.05)
     values = OWN | {"unreadable-share": 0.1}
-    node = Node(values, {"name": "north", "data-dir": str(root), "state-dir": str(state)})
-    client = read_hello(Reply(7, handle("hello", Packet(), node), "", 0, 0), None)
+    node = Node({"name": "north", "data-dir": str(root), "state-dir": str(state)})
+    client = read_hello(Reply(7, handle("hello", hello_message(values), node), "", 0, 0), None)
     assert (client.classes, client.unreadable_classes, client.unreadable) == (("cat", "dog"), ("cow", "dog"), 2)
     log_clients([client])
     assert "north cannot read a folder of class cow, dog: its log says which" in caplog.text
@@ -479,7 +479,7 @@ def test_blanks_around_a_class_name_are_no_part_of_the_runs_name() -> None:
 
 
 def test_a_node_that_cannot_take_part_says_who_it_is(tmp_path: Path) -> None:
-    node = Node(OWN, {"name": "north", "data-dir": str(tmp_path / "away"), "state-dir": str(tmp_path / "state")})
-    error = str(handle("hello", Packet(), node).config["error"])
+    node = Node({"name": "north", "data-dir": str(tmp_path / "away"), "state-dir": str(tmp_path / "state")})
+    error = str(handle("hello", hello_message(OWN), node).config["error"])
     assert error.startswith("north: data-dir = ")
     assert str(tmp_path / "away") in error

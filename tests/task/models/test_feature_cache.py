@@ -179,7 +179,7 @@ def test_features_without_prompt_cost_local_steps_nothing(tiny, passes, augmenta
     """FedRDA with LoRA trains two epochs, then sends statistics twice. Only these need a feature without it, once."""
     keys = {"method": "fedrda", "augmentation": augmentation, "local-epochs": 2, "fedrda-adaptation-rounds": 1}
     config = parse(tiny | keys)
-    answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    answer = handle("train", train_message(config), Node({"partition-id": 0}))
     number = answer.metrics["num-examples"]
     assert (sum(passes[False]), sum(passes[True])) == (0, 2 * number)  # a round of adaptation sends no statistics
     _, scenario, model = built(tiny, "lora", method="fedrda")
@@ -197,16 +197,16 @@ def test_features_without_prompt_cost_local_steps_nothing(tiny, passes, augmenta
 def test_training_without_augmentation_reuses_the_queries(tiny, passes):
     """Two epochs, then statistics: q(x) once per image, f(x) three times."""
     config = parse(tiny | {"method": "fppl", "augmentation": "none", "local-epochs": 2})
-    answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    answer = handle("train", train_message(config), Node({"partition-id": 0}))
     number = answer.metrics["num-examples"]
     assert (sum(passes[False]), sum(passes[True])) == (number, 3 * number)
-    handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    handle("train", train_message(config), Node({"partition-id": 0}))
     assert sum(passes[False]) == number
 
 
 def test_training_with_augmentation_computes_a_query_in_every_step(tiny, passes):
     config = parse(tiny | {"method": "fppl", "augmentation": "crop", "local-epochs": 2})
-    answer = handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    answer = handle("train", train_message(config), Node({"partition-id": 0}))
     number = answer.metrics["num-examples"]
     assert (sum(passes[False]), sum(passes[True])) == (3 * number, 3 * number)
 
@@ -280,7 +280,7 @@ def test_a_hundred_clients_keep_no_more_queries_than_ten(tiny, cache):
     for clients in (10, 100):
         cache.__init__(2**30)
         config = parse(tiny | {"method": "ncm", "num-clients": clients, "run-name": str(clients)})
-        directory = run_experiment(config, InProcessTransport(config.flat(), clients))
+        directory = run_experiment(config, InProcessTransport(clients))
         assert json.loads((directory / "results.json").read_text())["status"] == "finished"
         sizes.append(cache.size)
     dim = build_model(config, []).backbone.dim

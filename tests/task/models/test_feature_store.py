@@ -84,7 +84,7 @@ def values(tiny, tmp_path):
 def run(values, name):
     """Results of a run without its times, and the arrays of its model."""
     config = parse(values | {"run-name": name})
-    folder = run_experiment(config, InProcessTransport(config.flat(), config.num_clients))
+    folder = run_experiment(config, InProcessTransport(config.num_clients))
     results = json.loads((folder / "results.json").read_text())
     return without_times(results), safetensors.numpy.load_file(folder / "model.safetensors")
 
@@ -350,7 +350,7 @@ def test_images_of_nodes_are_never_stored(tmp_path, feature_cache, patterns):
             put_images(tmp_path / "nodes" / name, c, patterns[c][:10])
     keys = OWN | {"method": "ncm", "data-dir": str(tmp_path / "nodes"), "num-clients": 2}
     config = parse(keys | {"output-dir": str(tmp_path / "runs")})
-    run_experiment(config, InProcessTransport(config.flat(), 2))
+    run_experiment(config, InProcessTransport(2))
     assert not feature_cache.exists()
     with pytest.raises(ConfigError, match="feature-cache = 'off' would be ignored"):
         parse(keys | {"feature-cache": "off"})

@@ -138,7 +138,7 @@ def test_earlier_experts_stay_on_the_server(tiny):
     config = parse(tiny | {"method": "fedavg", "prompt": "dualprompt"})
     model = build_model(config, build_scenario(config).task_sizes(1))
     sent = train_message(config, task=1)
-    answer = handle("train", sent, Node(config.flat(), {"partition-id": 0}))
+    answer = handle("train", sent, Node({"partition-id": 0}))
     shared = {"head.weight", "head.bias", "prompt.general"}
     assert set(sent.arrays) == shared | {f"prompt.{name}.{t}" for name in ("experts", "keys") for t in (0, 1)}
     assert set(answer.arrays) == shared | {"prompt.experts.1", "prompt.keys.1"}

@@ -241,7 +241,7 @@ def test_seeded_noise_is_the_same_again_and_the_systems_is_not(tiny: dict) -> No
 
 
 def answer_of(config: Config) -> Packet:
-    return handle("train", train_message(config), Node(config.flat(), {"partition-id": 0}))
+    return handle("train", train_message(config), Node({"partition-id": 0}))
 
 
 def features_behind(answer: Packet, config: Config) -> tuple[torch.Tensor, torch.Tensor]:

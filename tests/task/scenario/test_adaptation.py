@@ -66,7 +66,6 @@ def test_only_a_method_that_adapts_leaves_them_open():
     for keys in ({"method": "fedrda", "prompt": "none"}, {"method": "afcl", "prompt": "lora"}, {"method": "hgp"}):
         assert not parse(keys).leaves_adaptation_open
     assert not parse({"method": "fedrda", "prompt": "none"}).trains_locally
-    assert not parse({"method": "fedrda", "prompt": "none", "fedrda-adaptation-rounds": 5}).adapts  # of an old model
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from task.scenario.partition import PARTITIONS, partition
 from task.scenario.scenario import build_scenario
 from task.utils.seeding import torch_rng
 from tests.helpers.marks import rest_in_ci
-from tests.helpers.runs import run
+from tests.helpers.runs import hello_message, run
 
 STATELESS = {"partition": "split-ratio", "num-clients": 4, "rounds-per-task": 3, "imbalance-ratio": 0.5}
 EACH = {
@@ -54,7 +55,8 @@ def ask(config: Config, client: int, task: int = 0, round: int = 0) -> Packet:
     model = build_model(config, build_scenario(config).task_sizes(task))
     place = {"task": task + 1, "round": round + 1, "server-round": task * config.rounds_per_task + round + 1}
     place |= {"ends-task": False, "backbone-sha256": model.backbone.sha256}
-    return handle("train", Packet(arrays=model.export(), config=place), Node(config.flat(), {"partition-id": client}))
+    place |= {"run-config": json.dumps(config.for_clients())}
+    return handle("train", Packet(arrays=model.export(), config=place), Node({"partition-id": client}))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +102,8 @@ def test_partitions_of_the_digits_are_pinned(name: str) -> None:
 def test_nobody_ever_holds_more_than_hello_said(name: str, tiny: dict) -> None:
     config = parse(tiny | EACH[name])
     for client in range(config.num_clients):
-        said = handle("hello", Packet(), Node(config.flat(), {"partition-id": client})).arrays["class_counts"].tolist()
-        assert said == counts(config, all_client_positions(config, client))
+        said = handle("hello", hello_message(config.flat()), Node({"partition-id": client})).arrays["class_counts"]
+        assert said.tolist() == counts(config, all_client_positions(config, client))
         for task in range(2):
             for round in range(config.rounds_per_task):
                 task_data = client_task_data(config, client, task, round, holds_pool=True)

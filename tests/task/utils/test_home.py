@@ -21,7 +21,7 @@ ASKING: list[tuple[str, Callable[[], object]]] = [
     ("data-dir", lambda: load_inventory(NOBODY, Path())),
     ("resume", lambda: complete_run_keys({"resume": NOBODY})),
     ("resume", lambda: load_resumed_keys({"resume": NOBODY})),
-    ("state-dir", lambda: state_dir(OWN, Node({}, {"name": "north", "data-dir": "/data", "state-dir": NOBODY}))),
+    ("state-dir", lambda: state_dir(OWN, Node({"name": "north", "data-dir": "/data", "state-dir": NOBODY}))),
 ]
 
 
@@ -34,7 +34,7 @@ def test_the_key_of_an_unknown_home_is_named(key: str, ask: Callable[[], object]
 @pytest.mark.parametrize(
     ("key", "ask"),
     [
-        ("state-dir", lambda: state_dir(OWN, Node({}, {"name": "north", "data-dir": "/data"}))),
+        ("state-dir", lambda: state_dir(OWN, Node({"name": "north", "data-dir": "/data"}))),
         ("FCIL_CACHE", store_folder),
     ],
 )
