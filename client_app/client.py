@@ -22,7 +22,7 @@ from task.message import Kind, Packet
 from task.scenario.client_data import all_client_positions, client_task_data, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
-from task.utils.files import nearest_existing
+from task.utils.paths import nearest_existing
 from task.utils.versions import code_sha256, node_versions
 
 log = logging.getLogger(__name__)

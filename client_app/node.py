@@ -12,7 +12,7 @@ from task.config.schema import Config
 from task.data.image_folders import class_folders
 from task.keys import ConfigError
 from task.message import Scalar
-from task.utils.home import expand_home
+from task.utils.paths import expand_home
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from task.config.parsing import check_values, parse, parse_text
 from task.config.schema import FROM_PATH, OWN, Config, keys_affecting, known_keys
 from task.keys import AUTO, ConfigError, nearest
 from task.message import Scalar
-from task.utils.home import expand_home
+from task.utils.paths import expand_home
 
 if TYPE_CHECKING:
     from task.data.images import Dataset

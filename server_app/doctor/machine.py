@@ -13,8 +13,8 @@ from server_app.errors import LaunchError
 from server_app.run_files.paths import INTERRUPTED, project_folder, read_results, resolve_output_dir
 from task.config.schema import Config
 from task.utils.cores import cores
-from task.utils.files import nearest_existing
 from task.utils.memory import available_memory
+from task.utils.paths import nearest_existing
 from task.utils.versions import package_version
 
 SCARCE_DISK = 1 * GB  # a run's models, checkpoints and pictures take far less

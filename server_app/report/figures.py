@@ -35,7 +35,7 @@ warnings.filterwarnings("ignore", "Glyph", UserWarning)  # one for each letter t
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file in full colour, 160 dots per inch."""
+    """The figure as a PNG file in full colour, at 160 dots per inch."""
     return _encode(_pixels(figure))
 
 
@@ -59,7 +59,7 @@ def _encode(image: Image.Image) -> bytes:
 
 def make_figure(width: float, height: float, title: str, subtitle: str) -> Figure:
     """A figure with title and subtitle; width and height in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), facecolor="white", layout="constrained")
     head = f"{plain(title, int(9 * width))}\n"  # the empty second line makes the layout leave room for the subtitle
     figure.suptitle(head, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     figure.text(0.012, 1 - 0.42 / height, plain(subtitle, int(13 * width)), va="center", fontsize=10, color=MUTED)

@@ -19,8 +19,7 @@ from server_app.errors import LaunchError
 from task.config.schema import APPEARING, Config
 from task.keys import ConfigError
 from task.utils.atomic import write_json
-from task.utils.files import nearest_existing
-from task.utils.home import expand_home
+from task.utils.paths import expand_home, nearest_existing
 
 log = logging.getLogger(__name__)
 

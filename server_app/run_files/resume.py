@@ -13,7 +13,7 @@ from task.config.schema import APPEARING, MAY_CHANGE, Config, keys_affecting, kn
 from task.keys import ConfigError
 from task.message import Scalar
 from task.methods import register
-from task.utils.home import expand_home
+from task.utils.paths import expand_home
 from task.utils.versions import code_and_versions
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     saved = _read_saved_keys(directory)
     register(str(saved["method"]))
     keys, free = known_keys(), _may_differ()
-    if not saved.get("data-sha256"):  # of nodes with images of their own, and of an earlier version
+    if not saved.get("data-sha256"):  # of nodes with images of their own
         free -= {"data-dir"}
     for name, value in values.items():
         if name in keys and name not in free and value not in (keys[name].default, saved.get(name)):
@@ -67,7 +67,7 @@ def require_same_start(directory: Path, backbone_sha256: str, data_sha256: str, 
     saved = _read_saved_keys(directory)
     if saved["backbone-sha256"] != backbone_sha256:
         raise ConfigError(f"resume = {str(directory)!r} began with other backbone weights than these.")
-    if saved.get("data-sha256", data_sha256) != data_sha256:  # a run of an earlier version has none
+    if saved["data-sha256"] != data_sha256:
         raise ConfigError(
             f"resume = {str(directory)!r} began with other images: classes, labels, groups or files have changed in "
             f"data-dir = {data_dir!r}. Put back what was there, or start the run anew."

@@ -89,7 +89,7 @@ def _check_unread(config: Config) -> None:
         key, rounds = config.method_row.own_keys()[f"{name}-adaptation-rounds"], options.adaptation_rounds
         if rounds not in (config.method_row.defaults.get(key.name, key.default), key.rule.auto):
             raise ConfigError(f"{key.name} = {rounds} would be ignored: it needs a prompt to adapt, not none.")
-    # saved runs of earlier versions may say class-token where nothing reads it
+    # class-token is not refused: a suite may set it for all rows, also for those without an early feature
     chosen = options.early_feature == PATCHES and options.early_feature != type(options).early_feature
     if chosen and not (0 < options.depth < 1 or 0 < options.frozen_depth < 1):
         raise ConfigError(

@@ -24,7 +24,7 @@ from task.data.images import MAX_PIXELS, Dataset, ImageFiles, find_problems, rea
 from task.data.splits import select_by_digest, split_dataset
 from task.keys import ConfigError
 from task.utils.atomic import write_atomically
-from task.utils.home import expand_home
+from task.utils.paths import expand_home
 
 log = logging.getLogger(__name__)
 

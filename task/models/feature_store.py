@@ -21,7 +21,7 @@ from torch import Tensor
 
 from task.keys import ConfigError
 from task.utils.atomic import write_atomically
-from task.utils.home import expand_home
+from task.utils.paths import expand_home
 
 log = logging.getLogger(__name__)
 

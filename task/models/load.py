@@ -33,6 +33,7 @@ def configured_backbone(config: Config) -> Backbone:
     Raises:
         ConfigError: also if this machine has no such device.
     """
-    seed = config.seed if config.backbone_weights == "random" else 0  # one instance for all seeds
-    device = str(resolve_device(config.device))
-    return load_backbone(config.backbone, config.backbone_weights, config.image_size, device, seed)
+    arguments = config.backbone, config.backbone_weights, config.image_size, str(resolve_device(config.device))
+    if config.backbone_weights == "random":
+        return load_backbone(*arguments, config.seed)
+    return load_backbone(*arguments)  # one instance for all seeds

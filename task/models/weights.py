@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from task.keys import AUTO, ConfigError
 from task.models.bundled import BUNDLED, read_description
-from task.utils.home import expand_home
+from task.utils.paths import expand_home
 
 Normalisation = tuple[float, ...]  # per channel
 

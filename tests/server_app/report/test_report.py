@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pytest
 import yaml
@@ -627,6 +628,12 @@ def test_fonts_are_installed_ones():
     assert set(families) <= set(figures.fontManager.get_font_names())
 
 
+def test_pictures_are_white_whatever_the_users_matplotlib_does(make_run):
+    with matplotlib.rc_context({"figure.facecolor": "black"}):
+        drawn = Image.open(BytesIO(figures.small_png(figures.accuracy_figure(load_run(make_run()))))).convert("RGB")
+    assert drawn.getpixel((2, 2)) == (255, 255, 255)
+
+
 def test_a_letter_that_no_font_has_is_no_warning():
     """In a process of its own, as pytest has its own filters for warnings; U+10FFFD is in no font."""
     code = "from server_app.report import figures as f; f.small_png(f.make_figure(4, 3, chr(0x10FFFD), ''))"
@@ -784,21 +791,6 @@ def test_settings_that_differ_part_the_groups(make_run):
         ("digits", "fedavg (dirichlet-beta 0.5, prompt none)"): ["b", "c"],
         ("digits", "hgp (dirichlet-beta 0.05)"): ["d"],
     }
-
-
-def test_a_run_without_adaptation_is_the_same_whatever_its_rounds_of_it_were(make_run):
-    """Nothing reads it there."""
-    saved = [("none", 5), ("none", 0), ("lora", 5), ("lora", 0)]
-    folders = [
-        make_run(f"{prompt}-{number}", method="fedrda", config={"prompt": prompt, "fedrda-adaptation-rounds": number})
-        for prompt, number in saved
-    ]
-    groups = group_runs([load_run(folder) for folder in folders])
-    assert sorted([run.folder.name for run in group.runs] for group in groups) == [
-        ["lora-0"],
-        ["lora-5"],
-        ["none-5", "none-0"],
-    ]
 
 
 def test_rounds_of_adaptation_are_told_as_they_were_asked_for(make_run):

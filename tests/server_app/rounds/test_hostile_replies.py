@@ -34,8 +34,7 @@ QUICKER: dict[str, dict[str, Any]] = {
     "ccvr": {"ccvr-samples-per-class": 4, "ccvr-epochs": 1},
     "fedslca": {"fedslca-samples-per-class": 4, "fedslca-epochs": 1},
     "fppl": {"fppl-debias-epochs": 1},
-    "hepco": QUICK["hepco"]
-    | {"hepco-generator-steps": 2, "hepco-prompt-steps": 2, "hepco-head-steps": 2, "hepco-hidden-second": 32},
+    "hepco": QUICK["hepco"] | {"hepco-generator-steps": 2, "hepco-prompt-steps": 2, "hepco-head-steps": 2},
 }
 PACKINGS = {
     "hgp-full": {"method": "hgp", "hgp-covariance": "full"},

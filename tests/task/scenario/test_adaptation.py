@@ -66,6 +66,8 @@ def test_only_a_method_that_adapts_leaves_them_open():
     for keys in ({"method": "fedrda", "prompt": "none"}, {"method": "afcl", "prompt": "lora"}, {"method": "hgp"}):
         assert not parse(keys).leaves_adaptation_open
     assert not parse({"method": "fedrda", "prompt": "none"}).trains_locally
+    with pytest.raises(ConfigError, match="fedrda-adaptation-rounds = 5 would be ignored"):
+        parse({"method": "fedrda", "prompt": "none", "fedrda-adaptation-rounds": 5})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from task.config.parsing import parse
 from task.data.node_images import load_inventory
 from task.keys import ConfigError
 from task.models.feature_store import store_folder
-from task.utils.home import expand_home
+from task.utils.paths import expand_home
 
 OWN = parse({"dataset": "own", "evaluate": "clients"})
 NOBODY = "~nobody-here/x"
