@@ -11,8 +11,8 @@ from server_app.run_files.paths import project_folder, read_results
 from server_app.run_files.resume import load_resumed_keys
 from server_app.simulation.superlink import DEFAULT_CLIENTS
 from task.config.parsing import check_values, parse, parse_text
-from task.config.schema import FROM_PATH, OWN, Config, keys_affecting, known_keys
-from task.keys import AUTO, ConfigError, nearest
+from task.config.schema import FROM_PATH, NO_FILE, OWN, Config, keys_affecting, known_keys
+from task.keys import ConfigError, nearest
 from task.message import Scalar
 from task.utils.paths import expand_home
 
@@ -136,7 +136,7 @@ def require_files(values: Mapping[str, Scalar]) -> None:
         )
     for name in ("data-dir", "backbone-weights"):
         text = str(values.get(name, ""))
-        if text in ("", AUTO, "random") or run_path(name, text).exists():
+        if text in ("", *NO_FILE) or run_path(name, text).exists():
             continue
         dataset = str(values.get("dataset", ""))
         if name == "data-dir" and dataset in FROM_PATH:
@@ -201,7 +201,7 @@ def require_listed(values: Mapping[str, Scalar]) -> None:
 
 def _resolve(name: str, text: str) -> str:
     """The absolute path if something is there, seen from the working directory; else the text as it is."""
-    if name == "backbone-weights" and text in (AUTO, "random"):
+    if name == "backbone-weights" and text in NO_FILE:
         return text
     try:
         path = expand_home(text, name)

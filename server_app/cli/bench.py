@@ -101,12 +101,13 @@ def _require_backbones(configs: Sequence["Config"]) -> None:
         ConfigError: unknown or unsuitable architecture or image-size; weights missing, broken or of another one.
         LaunchError: the process that builds them was killed.
     """
+    from task.config.schema import NO_FILE
     from task.models.bundled import BUNDLED
 
     configs = [c for c in configs if c.backbone not in BUNDLED or c.backbone_weights != AUTO]
     if not configs:
         return
-    paths = {c.backbone_weights for c in configs} - {AUTO, "random"}
+    paths = {c.backbone_weights for c in configs}.difference(NO_FILE)
     weights = {text: str(run_path("backbone-weights", text)) for text in paths}
     wanted = {(c.backbone, weights.get(c.backbone_weights, c.backbone_weights), c.image_size, "cpu") for c in configs}
     with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # this process does without torch

@@ -15,6 +15,7 @@ from task.prompt_kinds import PROMPTS
 OWN = "own"  # the data set of nodes that each have images of their own
 EMBEDDED = ("digits", "synthetic")
 BUNDLED = "vit_glyphs"  # the backbone that comes with the project
+NO_FILE = (AUTO, "random")  # values of backbone-weights that name no file
 FROM_PATH = (
     "npz",
     "folder",

@@ -17,6 +17,7 @@ from timm.layers import Attention
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
+from task.config.schema import NO_FILE
 from task.keys import AUTO, ConfigError
 from task.models.bundled import BUNDLED, read_description
 from task.utils.paths import expand_home
@@ -35,7 +36,7 @@ def build_vit(name: str, weights: str, seed: int = 0) -> tuple[Any, Normalisatio
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         vit, mean, std = _bundled(name, weights) if name in BUNDLED else _from_timm(name, weights)
-    if weights not in (AUTO, "random"):
+    if weights not in NO_FILE:
         load_strictly(vit, read_weights(weights), weights)
     return vit, mean, std
 

@@ -1060,11 +1060,11 @@ def test_a_nodes_device_and_paths_win_over_the_runs(nodes: Path) -> None:
     """The device only where it computes, and a path only where the run reads it: digits need none."""
     node = Node({"name": "a", "partition-id": 0, "device": "cuda:7", "data-dir": str(nodes)})
     asked = {"dataset": "synthetic", "num-clients": 1, "device": "cpu"}
-    answer = handle("hello", Packet(config={"run-config": json.dumps(parse(asked).flat())}), node)
+    answer = handle("hello", hello_message(parse(asked).flat()), node)
     assert "cuda:7" in answer.config["error"]  # type: ignore[operator]
     folder = parse({"dataset": "folder", "data-dir": "/server", "num-clients": 1, "num-tasks": 2}).flat()
     settings = {"partition-id": 0, "device": "cpu", "data-dir": str(nodes / "north")}
-    answer = handle("hello", Packet(config={"run-config": json.dumps(folder)}), Node(settings))
+    answer = handle("hello", hello_message(folder), Node(settings))
     assert answer.config["classes"] == ["ant", "bee", "cow", "doe"]
 
 
