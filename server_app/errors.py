@@ -44,8 +44,12 @@ def one_line(text: str) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """Why a run ended, in words; Flower ends a server app by an exit whose only text is its code."""
-    if isinstance(error, SystemExit):
+    """Why a run ended, in words.
+
+    Flower ends a server app by an exit whose only text is its code. It may send a second signal while it does so; that
+    one comes as a KeyboardInterrupt without text.
+    """
+    if isinstance(error, SystemExit) or type(error) is KeyboardInterrupt:
         return (
             "its process was told to end: by 'flwr stop', by a signal, or because the flower-superexec or "
             "flower-superlink that had started it ended. Their logs say why. The run can be "

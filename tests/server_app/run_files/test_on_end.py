@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from server_app.errors import RunError
+from server_app.errors import RunError, reason_of
 from server_app.rounds.report_drawer import ReportDrawer
 from server_app.rounds.run import Run
 from server_app.run_files import on_end
 from server_app.run_files.on_end import SUPERVISED, require_hook, tell_operator
+from server_app.simulation.processes import Interrupted
 from server_app.simulation.superlink import _environment
 from task.config.parsing import parse
 from task.keys import ConfigError
@@ -45,6 +46,12 @@ def test_a_command_gets_the_reason_of_a_failure(tiny: Values, tmp_path: Path) ->
     event, results = json.loads((tmp_path / "event").read_text()), results_of(tmp_path / "runs" / "run")
     assert (event["status"], event["error"]) == ("failed", results["error"])
     assert "the quorum is 1" in event["error"]
+
+
+@pytest.mark.parametrize("signalled", [SystemExit(1), KeyboardInterrupt()])
+def test_a_run_that_flower_ends_says_where_to_look(signalled: BaseException) -> None:
+    assert reason_of(signalled).startswith("its process was told to end")
+    assert reason_of(Interrupted(15)) == "stopped by SIGTERM"
 
 
 def test_a_run_that_does_not_come_to_its_first_round_is_reported_too(tiny: Values, tmp_path: Path) -> None:
