@@ -130,16 +130,23 @@ def _cross_validate(features: Tensor, classes: Tensor, number: int) -> Tensor:
     """How many features [N, M] each of SHRINKAGES classifies wrongly, each held out in one of FOLDS."""
     # the classes begin with different folds: where each has two images, no fold takes the scatter of all away
     fold = torch.cat([torch.arange(c, c + int(n)) for c, n in enumerate(classes.bincount())]) % FOLDS
+    folds = [(features[fold == i], classes[fold == i]) for i in range(FOLDS)]
+    many = len(features) > features.shape[1]  # then x^T x of each fold is computed once, not for four sums of folds
+    products = [x.T @ x for x, _ in folds] if many else []
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
-    for held_out in range(FOLDS):
-        tested, kept = fold == held_out, fold != held_out
-        means, seen = _class_means(features[kept], classes[kept], number), classes[kept].bincount(minlength=number) > 0
-        freedom = max(int(kept.sum()) - int(seen.sum()), 1)
-        spectrum = Spectrum.of_rows((features[kept] - means[classes[kept]]) / freedom**0.5)
+    for held_out, (tested, labels) in enumerate(folds):
+        kept = fold != held_out
+        counts, means = classes[kept].bincount(minlength=number), _class_means(features[kept], classes[kept], number)
+        freedom = max(int(counts.sum()) - int((counts > 0).sum()), 1)
+        if many:
+            scatter = sum(products) - products[held_out] - means.T @ (counts[:, None] * means)
+            covariance = Spectrum.of_matrix(scatter / freedom)
+        else:
+            covariance = Spectrum.of_rows((features[kept] - means[classes[kept]]) / freedom**0.5)
         for i, shrinkage in enumerate(SHRINKAGES.tolist()):
-            weight, bias = solve_discriminant(spectrum, means, shrinkage)
-            logits = torch.where(seen, features[tested] @ weight.T + bias, -torch.inf)
-            wrong[i] += (logits.argmax(dim=1) != classes[tested]).sum()
+            weight, bias = solve_discriminant(covariance, means, shrinkage)
+            logits = torch.where(counts > 0, tested @ weight.T + bias, -torch.inf)
+            wrong[i] += (logits.argmax(dim=1) != labels).sum()
     return wrong
 
 

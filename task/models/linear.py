@@ -1,4 +1,4 @@
-"""Linear maps of tokens, by one of the two libraries that PyTorch has for them on a CPU."""
+"""Parts of a transformer block, computed faster than by PyTorch's modules of the same names."""
 
 from typing import Any
 
@@ -74,8 +74,26 @@ def _has_onednn() -> bool:
     return bool(enabled) and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
-def use_token_linear(module: nn.Module) -> None:
-    """Turn each ``nn.Linear`` in the module into a :class:`TokenLinear` of the same weights."""
-    for part in module.modules():
-        if type(part) is nn.Linear:
-            part.__class__ = TokenLinear
+class OverwritingGELU(nn.GELU):
+    """``nn.GELU`` that writes over its input unless gradients are wanted: there the input is needed once more.
+
+    Without a second array of that size, the largest of a block, a pass of 64 images took 0.8 to 0.9 of the time: the
+    system clears the memory of each large array, and processors keep the smaller amount nearer.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape; nothing else may read ``input`` afterwards."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().forward(input)
+        written: Tensor = torch.ops.aten.gelu_(input, approximate=self.approximate)
+        return written
+
+
+def use_faster_parts(blocks: nn.Module) -> None:
+    """Turn each ``nn.Linear`` of timm's blocks into a :class:`TokenLinear`, each ``nn.GELU`` into an overwriting one.
+
+    The weights stay the same. In timm's blocks nothing but GELU reads what is given to it.
+    """
+    faster: dict[type, type] = {nn.Linear: TokenLinear, nn.GELU: OverwritingGELU}
+    for part in blocks.modules():
+        part.__class__ = faster.get(type(part), type(part))

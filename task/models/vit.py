@@ -14,7 +14,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from task.keys import ConfigError
-from task.models.linear import linear, use_token_linear
+from task.models.linear import linear, use_faster_parts
 from task.models.weights import build_vit
 from task.prompts.base import PromptVectors
 
@@ -143,7 +143,7 @@ class ViT(Backbone):
     ) -> None:
         size = vit.patch_embed.img_size[0]
         super().__init__(vit.embed_dim, len(vit.blocks), size, mean, std, sha256 or digest(vit))
-        use_token_linear(vit.blocks)
+        use_faster_parts(vit.blocks)
         for i, block in enumerate(vit.blocks):
             block.attn = PrefixAttention(block.attn)
             vit.blocks[i] = PromptedBlock(block)

@@ -1,4 +1,4 @@
-"""Linear maps of tokens against float64 NumPy, with all gradients."""
+"""Linear maps of tokens against float64 NumPy, with all gradients; GELU that writes over its input."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from task.models import linear as module
-from task.models.linear import TokenLinear, linear, use_token_linear
+from task.models.linear import OverwritingGELU, TokenLinear, linear, use_faster_parts
 
 SHAPES = [(1, 40), (3, 17), (4, 15), (4, 16), (5, 17), (16, 37), (64, 20)]
 
@@ -86,8 +86,23 @@ def test_other_precisions_are_those_of_torch(kind: str) -> None:
 def test_a_module_keeps_its_weights_and_their_names() -> None:
     network = nn.Sequential(nn.Linear(12, 7), nn.GELU(), nn.Bilinear(2, 2, 2))
     before = dict(network.state_dict())
-    use_token_linear(network)
-    assert [type(part) for part in network] == [TokenLinear, nn.GELU, nn.Bilinear]
+    use_faster_parts(network)
+    assert [type(part) for part in network] == [TokenLinear, OverwritingGELU, nn.Bilinear]
     assert all(value.data_ptr() == before[name].data_ptr() for name, value in network.state_dict().items())
     tokens = drawn(5, 17, 12)
     assert torch.equal(network[0](tokens), linear(tokens, network[0].weight, network[0].bias))
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+def test_gelu_overwrites_its_input_only_where_no_gradient_is_wanted(approximate: str) -> None:
+    gelu, tokens = OverwritingGELU(approximate), drawn(5, 17, 12).detach()
+    wanted = tokens.clone().requires_grad_()
+    answer = gelu(wanted)
+    answer.sum().backward()
+    assert torch.equal(wanted, tokens)
+    assert wanted.grad is not None
+    assert torch.equal(answer, F.gelu(tokens, approximate=approximate))
+    with torch.no_grad():
+        overwritten = gelu(tokens)
+    assert torch.equal(overwritten, answer)
+    assert overwritten.data_ptr() == tokens.data_ptr()
