@@ -7,7 +7,6 @@ The second way is the project's:
 
 - linear maps of tokens by PyTorch's linear maps, or by oneDNN's convolutions: features, and local training of HGP's
   prefixes and of LoRA;
-- GELU that keeps its input, or writes over it: features;
 - images of 32 pixels made ready by F.interpolate, or by two matrix products.
 """
 
@@ -20,10 +19,9 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from task.models import linear
-from task.models.linear import OverwritingGELU
 from task.models.load import load_backbone
 from task.models.preprocessing import normalise, prepare
 from task.models.vit import Backbone
@@ -46,7 +44,6 @@ def pairs(vit: Backbone, pixels: np.ndarray) -> dict[str, tuple[Way, Way]]:
         "linear maps, features": _two_kinds_of_maps(torch.no_grad()(lambda: vit(images))),
         "linear maps, prefixes": _two_kinds_of_maps(lambda: train(prefixes)),
         "linear maps, LoRA": _two_kinds_of_maps(lambda: train(lora)),
-        "GELU, features": _two_kinds_of_gelu(torch.no_grad()(lambda: vit(images))),
         "images made ready": (lambda: _interpolated(pixels, vit), lambda: prepare(pixels, vit)),
     }
 
@@ -57,14 +54,6 @@ def _two_kinds_of_maps(run: Way) -> tuple[Way, Way]:
             run()
 
     return by_linear_maps, run
-
-
-def _two_kinds_of_gelu(run: Way) -> tuple[Way, Way]:
-    def that_keeps_its_input() -> None:
-        with patch.object(OverwritingGELU, "forward", nn.GELU.forward):
-            run()
-
-    return that_keeps_its_input, run
 
 
 def _interpolated(pixels: np.ndarray, vit: Backbone) -> Tensor:

@@ -77,8 +77,7 @@ def _has_onednn() -> bool:
 class OverwritingGELU(nn.GELU):
     """``nn.GELU`` that writes over its input unless gradients are wanted: there the input is needed once more.
 
-    Without a second array of that size, the largest of a block, a pass of 64 images took 0.8 to 0.9 of the time: the
-    system clears the memory of each large array, and processors keep the smaller amount nearer.
+    A second array of that size, the largest of a block, costs time: the system clears the memory of large arrays.
     """
 
     def forward(self, input: Tensor) -> Tensor:
