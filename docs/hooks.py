@@ -116,7 +116,7 @@ def keys_page() -> str:
         "",
         "Made from the code. Write a key as `key=value` after `fcil run`, or as TOML in Flower's `--run-config`. "
         '`auto` takes the value of the method or of the prompt. A value other than the default of a key that the run '
-        "does not read is refused.",
+        "does not read is refused; keys of local training are ignored with a warning where nothing is trained.",
         "",
         "## Every run",
         "",

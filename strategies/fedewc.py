@@ -12,7 +12,7 @@ from task.models.model import Model
 
 
 class FedEWC(Strategy):
-    """FedAvg; at the end of each task the Fisher information of all finished tasks goes out (Kirkpatrick eq. 3).
+    """FedAvg; the Fisher information of all finished tasks goes out in every round after them (Kirkpatrick eq. 3).
 
     F of a task is the mean over clients, weighted by images; F of several tasks is their sum, with one anchor, the
     backbone at the end of the last task (the online form of Schwarz et al. 2018, without decay).

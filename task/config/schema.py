@@ -191,10 +191,18 @@ class Config:
         0.6, "share of a task's classes that a client holds", above=0, maximum=1, only=("partition", "class-share")
     )
     split_ratio: float = key(
-        0.1, "share of a class's images that a round draws", above=0, maximum=1, only=("partition", "split-ratio")
+        0.1,
+        "share of a class's images that each client draws in a round",
+        above=0,
+        maximum=1,
+        only=("partition", "split-ratio"),
     )
     category_ratio: float = key(
-        0.6, "share of a task's classes that a round draws", above=0, maximum=1, only=("partition", "split-ratio")
+        0.6,
+        "share of a task's classes that each client draws in a round",
+        above=0,
+        maximum=1,
+        only=("partition", "split-ratio"),
     )
     imbalance_ratio: float = key(
         1.0,
@@ -230,7 +238,7 @@ class Config:
     )
     round_timeout: float = key(
         3600.0,
-        "seconds to wait for the answers to one message of a round: training, or evaluation",
+        "seconds to wait for answers in a round: to training, or evaluation; in secure sums to all four messages",
         above=0,
         affects="waiting",
     )

@@ -11,7 +11,7 @@ from task.models.model import Model
 
 @torch.no_grad()
 def extract_features(model: Model, images: Images, positions: np.ndarray) -> Tensor:
-    """f(x) of the images at ``positions`` [N] -> float32 [N, D] on the model's device, no augmentation."""
+    """f(x) of the images at ``positions`` [N] -> float32 [N, width] on the model's device, no augmentation."""
     training = model.backbone.training
     model.backbone.eval()  # so that features neither depend on the batch nor change running means
     features = [model.features(*cached_inputs(model, images, batch)) for batch in batches(positions)]

@@ -295,7 +295,7 @@ class Model(nn.Module):
         return self.local_head(self._prompted_features(images, query)[:, : self.backbone.dim])
 
     def shared_state(self) -> dict[str, Tensor]:
-        """Arrays sent to clients, by stable names: prompt and head.
+        """Arrays of the model's file, by stable names: prompt and head; train messages carry :meth:`message_state`.
 
         A trained backbone is one array more, ``backbone`` [P], because sending hundreds of small ones is slow.
         """

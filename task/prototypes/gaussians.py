@@ -124,7 +124,7 @@ class Gaussians:
             rng: generator on the device of the prototypes.
 
         Returns:
-            features [n, D] and class ids [n], ordered by prototype.
+            features [n, D] and class ids [n], grouped by prototype, the one that was drawn most often first.
         """
         drawn = torch.multinomial(weights, total, replacement=True, generator=rng)
         times = drawn.bincount(minlength=len(self))
