@@ -1,6 +1,6 @@
 """CCVR, server half: calibrate the head on virtual features of one Gaussian per class (Luo et al. 2021).
 
-FedSLCA is served by the same class: SLCA's classifier alignment (Zhang et al. 2023) is this calibration with
+FedSLCA is served by the same class: SLCA's classifier alignment (Zhang et al. 2023) is much like this calibration with
 normalised logits.
 """
 

@@ -60,9 +60,11 @@ class Spectrum:
 
     def power(self, exponent: float, shift: float, right: Tensor) -> Tensor:
         """(A + shift I)^exponent B for B = ``right`` [M, C]."""
-        outside = shift**exponent
-        inside = (self.values + shift) ** exponent - outside
-        return outside * right + self.vectors @ (inside[:, None] * (self.vectors.T @ right))
+        coordinates = self.vectors.T @ right
+        inside = self.vectors @ ((self.values + shift)[:, None] ** exponent * coordinates)
+        if self.vectors.shape[0] == self.vectors.shape[1]:
+            return inside  # nothing is outside; what rounding leaves of that must not be divided by a small shift
+        return inside + shift**exponent * (right - self.vectors @ coordinates)
 
 
 def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:

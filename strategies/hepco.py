@@ -31,9 +31,9 @@ MARGIN = 1.2  # memory that a teacher takes, over that of its arrays, their copy
 class HePCo(Strategy):
     """Plain mean of the clients, then their knowledge and the previous server's is distilled into it, without an image.
 
-    Step 1: mean. Step 2: a generator learns features z [B, D] of given classes (eq. 2 to 5, ``generator_loss``); a
-    second one does so for earlier tasks, with the previous server as its only teacher. Step 3: draw features of both.
-    Step 4: train prompts and keys on eq. 6 (``prompt_loss``), the head [S, D] on cross-entropy.
+    Step 1: mean. Step 2: a generator learns features z [B, D] of given classes (eq. 2 to 5, ``generator_loss``).
+    Step 3: a second one does so for earlier tasks, with the previous server as its only teacher. Step 4: features of
+    both train prompts and keys by eq. 6 (``prompt_loss``), and the head [S, D] by cross-entropy.
     """
 
     options: HePCoOptions

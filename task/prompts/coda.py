@@ -69,8 +69,8 @@ def attended_cosines(query: Tensor, attention: Tensor, keys: Tensor) -> Tensor:
 def orthogonality(rows: Tensor) -> Tensor:
     """Mean over blocks of the mean square of B B^T - I; B [J, M, V] -> scalar.
 
-    The paper has the norm of B B^T - I. The mean square does not depend on the number of blocks and components; it is
-    what the public code takes, times 1e-6.
+    The paper has the norm of B B^T - I. The mean square does not depend on the number of blocks and components; the
+    public code adds it up over blocks, times 1e-6.
 
     >>> orthogonality(torch.tensor([[[1.0, 0.0], [1.0, 2.0]]]))  # B B^T - I = [[0, 1], [1, 4]]
     tensor(4.5000)

@@ -57,6 +57,13 @@ def test_powers_of_a_shifted_matrix(rank: int, of: str) -> None:
     assert np.allclose(spectrum.power(2, 0.3, dense(right)), shifted @ shifted @ right, rtol=1e-9)
 
 
+def test_a_small_shift_costs_no_digits() -> None:
+    """A row for each direction is known, so nothing is divided by the shift alone."""
+    matrix, right = semi_definite(6, 6), RNG.normal(size=(6, 3))
+    power = Spectrum.of_matrix(dense(matrix)).power(-1, 1e-13, dense(right))
+    assert np.allclose(power, np.linalg.inv(matrix) @ right, rtol=1e-9)
+
+
 def test_no_eigenvalue_is_below_the_error_that_the_negative_ones_show() -> None:
     spectrum = Spectrum.of_matrix(torch.diag(torch.tensor([5.0, 2.0, 0.1, 0.0, -1.0]).double()))
     assert np.allclose(matrix_of(spectrum), np.diag([5.0, 2.0, 1.0, 1.0, 1.0]))
