@@ -54,7 +54,7 @@ class Spectrum:
         values, vectors = torch.linalg.eigh((core + core.T) / 2)
         kept = values > max(1e-10 * float(values.max()), 1e-30)
         if not kept.any():  # honest clients sent zeros, or a client sent numbers that it should not
-            return cls(sketch.new_zeros(1), torch.zeros(sketch.shape[1], 1, dtype=sketch.dtype))
+            return cls(sketch.new_zeros(1), torch.eye(sketch.shape[1], 1, dtype=sketch.dtype))
         rows = (vectors[:, kept] / values[kept].sqrt()).T @ sketch
         return cls.of_rows(rows)
 
@@ -132,16 +132,16 @@ def _cross_validate(features: Tensor, classes: Tensor, number: int) -> Tensor:
     """How many features [N, M] each of SHRINKAGES classifies wrongly, each held out in one of FOLDS."""
     # the classes begin with different folds: where each has two images, no fold takes the scatter of all away
     fold = torch.cat([torch.arange(c, c + int(n)) for c, n in enumerate(classes.bincount())]) % FOLDS
-    folds = [(features[fold == i], classes[fold == i]) for i in range(FOLDS)]
-    many = len(features) > features.shape[1]  # then x^T x of each fold is computed once, not for four sums of folds
-    products = [x.T @ x for x, _ in folds] if many else []
+    # where images are many: each fold then needs its own product alone, not that of the others
+    product = features.T @ features if len(features) > features.shape[1] else None
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
-    for held_out, (tested, labels) in enumerate(folds):
+    for held_out in range(FOLDS):
         kept = fold != held_out
+        tested, labels = features[~kept], classes[~kept]
         counts, means = classes[kept].bincount(minlength=number), _class_means(features[kept], classes[kept], number)
         freedom = max(int(counts.sum()) - int((counts > 0).sum()), 1)
-        if many:
-            scatter = sum(products) - products[held_out] - means.T @ (counts[:, None] * means)
+        if product is not None:
+            scatter = product - tested.T @ tested - means.T @ (counts[:, None] * means)
             covariance = Spectrum.of_matrix(scatter / freedom)
         else:
             covariance = Spectrum.of_rows((features[kept] - means[classes[kept]]) / freedom**0.5)

@@ -11,8 +11,8 @@ def describe(parser: argparse.ArgumentParser) -> None:
     """Arguments of fcil cache."""
     parser.description = (
         "List the frozen features that are kept on disk, the longest unused first, or delete them: a run computes anew "
-        "what it needs. They lie in the folder that the environment variable FCIL_CACHE names, else in ~/.cache/fcil, "
-        "and take at most FCIL_CACHE_GB gigabytes (10 if it is not set)."
+        "what it needs. They lie in the folder that the environment variable FCIL_CACHE names, else in fcil in "
+        "XDG_CACHE_HOME, else in ~/.cache/fcil, and take at most FCIL_CACHE_GB gigabytes (10 if it is not set)."
     )
     parser.add_argument(
         "action",

@@ -238,7 +238,7 @@ class Config:
     )
     round_timeout: float = key(
         3600.0,
-        "seconds to wait for answers in a round: to training, or evaluation; in secure sums to all four messages",
+        "seconds to wait for answers in a round: to training, or evaluation; in secure sums to four messages together",
         above=0,
         affects="waiting",
     )

@@ -58,7 +58,7 @@ def test_powers_of_a_shifted_matrix(rank: int, of: str) -> None:
 
 
 def test_a_small_shift_costs_no_digits() -> None:
-    """A row for each direction is known, so nothing is divided by the shift alone."""
+    """There is an eigenvector for each direction, so nothing is divided by the shift alone."""
     matrix, right = semi_definite(6, 6), RNG.normal(size=(6, 3))
     power = Spectrum.of_matrix(dense(matrix)).power(-1, 1e-13, dense(right))
     assert np.allclose(power, np.linalg.inv(matrix) @ right, rtol=1e-9)
