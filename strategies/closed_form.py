@@ -138,13 +138,14 @@ def _cross_validate(features: Tensor, classes: Tensor, number: int) -> Tensor:
     for held_out in range(FOLDS):
         kept = fold != held_out
         tested, labels = features[~kept], classes[~kept]
-        counts, means = classes[kept].bincount(minlength=number), _class_means(features[kept], classes[kept], number)
+        rest, others = features[kept], classes[kept]
+        counts, means = others.bincount(minlength=number), _class_means(rest, others, number)
         freedom = max(int(counts.sum()) - int((counts > 0).sum()), 1)
         if product is not None:
             scatter = product - tested.T @ tested - means.T @ (counts[:, None] * means)
             covariance = Spectrum.of_matrix(scatter / freedom)
         else:
-            covariance = Spectrum.of_rows((features[kept] - means[classes[kept]]) / freedom**0.5)
+            covariance = Spectrum.of_rows((rest - means[others]) / freedom**0.5)
         for i, shrinkage in enumerate(SHRINKAGES.tolist()):
             weight, bias = solve_discriminant(covariance, means, shrinkage)
             logits = torch.where(counts > 0, tested @ weight.T + bias, -torch.inf)
