@@ -32,14 +32,17 @@ def partition_id(node: Node) -> int:
     """The number of this client's part of the data.
 
     Raises:
-        ConfigError: the node has no partition-id.
+        ConfigError: the node has no partition-id, or one that is no whole number from 0 on.
     """
     if "partition-id" not in node.settings:
         raise ConfigError(
             "this node has no partition-id: start it with --node-config 'partition-id=0 num-partitions=N', "
             "or for data of its own with 'name=... data-dir=...' and dataset = \"own\" in the run."
         )
-    return int(node.settings["partition-id"])
+    value = str(node.settings["partition-id"])
+    if not value.isdecimal():
+        raise ConfigError(f"partition-id = {value!r} of this node is not possible: it counts from 0 on.")
+    return int(value)
 
 
 def client_name(config: Config, node: Node) -> str:

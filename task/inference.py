@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from task.config.parsing import parse
 from task.config.schema import Config
-from task.data.images import MAX_PIXELS, fit_image, read_rgb, to_rgb, upright
+from task.data.images import MAX_PIXELS, fit_image, read_rgb, to_rgb
 from task.keys import ConfigError, ModelError
 from task.message import Arrays
 from task.methods import register
@@ -178,7 +178,7 @@ def _rgb(image: Picture, max_pixels: int) -> Image.Image:
     if isinstance(image, str | Path):
         return read_rgb(str(image), max_pixels)
     if isinstance(image, Image.Image):
-        return to_rgb(upright(image))
+        return to_rgb(image)
     grey = image.ndim == 2 or image.shape[2:] == (1,)
     if image.dtype != np.uint8 or not image.size or not (grey or (image.ndim == 3 and image.shape[2] == 3)):
         raise ValueError(f"an array must be uint8 [H, W, 3] or [H, W], but this is {image.dtype} {list(image.shape)}")

@@ -14,7 +14,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "holds no run that can be read; the others are compared."
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a results.json")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to; needed for several runs")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to; comparison/ for several runs")
     parser.set_defaults(command=_run_command)
 
 
@@ -22,5 +22,6 @@ def _run_command(args: argparse.Namespace) -> int:
     from server_app.report.write import write_report
 
     runs, lost = [path.parent if path.name == "results.json" else path for path in args.runs], list[ReportError]()
-    print(*write_report(runs, args.output, lost.append), sep="\n")
+    output = args.output or (Path("comparison") if len(set(runs)) > 1 else None)
+    print(*write_report(runs, output, lost.append), sep="\n")
     return FAILED if lost else OK

@@ -141,6 +141,9 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
 
 
 def _report_stop(directory: Path, stop: Interrupted, options: str = "") -> int:
+    if read_results(directory).get("status") == FINISHED:
+        advice = f"stopped after the run had finished; its pictures are drawn by: fcil report {directory}"
+        return complain(advice, 128 + stop.number)
     saved = f"what was saved is in {directory}" if directory.exists() else "before the run began"
     if any((directory / "checkpoint").glob("*.ckpt")):
         saved += f"; go on with: fcil run {options}resume={directory}"

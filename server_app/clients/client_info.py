@@ -37,6 +37,7 @@ class ClientInfo:
     versions: tuple[str, ...]
     device: str
     free_disk: int  # bytes, when it answered
+    partition: int = -1  # its part of a registered data set; -1 where it has images of its own
     answered_at: float = field(default_factory=time.time)  # seconds since 1970
 
     def by_class_id(self, counts: np.ndarray, class_names: Sequence[str]) -> np.ndarray:
@@ -90,6 +91,7 @@ def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:
         class_counts=counts,
         versions=_read_names(config, "versions", MAX_VERSIONS),
         free_disk=_read_number(config, "free-disk"),
+        partition=_read_number(config, "partition-id") if dataset else -1,
     )
 
 

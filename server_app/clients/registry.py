@@ -1,7 +1,7 @@
 """The clients of a run as they come and go."""
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -61,6 +61,7 @@ class ClientRegistry:
         self._note_asked(self.clients, absent)
         self._require_enough(absent, expected)
         self._warn_of_statistics()
+        self._warn_of_shared_parts()
         if config.own_data:
             warn_of_missing_images(self.clients)
         log_clients(self.clients)
@@ -158,6 +159,16 @@ class ClientRegistry:
                 *(least, ", ".join(names), method, lost),
             )
 
+    def _warn_of_shared_parts(self) -> None:
+        names = defaultdict[int, list[str]](list)
+        for client in self.clients:
+            names[client.partition].append(client.name)
+        for part, sharing in names.items():
+            line = f"{', '.join(sharing)} have the same images: each needs a partition-id of its own, not {part}"
+            if part >= 0 and len(sharing) > 1 and line not in self._warnings:
+                self._warnings.add(line)
+                log.warning(line)
+
     def admit_new(self) -> list[ClientInfo]:
         """Say hello to nodes that have connected or become free since the last hello.
 
@@ -185,6 +196,7 @@ class ClientRegistry:
                 admitted.append(client)
                 self._add(client)
         self._note_absent(absent, connected, newcomers=any(client.node not in known for client in admitted))
+        self._warn_of_shared_parts()
         log_clients(admitted)
         return admitted
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from server_app.errors import RunError
 from server_app.privacy.accountant import epsilon
 from server_app.run_files.results import RoundReport
 from server_app.run_files.writers import append_line, read_lines
@@ -57,7 +58,7 @@ def record_asked(path: Path, report: RoundReport, releases: int) -> None:
 
 
 def require_asked_clients(account: Mapping[str, Any], path: Path, rounds: Sequence[RoundReport]) -> None:
-    """Check that the records of :func:`record_asked` cover all rounds of a run that is resumed.
+    """Check that the records of :func:`record_asked` cover ``rounds``.
 
     Raises:
         ConfigError: records are missing or damaged.
@@ -77,9 +78,16 @@ def charge(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -
 
     Every client that was asked to train is charged, except where it reported to have no data: a late or refused reply,
     or one to an interrupted round, may have left it. An image is learned in one task only, so tasks do not add up.
+
+    Raises:
+        RunError: records are missing or damaged.
     """
     if not account:
         return {}
+    try:
+        require_asked_clients(account, path, rounds)  # somebody may have deleted them while the run goes on
+    except ConfigError as error:
+        raise RunError(str(error)) from error
     lines, by_client = read_lines(path), Counter[tuple[str, int]]()
     in_round = {(line["task"], line["round"]): line["releases"] for line in lines}
     for line in lines:

@@ -304,8 +304,9 @@ class Run:
     def _require_training(self) -> None:
         """Refuse to call a run finished in which no client has trained."""
         failures = [f"{f['name']}: {f['reason']}" for r in self.results.rounds for f in r.failures]
+        idle = "those that were asked had no image of the classes of their round"
         if not any(r.trained for r in self.results.rounds):
-            raise RunError(f"no client has trained in any round. {'; '.join(failures[:3])}")
+            raise RunError(f"no client has trained in any round: {'; '.join(failures[:3]) or idle}")
 
     def _update_global_model(self, aggregator: RoundAggregator, context: RoundContext, report: RoundReport) -> None:
         """Load the mean and refine it; a model that is not finite, or absurdly large, is dropped."""
@@ -396,6 +397,7 @@ class Run:
             ) from error
         vars(self.strategy).update(checkpoint["strategy"])
         self.results.restore(checkpoint["results"])
+        self._write_model(context)  # no round may follow
         recorded = read_results(self.directory)
         damaged = context.server_round < len(recorded.get("rounds", []))  # its last checkpoint
         if recorded.get("status") == FINISHED and not damaged:

@@ -58,12 +58,14 @@ def run_directory(config: Config) -> Path:
     name = config.run_name or f"{config.method_row.name}-{config.dataset}-seed{config.seed}-{unique}"
     directory = resolve_output_dir(config.output_dir) / name
     try:
-        taken = (directory / "results.json").exists()
+        checkpoints = any((directory / "checkpoint").glob("*.ckpt"))
+        taken = checkpoints or any((directory / name).exists() for name in ("results.json", "rounds.jsonl"))
     except OSError as error:
         raise ConfigError(f"output-dir or run-name cannot be used: {error}.") from error
     if taken and not config.resume:
-        goes_on = config.class_order == APPEARING or read_results(directory).get("status") != FINISHED
-        advice = f"Give another name{f', or go on there with resume={directory}' * goes_on}."
+        ended = read_results(directory).get("status") == FINISHED and config.class_order != APPEARING
+        go_on = f"go on there with resume={directory}" if checkpoints else f"delete {directory}"
+        advice = f"Give another name{'' if ended else f', or {go_on}'}."
         raise ConfigError(f"run-name = {config.run_name!r} is taken: {directory} holds results already. {advice}")
     return directory
 
@@ -184,13 +186,13 @@ def resolve_output_dir(output_dir: str) -> Path:
     A relative one is below the environment variable FCIL_HOME, else the project's folder, else the working directory.
 
     Raises:
-        ConfigError: it is empty, or begins with a home that is not there.
+        ConfigError: it is empty, or it or FCIL_HOME begins with a home that is not there.
     """
     if not output_dir.strip():
         raise ConfigError("output-dir = '' is not possible: name a folder for the results.")
     folder = expand_home(output_dir, "output-dir")
-    if "FCIL_HOME" in os.environ:
-        return Path(os.environ["FCIL_HOME"]).resolve() / folder
+    if home := os.environ.get("FCIL_HOME"):
+        return expand_home(home, "FCIL_HOME").resolve() / folder
     try:
         return project_folder() / folder
     except LaunchError:

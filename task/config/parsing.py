@@ -88,7 +88,7 @@ def _keys_for(values: Mapping[str, Any]) -> dict[str, Key]:
         raise ConfigError(f"the row of method {method.name!r} has a default of {unknown[0]!r}, which is no run key.")
     for name in values:
         if name not in keys:
-            raise ConfigError(_unknown("run key", name, list(keys)))
+            raise ConfigError(f"{_unknown('run key', name, list(keys))} Its value was {values[name]!r}.")
     return keys
 
 

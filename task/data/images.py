@@ -11,7 +11,7 @@ from threading import Condition
 from typing import Protocol
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageOps, TiffImagePlugin
 
 from task.keys import ConfigError
 
@@ -194,7 +194,7 @@ def decode(path: str, side: int, max_pixels: int = MAX_PIXELS) -> np.ndarray:
 
 
 def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An image file in RGB, see :func:`to_rgb`, at its own size and the way up that viewers show it.
+    """An image file in RGB, see :func:`to_rgb`, at its own size.
 
     A JPEG of more than ``max_pixels`` is decoded at a half, a quarter or an eighth of its sides, which takes the memory
     of the small image only. The threads of a process together decode no more than ``max_pixels`` at a time; no format
@@ -208,7 +208,7 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
         with Image.open(path, formats=readable_formats()) as image:
             _shrink_to(image, max_pixels)
             with _decoding.take(image.width * image.height, max_pixels):
-                return to_rgb(upright(image))
+                return to_rgb(image)
     except MemoryError:
         raise
     except FileNotFoundError as error:
@@ -232,14 +232,15 @@ def _require_bounded(path: str, max_pixels: int) -> None:
 def _shrink_to(image: Image.Image, max_pixels: int) -> None:
     """Have a JPEG of more than ``max_pixels`` decoded at a smaller scale; a ValueError if it still has more."""
     width, height = image.size
-    factor = next((n for n in (1, 2, 4) if width * height <= max_pixels * n**2), 8)
+    # the decoder rounds a scaled side up
+    factor = next((n for n in (1, 2, 4) if -(-width // n) * -(-height // n) <= max_pixels), 8)
     if factor > 1 and "progressive" not in image.info:  # a progressive one is held in memory at full size
-        image.draft(None, (width // factor, height // factor))
+        image.draft(None, (max(1, width // factor), max(1, height // factor)))
     if image.width * image.height > max_pixels:
         raise ValueError(f"it has {width} x {height} pixels, above max-image-pixels = {max_pixels}")
 
 
-def upright(image: Image.Image) -> Image.Image:
+def _upright(image: Image.Image) -> Image.Image:
     """Turn or mirror an image as its EXIF orientation says; damaged EXIF data counts as none."""
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -248,14 +249,31 @@ def upright(image: Image.Image) -> Image.Image:
     return ImageOps.exif_transpose(image) if orientation in range(2, 9) else image
 
 
+def _read_tags(file: Image.Image, picture: Image.Image) -> Image.Image:
+    """The ``picture`` of a file, as a TIFF's tags mean grey of more than 8 bits; Pillow does not look at them there.
+
+    White may be the lowest number, and numbers of 32 bits may have no sign.
+    """
+    if not isinstance(file, TiffImagePlugin.TiffImageFile) or not file.mode.startswith(("I", "F")):
+        return picture
+    values, tags = np.asarray(picture), file.tag_v2
+    if file.mode == "I" and tags.get(ExifTags.Base.SampleFormat, (1,)) == (1,):
+        values = values.view(np.uint32)
+    grey = Image.fromarray(_stretch(values))
+    return ImageOps.invert(grey) if tags.get(ExifTags.Base.PhotometricInterpretation) == 0 else grey
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to RGB, on white where it is transparent; grey of more than 8 bits is scaled to span 0 .. 255.
+    """An image in RGB, the way up that viewers show it, on white where it is transparent.
+
+    Grey of more than 8 bits is scaled to span 0 .. 255.
 
     (Scanners use any part of 16 bits, and Pillow's own conversion clips at 255.)
 
     Raises:
         ValueError: it holds NaN or infinite values.
     """
+    image = _read_tags(image, _upright(image))
     if image.mode == "RGB":
         image.load()
         return image

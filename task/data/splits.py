@@ -28,8 +28,9 @@ def draw_held_out(
         seed: of the draw.
         purpose: another one gives another draw.
         groups: int64 [N]; images with the same number, such as those of one patient, are all marked or none is. Then
-            the share of a class may be up to about twice as large, and a class may have none if its groups are those of
-            other classes too. Classes whose images are all of one group are divided by images; the log warns of them.
+            the share of a class may be up to twice as large, or its smallest group if that is more, and a class may
+            have none if its groups are those of other classes too. Classes whose images are all of one group are
+            divided by images; the log warns of them.
     """
     counts = np.bincount(labels)
     wanted = np.clip(np.round(share * counts), np.minimum(counts - 1, 1), counts - 1).astype(np.int64)
@@ -63,7 +64,8 @@ def _split_single_groups(labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def _draw_groups(labels: np.ndarray, groups: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Mark groups in random order, each if that brings its classes nearer to the ``wanted`` numbers [C] of images.
 
-    A class that has none then gets the smallest group that it can spare.
+    None takes more than twice that number of a class. A class that has none then gets the group that takes the smallest
+    share of any class.
     """
     _, groups = np.unique(groups, return_inverse=True)
     members = np.split(np.argsort(groups, kind="stable"), np.cumsum(np.bincount(groups))[:-1])
@@ -79,17 +81,21 @@ def _draw_groups(labels: np.ndarray, groups: np.ndarray, wanted: np.ndarray, rng
         classes, sizes = parts[group]
         return not mask[members[group][0]] and bool((held[classes] + sizes < counts[classes]).all())
 
+    def largest_share(group: int) -> float:
+        classes, sizes = parts[group]
+        return float(((held[classes] + sizes) / counts[classes]).max())
+
     of_class: dict[int, list[int]] = defaultdict(list)
     for group in rng.permutation(len(members)).tolist():
         classes, sizes = parts[group]
         for c in classes.tolist():
             of_class[c].append(group)
-        gap = wanted[classes] - held[classes]
-        if spares(group) and np.abs(gap - sizes).sum() < np.abs(gap).sum():
+        gap, few = wanted[classes] - held[classes], held[classes] + sizes <= 2 * wanted[classes]
+        if spares(group) and few.all() and np.abs(gap - sizes).sum() < np.abs(gap).sum():
             hold_out(group)
     for c in np.flatnonzero(wanted).tolist():
         if not held[c] and (able := [group for group in of_class[c] if spares(group)]):
-            hold_out(min(able, key=lambda group: len(members[group])))
+            hold_out(min(able, key=largest_share))
     return mask
 
 

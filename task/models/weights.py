@@ -17,7 +17,7 @@ from timm.layers import Attention
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
-from task.config.schema import NO_FILE
+from task.config.schema import FROM_SCRATCH, NO_FILE
 from task.keys import AUTO, ConfigError
 from task.models.bundled import BUNDLED, read_description
 from task.utils.paths import expand_home
@@ -53,7 +53,7 @@ def _bundled(name: str, weights: str) -> tuple[VisionTransformer, Normalisation,
 def _from_timm(name: str, weights: str) -> tuple[nn.Module, Normalisation, Normalisation]:
     if not timm.is_model(name.split(".")[0]):
         start = "".join(c for c in name[:8] if c.isalnum() or c == "_")
-        near = ", ".join([*BUNDLED, *timm.list_models(f"*{start}*", module="vision_transformer")[:3]])
+        near = ", ".join([*BUNDLED, *FROM_SCRATCH, *timm.list_models(f"*{start}*", module="vision_transformer")[:3]])
         raise ConfigError(f"backbone = {name!r} does not exist: use {near}, or any plain ViT of timm.")
     vit = _create(name, pretrained=False)
     if not isinstance(vit, VisionTransformer) or not all(

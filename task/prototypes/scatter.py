@@ -65,8 +65,12 @@ class ScatterStatistics(ClientStatistics):
     def invalid(self, statistics: Arrays, dim: int) -> str:
         """Whether a packed scatter is not positive semi-definite, beyond the rounding of its number type."""
         scatter = statistics["scatter"]
-        slack = max(float(np.finfo(scatter.dtype).eps), 1e-6)  # rounding changes by eps / 2 of the trace at most
-        bad = scatter.shape[1] != dim and cholesky_fails(scatter.astype(np.float64), dim, slack)
+        if scatter.shape[1] == dim:  # a sketch
+            return ""
+        # rounding changes by eps / 2 of the trace at most, and each number by half of the smallest that the type has
+        numbers, trace = np.finfo(scatter.dtype), max(float(traces("scatter", scatter, dim).sum()), 1e-12)
+        slack = max(float(numbers.eps), 1e-6) + dim * float(numbers.smallest_subnormal) / trace
+        bad = cholesky_fails(scatter.astype(np.float64), dim, slack)
         return "scatter is not positive semi-definite" if bad else ""
 
     def norms(self, statistics: Arrays, dim: int, options: Options) -> dict[str, float]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from PIL import Image
 
 from server_app.cli.main import main
 from server_app.errors import RunError
-from server_app.rounds.run import run_experiment
+from server_app.rounds.run import Run, run_experiment
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.resume import load_resumed_keys
 from server_app.run_files.writers import append_line, read_lines
@@ -250,9 +251,36 @@ def test_what_cannot_be_resumed_is_named(tiny: Values, tmp_path: Path) -> None:
         load_resumed_keys({"resume": str(folder)})
 
 
+def test_a_lost_model_is_written_again_though_no_round_is_left(tiny: Values, monkeypatch: pytest.MonkeyPatch) -> None:
+    uninterrupted, interrupted = two_runs(tiny)
+    run(uninterrupted)
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "_require_training", Mock(side_effect=KeyboardInterrupt))  # after the last round
+        with pytest.raises(KeyboardInterrupt):
+            run(interrupted)
+    folder = Path(interrupted["output-dir"]) / "cut"
+    (folder / "model.safetensors").unlink()
+    run({"resume": str(folder)})
+    assert all_of(folder) == all_of(folder.with_name("whole"))
+
+
+def test_a_folder_with_checkpoints_is_taken_though_its_results_are_gone(tiny: Values) -> None:
+    folder = interrupt(two_runs(tiny)[1], cut_in_round=3)
+    (folder / "results.json").unlink()
+    with pytest.raises(ConfigError, match=rf"is taken: .*, or go on there with resume={folder}\.$"):
+        run(two_runs(tiny)[1])
+    for path in (folder / "checkpoint").iterdir():
+        path.unlink()
+    with pytest.raises(ConfigError, match=rf"is taken: .*, or delete {folder}\.$"):  # rounds.jsonl is left
+        run(two_runs(tiny)[1])
+
+
 def test_a_changed_config_yaml_is_named(tiny: Values) -> None:
     folder = interrupt(two_runs(tiny)[1], 3)
     text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text[: text.index("data-sha256: ")])
+    with pytest.raises(ConfigError, match="began with other images"):
+        run({"resume": str(folder)})
     for key, now in (("num-tasks", 3), ("seed", 7)):
         began = yaml.safe_load(text)[key]
         (folder / "config.yaml").write_text(text.replace(f"\n{key}: {began}\n", f"\n{key}: {now}\n"))

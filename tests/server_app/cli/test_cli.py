@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from server_app.cli import main as cli
 from server_app.cli import run as run_command
 from server_app.cli.progress import Progress
 from server_app.simulation import superlink as launcher
+from server_app.simulation.processes import Interrupted
 from server_app.transport import base
 from task.config.parsing import parse
 from task.message import Packet
@@ -32,7 +34,7 @@ def boom(*_: object) -> Packet:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["run", "metod=hgp"], "Did you mean 'method'"),
+        (["run", "metod=hgp"], "Did you mean 'method'? fcil run --help lists all. Its value was 'hgp'."),
         (["export", "runs/any", "nowhere/model.safetensors"], "make the folder nowhere first"),
         (["run", "METHOD=hgp"], "Did you mean 'method'"),
         (["run", "method=HGP"], "Did you mean 'hgp'"),
@@ -121,6 +123,17 @@ def test_a_run_that_fails_in_process(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(client_app.client._HANDLERS, "hello", boom)
     assert cli.main(["run", "--in-process", *words]) == 1
     assert "fcil: the run failed: " in capsys.readouterr().err
+
+
+def test_a_signal_while_the_last_pictures_are_drawn_advises_no_resume(tmp_path, capsys, monkeypatch):
+    def stop(self):
+        raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr("server_app.rounds.run.Run.draw", stop)
+    words = ["run", "--in-process", "method=ncm", "num-clients=2", "run-name=r", f"output-dir={tmp_path}"]
+    assert cli.main(words) == 143
+    said = f"fcil: stopped after the run had finished; its pictures are drawn by: fcil report {tmp_path / 'r'}"
+    assert capsys.readouterr().err.splitlines()[-1] == said
 
 
 def test_progress_shows_what_the_run_warns_of(tmp_path, capsys):

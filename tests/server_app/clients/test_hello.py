@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from client_app.client import handle
-from client_app.node import Node
+from client_app.node import Node, partition_id
 from server_app.clients import hello
 from server_app.clients.client_info import read_hello
 from server_app.clients.hello import wait_for_nodes
@@ -18,6 +18,7 @@ from server_app.errors import RunError
 from server_app.transport.base import Reply
 from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
+from task.keys import ConfigError
 from task.message import Kind, Packet
 from task.scenario.scenario import build_scenario
 from tests.helpers.marks import rest_in_ci
@@ -55,6 +56,23 @@ HELLO: dict[str, tuple[Change, str]] = {
         r"its device is 'cpu\ncpu'; a printable text",
     ),
 }
+
+
+@pytest.mark.parametrize("value", [-1, "one", 1.5, True])
+def test_a_partition_id_is_a_number_from_0(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"partition-id = '{value}' of this node is not possible: it counts from 0"):
+        partition_id(Node({"partition-id": value}))
+
+
+def test_nodes_with_the_same_part_of_the_data_are_warned_of(tiny: dict, caplog: pytest.LogCaptureFixture) -> None:
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        if node == 2 and kind == "hello":
+            packet.config["partition-id"] = 1
+        return packet
+
+    run(tiny | {"method": "ncm", "num-tasks": 2}, tamper=tamper)
+    warning = "client-0001, client-0002 have the same images: each needs a partition-id of its own, not 1"
+    assert caplog.messages.count(warning) == 1
 
 
 @pytest.mark.parametrize("name", rest_in_ci(HELLO, ["no name", "absurd counts", "a name that clears the screen"]))

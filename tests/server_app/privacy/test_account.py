@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from scipy import stats
 
+from server_app.errors import RunError
 from server_app.privacy.account import charge, open_account, record_asked, releases_per_message, require_asked_clients
 from server_app.privacy.accountant import epsilon
 from server_app.run_files.results import RoundReport
@@ -119,6 +120,8 @@ def test_an_idle_round_takes_back_no_release(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match="has lost lines"):
         require_asked_clients(account, path, rounds)
+    with pytest.raises(RunError, match="has lost lines"):  # while a run goes on
+        charge(account, path, rounds)
     require_asked_clients({}, path, rounds)
 
 

@@ -1046,6 +1046,15 @@ def test_the_command_fails_if_a_folder_holds_no_run(make_run, tmp_path, capsys, 
     assert str(tmp_path / "out" / "table.md") in capsys.readouterr().out
 
 
+def test_several_runs_are_compared_in_a_folder_below_the_working_directory(make_run, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("server_app.report.write.write_report", lambda runs, output, on_error: asked.append(output) or [])
+    first, second = str(make_run("a")), str(make_run("b", seed=1))
+    assert cli.main(["report", first, second]) == 0
+    assert cli.main(["report", first]) == cli.main(["report", first, f"{first}/results.json"]) == 0
+    assert asked == [Path("comparison"), None, None]
+
+
 @pytest.mark.parametrize("text", ["", '{"schema": 1', "[1, 2]", "\xff", "null", "{}", '{"schema": 1}'])
 def test_a_file_that_is_no_results_json_is_named(tmp_path, text):
     path = tmp_path / "results.json"

@@ -18,9 +18,13 @@ def test_runs_are_placed_by_home_then_project(tmp_path, monkeypatch):
     assert paths.run_directory(config) == paths.project_folder() / "runs" / "r"
     monkeypatch.setenv("FCIL_HOME", str(tmp_path))
     assert paths.run_directory(config) == tmp_path / "runs" / "r"
+    monkeypatch.setenv("FCIL_HOME", "")
+    assert paths.run_directory(config) == paths.project_folder() / "runs" / "r"
     assert paths.run_directory(parse({"run-name": "r", "output-dir": "/elsewhere"})) == Path("/elsewhere/r")
     monkeypatch.setenv("HOME", str(tmp_path / "me"))  # the shell leaves the ~ in output-dir=~/runs as it is
     assert paths.run_directory(parse({"run-name": "r", "output-dir": "~/runs"})) == tmp_path / "me" / "runs" / "r"
+    monkeypatch.setenv("FCIL_HOME", "~/work")
+    assert paths.run_directory(config) == tmp_path / "me" / "work" / "runs" / "r"
     assert re.fullmatch(r"hgp-digits-seed0-\d{8}-\d{6}-[0-9a-f]{4}", paths.run_directory(parse({})).name)
 
 

@@ -120,6 +120,15 @@ def test_images_that_are_divided_singly_join_no_other_group() -> None:
     assert np.unique(marked[:, 10:].sum(axis=1)).tolist() == [8]
 
 
+def test_a_group_that_suits_one_class_does_not_take_nearly_all_of_another() -> None:
+    """Twenty images of class 0, of which twenty are wanted, lie in one group with nine of the ten of class 1."""
+    labels = np.array([0] * 100 + [1] * 10)
+    groups = np.array([0] * 20 + [*1 + np.arange(80) // 2] + [0] * 9 + [99])
+    for seed in range(10):
+        mask = draw_held_out(labels, 0.2, seed, "test", groups)
+        assert np.bincount(labels[mask]).tolist() == [20, 1]
+
+
 def test_another_seed_holds_out_other_groups() -> None:
     labels, groups = np.zeros(40, np.int64), np.arange(40) // 4
     held_out = {tuple(groups[draw_held_out(labels, 0.1, seed, "test", groups)]) for seed in range(40)}
