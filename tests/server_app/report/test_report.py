@@ -1048,7 +1048,12 @@ def test_the_command_fails_if_a_folder_holds_no_run(make_run, tmp_path, capsys, 
 
 def test_several_runs_are_compared_in_a_folder_below_the_working_directory(make_run, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("server_app.report.write.write_report", lambda runs, output, on_error: asked.append(output) or [])
+
+    def note(runs, output, on_error):
+        asked.append(output)
+        return []
+
+    monkeypatch.setattr("server_app.report.write.write_report", note)
     first, second = str(make_run("a")), str(make_run("b", seed=1))
     assert cli.main(["report", first, second]) == 0
     assert cli.main(["report", first]) == cli.main(["report", first, f"{first}/results.json"]) == 0
