@@ -168,7 +168,7 @@ class Run:
         else:
             locks.enter_context(lock_run(directory))
             run_directory(self.config)  # another run of this name may have come first
-            write_config(directory, asked, self.model, self._data_sha256, self.config.adaptation_rounds)
+            write_config(directory, asked, self.model, self._data_sha256, self.config.adaptation_rounds, dataset)
             self.finished_rounds = 0
         self._tensorboard = open_tensorboard(config, directory, self.finished_rounds)
         self._drawer = ReportDrawer(directory, self.results.leave_out_cpu)

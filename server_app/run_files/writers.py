@@ -14,6 +14,8 @@ import yaml
 from server_app.errors import LaunchError
 from server_app.run_files.paths import project_folder
 from task.config.schema import Config
+from task.data.images import Dataset
+from task.data.load import default_augmentation
 from task.message import Arrays
 from task.models.metadata import ModelMetadata
 from task.utils.atomic import naming, write_atomically
@@ -59,9 +61,12 @@ def _complete_lines(path: Path) -> list[bytes]:
     return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def write_config(directory: Path, config: Config, model: "Model", data_sha256: str, adaptation_rounds: int) -> None:
+def write_config(
+    directory: Path, config: Config, model: "Model", data_sha256: str, adaptation_rounds: int, dataset: Dataset
+) -> None:
     """Write config.yaml: run keys, what was used for auto, SHA-256 of backbone and images, and :func:`origin`."""
     used = {"device": str(model.device), "image-size": model.backbone.image_size}
+    used |= {"augmentation": default_augmentation(dataset, config.augmentation)}
     content = {
         **config.flat(),
         "used": used | ({"adaptation-rounds": adaptation_rounds} if adaptation_rounds else {}),

@@ -267,3 +267,4 @@ def test_a_preset_runs_with_what_follows_it(tmp_path: Path) -> None:
     preset = {"method": "fppl", "prompt": "fused", "learning-rate": 1e-4, "batch-size": 128, "partition": "dirichlet"}
     followed = {"dataset": "npz", "num-tasks": 2, "rounds-per-task": 1, "num-clients": 2, "backbone": "vit_glyphs"}
     assert (preset | followed).items() <= written.items()
+    assert written["used"] == {"device": "cpu", "image-size": 16, "augmentation": "crop-flip"}
