@@ -32,7 +32,7 @@ from server_app.simulation.cluster import ADDRESS, POLL, Cluster, cluster_addres
 from server_app.simulation.processes import Interrupted, interruptible, last_lines
 from server_app.simulation.superlink import RAY_TIMED_OUT, FlowerRun, default_workers, ray_timed_out
 from task.config.parsing import parse
-from task.config.schema import Config, known_keys
+from task.config.schema import APPEARING, Config, known_keys
 from task.keys import Key
 from task.message import Scalar
 
@@ -136,12 +136,12 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
         mark_failed(progress.directory, str(stop))
         if not begun:
             tell_operator(config.on_end, progress.directory, RunError(str(stop)))
-        return _report_stop(progress.directory, stop, "--in-process ")
+        return _report_stop(progress.directory, stop, config, "--in-process ")
     return OK
 
 
-def _report_stop(directory: Path, stop: Interrupted, options: str = "") -> int:
-    if read_results(directory).get("status") == FINISHED:
+def _report_stop(directory: Path, stop: Interrupted, config: Config, options: str = "") -> int:
+    if config.class_order != APPEARING and read_results(directory).get("status") == FINISHED:
         advice = f"stopped after the run had finished; its pictures are drawn by: fcil report {directory}"
         return complain(advice, 128 + stop.number)
     saved = f"what was saved is in {directory}" if directory.exists() else "before the run began"
@@ -171,7 +171,7 @@ def _run_with_flower(
             say(f"starting Flower: {values['num-clients']} clients, up to {workers} at a time{where}")
             _complete(values, progress, workers, cluster, before)
     except Interrupted as stop:
-        return _report_stop(progress.directory, stop)
+        return _report_stop(progress.directory, stop, config)
     except RunError as error:
         return complain(f"the run failed: {error}", FAILED)
     return OK

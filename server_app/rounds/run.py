@@ -397,12 +397,12 @@ class Run:
             ) from error
         vars(self.strategy).update(checkpoint["strategy"])
         self.results.restore(checkpoint["results"])
-        self._write_model(context)  # no round may follow
         recorded = read_results(self.directory)
         damaged = context.server_round < len(recorded.get("rounds", []))  # its last checkpoint
         if recorded.get("status") == FINISHED and not damaged:
             self.results.status = FINISHED  # until new classes come
         require_asked_clients(self.results.privacy, self._asked_path, self.results.rounds)
+        self._write_model(context)  # no round may follow
         log.info("going on after round %d of %d", context.server_round, self.scenario.schedule.total_rounds)
         return context.server_round
 

@@ -63,11 +63,16 @@ def run_directory(config: Config) -> Path:
     except OSError as error:
         raise ConfigError(f"output-dir or run-name cannot be used: {error}.") from error
     if taken and not config.resume:
-        ended = read_results(directory).get("status") == FINISHED and config.class_order != APPEARING
-        go_on = f"go on there with resume={directory}" if checkpoints else f"delete {directory}"
-        advice = f"Give another name{'' if ended else f', or {go_on}'}."
+        advice = f"Give another name{_other_advice(directory, config, checkpoints)}."
         raise ConfigError(f"run-name = {config.run_name!r} is taken: {directory} holds results already. {advice}")
     return directory
+
+
+def _other_advice(directory: Path, config: Config, checkpoints: bool) -> str:
+    finished = read_results(directory).get("status") == FINISHED
+    if checkpoints and (directory / "config.yaml").exists() and (config.class_order == APPEARING or not finished):
+        return f", or go on there with resume={directory}"
+    return "" if finished or is_locked(directory) else f", or delete {directory}"
 
 
 def require_writable(directory: Path) -> None:

@@ -35,13 +35,13 @@ def load_resumed_keys(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
     saved = _read_saved_keys(directory)
     register(str(saved["method"]))
     keys, free = known_keys(), _may_differ()
-    if not saved.get("data-sha256"):  # of nodes with images of their own
+    if not saved["data-sha256"]:  # of nodes with images of their own
         free -= {"data-dir"}
     for name, value in values.items():
         if name in keys and name not in free and value not in (keys[name].default, saved.get(name)):
             raise ConfigError(f"{name} = {value!r} is not possible with resume: the run has {saved.get(name)!r}.")
     results = read_results(directory)
-    open_ended = saved.get("class-order") == APPEARING and results.get("num_tasks", 0) < saved.get("num-tasks", 0)
+    open_ended = saved.get("class-order") == APPEARING and results.get("num_tasks", 0) < saved["num-tasks"]
     if results.get("status") == FINISHED and not open_ended:
         raise ConfigError(
             f"resume = {str(directory)!r} is a finished run: there is nothing to resume. Only one with "
@@ -67,7 +67,7 @@ def require_same_start(directory: Path, backbone_sha256: str, data_sha256: str, 
     saved = _read_saved_keys(directory)
     if saved["backbone-sha256"] != backbone_sha256:
         raise ConfigError(f"resume = {str(directory)!r} began with other backbone weights than these.")
-    if saved.get("data-sha256") != data_sha256:  # a file that was cut has none
+    if saved["data-sha256"] != data_sha256:
         raise ConfigError(
             f"resume = {str(directory)!r} began with other images: classes, labels, groups or files have changed in "
             f"data-dir = {data_dir!r}. Put back what was there, or start the run anew."
@@ -101,7 +101,7 @@ def _read_saved_keys(directory: Path) -> dict[str, Scalar]:
                 "first round; such a run is started anew."
             ) from error
         raise ConfigError(f"resume = {str(directory)!r} is no folder of a run ({one_line(str(error))}).") from error
-    missing = {"method", "backbone-sha256"} - (saved.keys() if isinstance(saved, dict) else set())
+    missing = {"method", "backbone-sha256", "data-sha256"} - (saved.keys() if isinstance(saved, dict) else set())
     if missing:
         lacks = ", ".join(sorted(missing))
         raise ConfigError(f"resume = {str(directory)!r}: its config.yaml is not that of a run, it lacks {lacks}.")

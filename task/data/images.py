@@ -205,7 +205,8 @@ def read_rgb(path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """
     try:
         _require_bounded(path, max_pixels)
-        with Image.open(path, formats=readable_formats()) as image:
+        # given the path, Pillow maps some files, and then scrambles those that are to be turned
+        with open(path, "rb") as file, Image.open(file, formats=readable_formats()) as image:
             _shrink_to(image, max_pixels)
             with _decoding.take(image.width * image.height, max_pixels):
                 return to_rgb(image)

@@ -28,9 +28,9 @@ def draw_held_out(
         seed: of the draw.
         purpose: another one gives another draw.
         groups: int64 [N]; images with the same number, such as those of one patient, are all marked or none is. Then
-            the share of a class may be up to twice as large, or its smallest group if that is more, and a class may
-            have none if its groups are those of other classes too. Classes whose images are all of one group are
-            divided by images; the log warns of them.
+            the share of a class may be up to twice as large, or its smallest group if that is more. If its groups are
+            those of other classes too, it may be larger still, or a class may have none. Classes whose images are all
+            of one group are divided by images; the log warns of them.
     """
     counts = np.bincount(labels)
     wanted = np.clip(np.round(share * counts), np.minimum(counts - 1, 1), counts - 1).astype(np.int64)
@@ -64,8 +64,8 @@ def _split_single_groups(labels: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def _draw_groups(labels: np.ndarray, groups: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Mark groups in random order, each if that brings its classes nearer to the ``wanted`` numbers [C] of images.
 
-    None takes more than twice that number of a class. A class that has none then gets the group that takes the smallest
-    share of any class.
+    None takes more than twice that number of a class. A class that has none then gets, of the groups that it can spare,
+    the one that takes the smallest share of any class.
     """
     _, groups = np.unique(groups, return_inverse=True)
     members = np.split(np.argsort(groups, kind="stable"), np.cumsum(np.bincount(groups))[:-1])

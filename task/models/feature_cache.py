@@ -11,7 +11,6 @@ their own. Where a prompt learns in the first task only, f(x) of test images is 
 
 import hashlib
 import logging
-import os
 import platform
 import time
 import weakref
@@ -231,8 +230,7 @@ def image_digest(images: Images) -> str:
     """SHA-256 of all pixels. For images that are read from files on access: of the files' paths, sizes and times."""
     total = hashlib.sha256()
     if isinstance(images, ImageFiles | np.memmap):
-        names = list(images.paths) if isinstance(images, ImageFiles) else [str(images.filename)]
-        paths = [os.path.abspath(name) for name in names]
+        paths = list(images.paths) if isinstance(images, ImageFiles) else [str(images.filename)]
         reading = (images.side, images.max_pixels) if isinstance(images, ImageFiles) else 0
         stats = ((path, Path(path).stat()) for path in paths)
         total.update(repr((reading, [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])).encode())

@@ -29,6 +29,7 @@ from server_app.cli.main import main
 from server_app.errors import RunError
 from server_app.rounds.run import Run, run_experiment
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
+from server_app.run_files.paths import lock_folder
 from server_app.run_files.resume import load_resumed_keys
 from server_app.run_files.writers import append_line, read_lines
 from server_app.transport.base import Reply
@@ -273,13 +274,15 @@ def test_a_folder_with_checkpoints_is_taken_though_its_results_are_gone(tiny: Va
         path.unlink()
     with pytest.raises(ConfigError, match=rf"is taken: .*, or delete {folder}\.$"):  # rounds.jsonl is left
         run(two_runs(tiny)[1])
+    with lock_folder(folder), pytest.raises(ConfigError, match=r"is taken: .* already\. Give another name\.$"):
+        run(two_runs(tiny)[1])
 
 
 def test_a_changed_config_yaml_is_named(tiny: Values) -> None:
     folder = interrupt(two_runs(tiny)[1], 3)
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text[: text.index("data-sha256: ")])
-    with pytest.raises(ConfigError, match="began with other images"):
+    with pytest.raises(ConfigError, match=r"its config\.yaml is not that of a run, it lacks data-sha256"):
         run({"resume": str(folder)})
     for key, now in (("num-tasks", 3), ("seed", 7)):
         began = yaml.safe_load(text)[key]

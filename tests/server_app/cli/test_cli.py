@@ -238,7 +238,7 @@ def test_what_cannot_work_is_said_before_anything_starts(transport, tmp_path, ca
         monkeypatch.setattr(run_command, name, boom)
     (tmp_path / "file").write_text("")
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("method: hgp\nbackbone-sha256: '0'\n")
+    (tmp_path / "run" / "config.yaml").write_text("method: hgp\nbackbone-sha256: '0'\ndata-sha256: '0'\n")
     cases = {
         f"output-dir={tmp_path}/file": f"output-dir = '{tmp_path}/file' cannot be used: '{tmp_path}/file' is a file",
         f"output-dir={tmp_path}/file/runs": f"'{tmp_path}/file' is a file, not a folder",

@@ -1057,7 +1057,8 @@ def test_several_runs_are_compared_in_a_folder_below_the_working_directory(make_
     first, second = str(make_run("a")), str(make_run("b", seed=1))
     assert cli.main(["report", first, second]) == 0
     assert cli.main(["report", first]) == cli.main(["report", first, f"{first}/results.json"]) == 0
-    assert asked == [Path("comparison"), None, None]
+    assert cli.main(["report", first, "comparison", second]) == 0
+    assert asked == [Path("comparison"), None, None, Path("comparison")]
 
 
 @pytest.mark.parametrize("text", ["", '{"schema": 1', "[1, 2]", "\xff", "null", "{}", '{"schema": 1}'])

@@ -83,7 +83,7 @@ def write_run(folder: Path, **changed: Scalar) -> Path:
         "seconds": {},
     }
     (folder / "results.json").write_text(json.dumps(results))
-    settings = {**defaults(), **parse({"method": "hgp"}).flat(), "backbone-sha256": "0", **changed}
+    settings = {**defaults(), **parse({"method": "hgp"}).flat(), "backbone-sha256": "0", "data-sha256": "", **changed}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     return folder
 

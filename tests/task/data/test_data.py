@@ -129,6 +129,15 @@ def test_a_group_that_suits_one_class_does_not_take_nearly_all_of_another() -> N
         assert np.bincount(labels[mask]).tolist() == [20, 1]
 
 
+def test_a_class_without_test_images_gets_the_group_that_takes_least_of_any_class() -> None:
+    """Of groups of 6, 12, and 2 beside 3 of the five images of class 1, which has one held out already."""
+    labels = np.array([0] * 20 + [1] * 5)
+    groups = np.array([0] * 6 + [1] * 12 + [2] * 2 + [2] * 3 + [3, 4])
+    for seed in range(10):
+        mask = draw_held_out(labels, 0.1, seed, "test", groups)
+        assert np.bincount(labels[mask]).tolist() == [6, 1]
+
+
 def test_another_seed_holds_out_other_groups() -> None:
     labels, groups = np.zeros(40, np.int64), np.arange(40) // 4
     held_out = {tuple(groups[draw_held_out(labels, 0.1, seed, "test", groups)]) for seed in range(40)}

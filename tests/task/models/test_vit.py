@@ -84,6 +84,11 @@ def test_a_tag_that_timm_does_not_have_is_named():
         load_vit("vit_tiny_patch16_224.nonsense", "auto", 32, seed=0)
 
 
+def test_a_backbone_that_does_not_exist_is_named_with_others_that_do():
+    with pytest.raises(ConfigError, match=r"^backbone = 'resnet17' does not exist: use vit_glyphs, resnet18_cifar, "):
+        load_vit("resnet17", "auto", 32, seed=0)
+
+
 def tiny_vit(depth=1, seed=0, **changes):
     """A small ViT whose every parameter is drawn anew, so that no scale is 0, no norm is trivial."""
     vit = VisionTransformer(**(SHAPE | {"depth": depth} | changes))
