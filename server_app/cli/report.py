@@ -16,9 +16,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "holds no run that can be read; the others are compared."
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="folder with a results.json")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder to write to; comparison/ for several"
-    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder to write to; comparison/ for several")
     parser.set_defaults(command=_run_command)
 
 
