@@ -19,6 +19,7 @@ from server_app.run_files.paths import (
     FINISHED,
     INTERRUPTED,
     RUNNING,
+    has_checkpoint,
     lock_run,
     mark_failed,
     project_folder,
@@ -145,7 +146,7 @@ def _report_stop(directory: Path, stop: Interrupted, config: Config, options: st
         advice = f"stopped after the run had finished; its pictures are drawn by: fcil report {directory}"
         return complain(advice, 128 + stop.number)
     saved = f"what was saved is in {directory}" if directory.exists() else "before the run began"
-    if any((directory / "checkpoint").glob("*.ckpt")):
+    if has_checkpoint(directory):
         saved += f"; go on with: fcil run {options}resume={directory}"
     return complain(f"stopped; {saved}", 128 + stop.number)
 

@@ -108,10 +108,7 @@ class ClientRegistry:
 
     def _refuse(self, client: ClientInfo, reason: str) -> AbsentNode:
         """A node that does not fit; the log says why, once."""
-        line = f"{client.name} (node {client.node}) does not take part: {reason}"
-        if line not in self._warnings:
-            self._warnings.add(line)
-            log.warning("%s", line)
+        self._warn_once(f"{client.name} (node {client.node}) does not take part: {reason}")
         return AbsentNode(client.node, client.name, reason, answered=True, said=client)
 
     def _find_misfit(self, client: ClientInfo) -> str:
@@ -165,9 +162,13 @@ class ClientRegistry:
             names[client.partition].append(client.name)
         for part, sharing in names.items():
             line = f"{', '.join(sharing)} have the same images: each needs a partition-id of its own, not {part}"
-            if part >= 0 and len(sharing) > 1 and line not in self._warnings:
-                self._warnings.add(line)
-                log.warning(line)
+            if part >= 0 and len(sharing) > 1:
+                self._warn_once(line)
+
+    def _warn_once(self, line: str) -> None:
+        if line not in self._warnings:
+            self._warnings.add(line)
+            log.warning("%s", line)
 
     def admit_new(self) -> list[ClientInfo]:
         """Say hello to nodes that have connected or become free since the last hello.
@@ -248,9 +249,7 @@ class ClientRegistry:
         """
         self.clients = [replace(c, class_counts=c.by_class_id(c.own_counts, class_names)) for c in self.clients]
         for line in describe_spellings(self.clients, class_names):
-            if line not in self._warnings:
-                self._warnings.add(line)
-                log.warning(line)
+            self._warn_once(line)
 
 
 def log_clients(clients: Sequence[ClientInfo]) -> None:

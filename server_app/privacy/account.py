@@ -57,20 +57,22 @@ def record_asked(path: Path, report: RoundReport, releases: int) -> None:
     append_line(path, line)
 
 
-def require_asked_clients(account: Mapping[str, Any], path: Path, rounds: Sequence[RoundReport]) -> None:
-    """Check that the records of :func:`record_asked` cover ``rounds``.
+def require_asked_clients(account: Mapping[str, Any], path: Path, rounds: Sequence[RoundReport]) -> list[Any]:
+    """The records of :func:`record_asked`, which must cover ``rounds`` if there is an account.
 
     Raises:
         ConfigError: records are missing or damaged.
     """
     try:
-        recorded = {(line["task"], line["round"]) for line in read_lines(path)}
+        lines = read_lines(path)
+        recorded = {(line["task"], line["round"]) for line in lines}
     except (ValueError, LookupError, TypeError):
-        recorded = set()
+        lines, recorded = [], set()
     if account and not recorded >= {(r.task, r.round) for r in rounds}:
         raise ConfigError(
             f"{path} has lost lines, so that what the clients have released cannot be computed: start a new run."
         )
+    return lines
 
 
 def charge(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -> dict[str, Any]:
@@ -85,10 +87,10 @@ def charge(account: dict[str, Any], path: Path, rounds: Sequence[RoundReport]) -
     if not account:
         return {}
     try:
-        require_asked_clients(account, path, rounds)  # somebody may have deleted them while the run goes on
+        lines = require_asked_clients(account, path, rounds)  # somebody may have deleted them while the run goes on
     except ConfigError as error:
         raise RunError(str(error)) from error
-    lines, by_client = read_lines(path), Counter[tuple[str, int]]()
+    by_client = Counter[tuple[str, int]]()
     in_round = {(line["task"], line["round"]): line["releases"] for line in lines}
     for line in lines:
         by_client.update({(name, line["task"]): line["releases"] for name in line["names"]})

@@ -58,7 +58,7 @@ def run_directory(config: Config) -> Path:
     name = config.run_name or f"{config.method_row.name}-{config.dataset}-seed{config.seed}-{unique}"
     directory = resolve_output_dir(config.output_dir) / name
     try:
-        checkpoints = any((directory / "checkpoint").glob("*.ckpt"))
+        checkpoints = has_checkpoint(directory)
         taken = checkpoints or any((directory / name).exists() for name in ("results.json", "rounds.jsonl"))
     except OSError as error:
         raise ConfigError(f"output-dir or run-name cannot be used: {error}.") from error
@@ -66,6 +66,11 @@ def run_directory(config: Config) -> Path:
         advice = f"Give another name{_other_advice(directory, config, checkpoints)}."
         raise ConfigError(f"run-name = {config.run_name!r} is taken: {directory} holds results already. {advice}")
     return directory
+
+
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a run's folder holds a checkpoint, whole or damaged."""
+    return any((directory / "checkpoint").glob("*.ckpt"))
 
 
 def _other_advice(directory: Path, config: Config, checkpoints: bool) -> str:
