@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -143,7 +143,7 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
             f"backbone-weights = {weights!r} of {config.backbone!r} have the SHA-256 {backbone.sha256[:12]}, but the "
             f"model was trained on {metadata.backbone_sha256[:12]}: put those weights back."
         )
-    model = build_model(replace(config, device=device), metadata.task_sizes, backbone)
+    model = build_model(config, metadata.task_sizes, backbone)
     try:
         if exported:
             overwrite(Classifier(model).tensors(), arrays)
