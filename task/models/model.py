@@ -353,7 +353,7 @@ def overwrite(tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) -
     if misfits := find_misfits(tensors, arrays):
         raise ValueError(f"{len(misfits)} arrays do not fit, the first is {misfits[0]!r}")
     for name, tensor in tensors.items():
-        tensor.copy_(torch.from_numpy(np.ascontiguousarray(arrays[name])).view(tensor.shape))  # [] became [1]
+        tensor.copy_(torch.from_numpy(arrays[name]))
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:
