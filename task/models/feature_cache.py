@@ -46,7 +46,7 @@ BatchKey = tuple[int, int, str, tuple[Early, ...], bytes]  # ids, precision, par
 
 
 class Inputs(NamedTuple):
-    """Prepared images [B, 3, H, W], empty if the features are q(x), and q(x) [B, query_width] if it is known."""
+    """Prepared images [B, 3, H, W], empty if the features are q(x), and q(x) [B, D * query_parts] if it is known."""
 
     images: Tensor
     query: Tensor | None = None
@@ -107,7 +107,7 @@ _TABLES: dict[tuple[int, int, str, tuple[Early, ...], int], tuple[CachedBatch, t
 
 @torch.no_grad()
 def cached_query(model: Model, images: Images, positions: np.ndarray) -> Tensor | None:
-    """q(x) of images without augmentation, ``positions`` int64 [N] -> [N, query_width]; None if nothing reads it.
+    """q(x) of images without augmentation, ``positions`` int64 [N] -> [N, D * query_parts]; None if nothing reads it.
 
     Equal positions give equal bits.
 
@@ -265,7 +265,7 @@ def load_inputs(
 ) -> Inputs:
     """Inputs of the images at ``positions``; the images are not read if the model needs their query only.
 
-    ``positions`` int64 [B]; ``query`` is their q(x) [B, query_width] if known, None for augmented images.
+    ``positions`` int64 [B]; ``query`` is their q(x) [B, D * query_parts] if known, None for augmented images.
     ``augmentation`` and ``rng`` as in :func:`task.models.preprocessing.prepare`.
     """
     if query is not None and not model.prompted:

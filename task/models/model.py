@@ -195,7 +195,7 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def query(self, images: Tensor, parts: Sequence[Early] | None = None) -> Tensor:
-        """q(x): normalised images [B, 3, H, W] -> features without prompt [B, query_width]; no gradient.
+        """q(x): normalised images [B, 3, H, W] -> features without prompt [B, D * query_parts]; no gradient.
 
         A prompt reads its first D numbers only. ``parts``, if given, replaces ``query_parts``; one of them is needed.
         """
@@ -211,11 +211,6 @@ class Model(nn.Module):
             return (self.backbone.last, *self.early)
         read = [self.backbone.last] if self.prompt.needs_query else []
         return tuple(dict.fromkeys(read + ([] if self.unprompted is None else [self.unprompted])))
-
-    @property
-    def query_width(self) -> int:
-        """Length of q(x): D for each of ``query_parts``."""
-        return self.backbone.dim * len(self.query_parts)
 
     @property
     def width(self) -> int:
@@ -259,8 +254,8 @@ class Model(nn.Module):
     def features(self, images: Tensor, query: Tensor | None = None) -> Tensor:
         """f(x): normalised images [B, 3, H, W] -> features with the current prompt [B, width], float32.
 
-        ``query`` is q(x) [B, query_width] of the images, if known; without prompt it is f(x), and the images are not
-        read.
+        ``query`` is q(x) [B, D * query_parts] of the images, if known; without prompt it is f(x), and the images are
+        not read.
         """
         if query is not None and not self.prompted:
             return query

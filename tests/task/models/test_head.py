@@ -189,8 +189,8 @@ def test_a_feature_without_the_prompt_stands_behind_the_adapted_ones(prompt: str
     assert models[1].unprompted == frozen[1].early[1] == Early(1, patches=True)
     assert [model.width for model in (*models, *frozen)] == [224, 336, 336, 224, 336, 224]
     reads = prompt == "l2p"
-    assert [model.query_width for model in models] == [112 * reads, 112 + 112 * reads, 112]
-    assert [model.query_width for model in frozen] == [224, 336, 224]
+    assert [len(model.query_parts) for model in models] == [reads, 1 + reads, 1]
+    assert [len(model.query_parts) for model in frozen] == [2, 3, 2]
     assert [model.reuses_query for model in models] == [reads, True, True]
     with torch.no_grad():
         for model in models[1:]:
