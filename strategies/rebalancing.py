@@ -15,12 +15,12 @@ from task.prototypes.gaussians import Gaussians
 
 @dataclass(frozen=True)
 class RebalanceSettings:
-    """How the head is retrained. The defaults are CCVR's: covariances as they are, and one synthetic set."""
+    """How the head is retrained. The defaults are for CCVR: covariances as they are, and one synthetic set."""
 
-    samples_per_class: int = 256  # synthetic features, on average
-    epochs: int = 5  # over the synthetic set
-    learning_rate: float = 0.01  # of SGD, at the start of the cosine schedule
-    logit_temperature: float = 0.0  # see normalise_logits
+    samples_per_class: int  # synthetic features, on average
+    epochs: int  # over the synthetic set
+    learning_rate: float  # of SGD, at the start of the cosine schedule
+    logit_temperature: float  # see normalise_logits
     scale: float = 1.0  # s of HGP eq. 6, multiplies every covariance
     class_weights: str = "uniform"  # see mixture_weights
     draw: str = "once"  # or a new synthetic set for each "epoch"
