@@ -40,6 +40,5 @@ def _describe(about: Mapping[str, str]) -> str:
     """Images and backbone of stored features, in words; a damaged file does not say them."""
     if "belongs-to" not in about:
         return "damaged, or being written"
-    form = f"{about['image-size']} pixels, {about['precision']}, {about['processor']}"
-    form += f", blocks {about['blocks']}" if "blocks" in about else ""  # earlier versions did not store them
+    form = f"{about['image-size']} pixels, {about['precision']}, {about['processor']}, blocks {about['blocks']}"
     return f"{about['number']} images of {about['belongs-to']} {about['backbone-sha256'][:12]}, {form}"
