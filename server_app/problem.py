@@ -114,7 +114,7 @@ def _write_backbone(config: Config, path: Path) -> dict[str, Any]:
         vit.set_input_size(img_size=(side, side))
     write_atomically(path, safetensors.torch.save(vit.state_dict()))
     if config.backbone in BUNDLED:
-        architecture = read_description(BUNDLED[config.backbone])["architecture"]
+        architecture = read_description(config.backbone)["architecture"]
         return {"class": "timm.models.VisionTransformer", "arguments": {**architecture, "img_size": side}}
     return {"class": "", "arguments": {"img_size": side}}
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from task.config.schema import (
     APPEARING,
-    BUNDLED,
+    BUNDLED_BACKBONE,
     FROM_PATH,
     FROM_SCRATCH,
     OWN,
@@ -108,9 +108,9 @@ def _check_unread(config: Config) -> None:
 
 def doubt_backbone(settings: Mapping[str, Any]) -> str:
     """A warning if the bundled backbone sees images of somebody's own, else empty; ``settings`` are run keys."""
-    if settings.get("backbone") != BUNDLED or settings.get("dataset") not in (OWN, "folder", "npz"):
+    if settings.get("backbone") != BUNDLED_BACKBONE or settings.get("dataset") not in (OWN, "folder", "npz"):
         return ""
-    return f"backbone = {BUNDLED!r} is for digits and sees 32 x 32 pixels: name another for other images"
+    return f"backbone = {BUNDLED_BACKBONE!r} is for digits and sees 32 x 32 pixels: name another for other images"
 
 
 def _check_backbone(config: Config) -> None:

@@ -14,7 +14,7 @@ from task.prompt_kinds import PROMPTS
 
 OWN = "own"  # the data set of nodes that each have images of their own
 EMBEDDED = ("digits", "synthetic")
-BUNDLED = "vit_glyphs"  # the backbone that comes with the project
+BUNDLED_BACKBONE = "vit_glyphs"  # comes with the project
 NO_FILE = (AUTO, "random")  # values of backbone-weights that name no file
 FROM_PATH = (
     "npz",
@@ -128,7 +128,7 @@ class Config:
         only=("dataset", *REGISTERED),
     )
 
-    backbone: str = key(BUNDLED, "bundled vit_glyphs, any plain ViT of timm, or resnet18_cifar")
+    backbone: str = key(BUNDLED_BACKBONE, "bundled vit_glyphs, any plain ViT of timm, or resnet18_cifar")
     backbone_weights: str = key(AUTO, "auto: bundled, or timm's pre-trained; a file; or random", affects="files")
     image_size: int = key(0, "side of the input in pixels; 0 = the backbone's own", minimum=0, maximum=4096)
 

@@ -42,7 +42,7 @@ def build_vit(name: str, weights: str, seed: int = 0) -> tuple[Any, Normalisatio
 
 
 def _bundled(name: str, weights: str) -> tuple[VisionTransformer, Normalisation, Normalisation]:
-    description = read_description(BUNDLED[name])
+    description = read_description(name)
     vit = VisionTransformer(num_classes=0, **description["architecture"])
     if weights == AUTO:
         parts = [json.loads((BUNDLED[name].parent / part).read_text()) for part in description["parts"]]

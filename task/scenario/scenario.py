@@ -102,7 +102,7 @@ def image_size(config: Config) -> int:
     if config.image_size:
         return config.image_size
     if config.backbone in BUNDLED:
-        return int(read_description(BUNDLED[config.backbone])["architecture"]["img_size"])
+        return int(read_description(config.backbone)["architecture"]["img_size"])
     from task.models.load import configured_backbone  # here, as it imports torch
 
     return configured_backbone(config).image_size
