@@ -77,7 +77,7 @@ class ScatterStatistics(ClientStatistics):
         """As the base's. One trace for all classes, as the scatter is of all together; none of a sketch."""
         known = ("factors",) if _own(options).sketch else ("factors", "scatter")
         trace = sum(float(traces(name, statistics[name], dim).sum()) for name in known if name in statistics)
-        means = {name: statistics[name] for name in ("means",) if name in statistics}  # a sum may have none
+        means = {name: array for name, array in statistics.items() if name == "means"}  # a sum may have none
         return super().norms(means, dim, options) | {"variances": max(trace, 0.0) ** 0.5}
 
     def unprotected(self, options: Options) -> str:

@@ -44,8 +44,8 @@ class Sample:
 class SumFrame:
     """What fixes the shapes of the sums over clients; client and server know it before the round.
 
-    ``classes`` are the ids [K] that a client may report, ``dim`` is D of a feature under the head, [D], and ``arrays``
-    are the shapes of the trained arrays.
+    ``classes`` are the ids [K] that a client may report, ``dim`` is the length D of a feature under the head, and
+    ``arrays`` are the shapes of the trained arrays.
     """
 
     classes: tuple[int, ...]
