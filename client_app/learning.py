@@ -65,11 +65,11 @@ def _add_local_update(
 ) -> None:
     """Train, and put trained arrays, statistics and metrics into the answer."""
     packet, config = request.packet, request.config
-    model.set_active_rows(scenario.rows[task_data.classes])
-    dataset = scenario.dataset
+    dataset, head_rows = scenario.dataset, scenario.schedule.head_rows
+    model.set_active_rows(head_rows[task_data.classes])
     labels = dataset.train_labels[task_data.positions]
     augmentation = default_augmentation(dataset, config.augmentation)
-    data = LocalData(dataset.train_images, task_data.positions, scenario.rows[labels], augmentation)
+    data = LocalData(dataset.train_images, task_data.positions, head_rows[labels], augmentation)
     client_and_round = random_stream(config, request.node), request.number("server-round")
     mechanism = GaussianMechanism.of(config, *client_and_round)
     if config.options.statistics_first:

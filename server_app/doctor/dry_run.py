@@ -162,7 +162,7 @@ def _time_step(config: Config) -> Finding:
     positions = np.flatnonzero(np.isin(scenario.dataset.train_labels, scenario.schedule.tasks[0]))[: config.batch_size]
     if not len(positions):  # a node whose own data has test images alone of these classes
         return Finding("warning", "no training image of the first task's classes: no step was timed")
-    rows = scenario.rows[scenario.dataset.train_labels[positions]]
+    rows = scenario.schedule.head_rows[scenario.dataset.train_labels[positions]]
     augmentation = default_augmentation(scenario.dataset, config.augmentation)
     data = LocalData(scenario.dataset.train_images, positions, rows, augmentation)
     statistics = load_class(config.method_row.strategy)(config).broadcast(RoundContext(scenario.schedule, 1))

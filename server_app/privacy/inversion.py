@@ -103,7 +103,8 @@ def attack(path: Path, client: int, target: str, num_classes: int, steps: int, d
     scenario = build_scenario(config)
     positions = _reported_positions(config, predictor, client)
     labels = scenario.dataset.train_labels[positions]
-    on_device = (torch.from_numpy(ids).to(predictor.model.device) for ids in (labels, scenario.rows[labels]))
+    rows = scenario.schedule.head_rows[labels]
+    on_device = (torch.from_numpy(ids).to(predictor.model.device) for ids in (labels, rows))
     sample = Sample(scenario.dataset.train_images, positions, *on_device)
     statistics = kind.collect(predictor.model, sample, config.options, GaussianMechanism.of(config, client, 0))
     chosen = np.argsort(statistics["counts"], kind="stable")[:num_classes]

@@ -33,11 +33,6 @@ class Scenario:
     schedule: Schedule
     streams: Streams = field(default_factory=list)
 
-    @property
-    def rows(self) -> np.ndarray:
-        """Head row of each class id, which is its position in the class stream; int64 [classes]."""
-        return self.schedule.head_rows
-
     def task_sizes(self, task: int) -> list[int]:
         """Number of classes of each task up to ``task``, counted from 0."""
         return [len(classes) for classes in self.schedule.tasks[: task + 1]]

@@ -33,5 +33,5 @@ def test_clients_and_server_use_the_same_rows(tiny: dict) -> None:
     scenario = build_scenario(parse(tiny))
     class_ids = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     rows = RoundContext(scenario.schedule, 2).head_rows(class_ids)
-    assert rows.tolist() == scenario.rows[class_ids.numpy()].tolist()
+    assert rows.tolist() == scenario.schedule.head_rows[class_ids.numpy()].tolist()
     assert rows.tolist() != class_ids.tolist()  # the stream is shuffled

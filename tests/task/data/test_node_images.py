@@ -443,7 +443,7 @@ def test_a_nodes_own_ids_become_those_of_the_plan(data: Path, tmp_path: Path) ->
     config = parse({"dataset": "own", "evaluate": "clients", "image-size": 16, "rounds-per-task": 1})
     scenario = build_scenario(config, plan, scan_images(str(data), tmp_path / "state", 0.0))
     assert set(scenario.dataset.train_labels.tolist()) == {1, -1}  # dogs are in no task
-    assert scenario.rows.tolist() == [2, 0, 1]
+    assert scenario.schedule.head_rows.tolist() == [2, 0, 1]
     empty = build_scenario(config, plan).dataset
     assert (len(empty.train_labels), empty.image_shape) == (0, (8, 8))
 

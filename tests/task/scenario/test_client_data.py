@@ -234,7 +234,7 @@ def test_every_client_learns_its_own_sequence_and_every_image_is_learned_once(ti
         assert set(np.unique(scenario.dataset.train_labels[task_data.positions]).tolist()) == set(task_data.classes)
     dealt = np.concatenate([task_data.positions for own in everything for task_data in own])
     assert sorted(dealt.tolist()) == list(range(len(scenario.dataset.train_labels)))
-    assert sorted(scenario.rows[scenario.schedule.seen_classes(2)].tolist()) == list(range(12))
+    assert sorted(scenario.schedule.head_rows[scenario.schedule.seen_classes(2)].tolist()) == list(range(12))
     assert len({tuple(own[0].classes) for own in everything}) > 1
 
 
@@ -270,7 +270,7 @@ def test_only_rows_of_the_clients_own_classes_learn_old_ones_included(tiny: dict
     scenario, old = build_scenario(config), 0
     for client in range(10):
         sent, answer = build_model(config, scenario.task_sizes(1)).export(), ask(config, client, task=1)
-        rows = np.sort(scenario.rows[scenario.streams[client][1]])
+        rows = np.sort(scenario.schedule.head_rows[scenario.streams[client][1]])
         for name in ("head.weight", "head.bias"):
             changed = (answer.arrays[name] != sent[name]).reshape(len(sent[name]), -1).any(axis=1)
             assert np.flatnonzero(changed).tolist() == rows.tolist()
