@@ -102,9 +102,8 @@ class Model(nn.Module):
     Args:
         backbone: shared by all models of the process; frozen.
         prompt: makes prefixes or prompt tokens of queries.
-        seed: of the initial values of the head that is built where none is given.
-        precision: fp32 or bf16, of the backbone's arithmetic.
         head: classifier of features [B, width].
+        precision: fp32 or bf16, of the backbone's arithmetic.
         early: what of blocks before the last is a part of the features too.
         local_head: classifier of features [B, D] for clients that train the prompt in the first task only.
         unprompted: a feature without the prompt, put behind the others; ``backbone.last`` is the backbone's own.
@@ -117,9 +116,8 @@ class Model(nn.Module):
         self,
         backbone: Backbone,
         prompt: Prompt,
-        seed: int,
+        head: Head,
         precision: str,
-        head: Head | None = None,
         early: Sequence[Early] = (),
         local_head: Head | None = None,
         unprompted: Early | None = None,
@@ -131,7 +129,7 @@ class Model(nn.Module):
         self.freezes_features = freezes_features
         self._shared = [backbone]  # in a list, so that it is no sub-module: all models of the process share it
         self.trained_backbone = copy.deepcopy(backbone).requires_grad_(True) if trains_backbone else None
-        self.prompt, self.head = prompt, head or Head(backbone.dim, seed)
+        self.prompt, self.head = prompt, head
         self.local_head = local_head
         self.early = tuple(early)
         self.unprompted = unprompted
@@ -385,9 +383,8 @@ def build_model(config: Config, task_sizes: Sequence[int], backbone: Backbone | 
     model = Model(
         backbone,
         prompt,
-        config.seed,
-        config.precision,
         _build_head(config, _width(backbone, early, unprompted)),
+        config.precision,
         early,
         Head(backbone.dim, config.seed, init=config.head_init) if config.adapts else None,
         unprompted,

@@ -22,7 +22,7 @@ from task.message import Packet
 from task.models import feature_cache
 from task.models.evaluation import confusion_counts, extract_features
 from task.models.feature_cache import Inputs
-from task.models.model import Model
+from task.models.model import Head, Model
 from task.models.preprocessing import prepare, random_crop, random_flip
 from task.models.vit import Early, ViT
 from task.prompts.base import Prompt
@@ -47,7 +47,8 @@ class Pixels(nn.Module):
 
 
 def head_only(classes, backbone=None):
-    model = Model(backbone or Pixels(), Prompt(prompt_config(), 0), 0, "fp32")
+    backbone = backbone or Pixels()
+    model = Model(backbone, Prompt(prompt_config(), 0), Head(backbone.dim, 0), "fp32")
     for number in classes:
         model.begin_task(number)
     return model
@@ -57,7 +58,7 @@ def prompted(classes):
     """A real ViT of two blocks with a prompt on both."""
     torch.manual_seed(0)
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=12, depth=2, num_heads=3, num_classes=0)
-    model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), SharedPrompt(prompt_config([0, 1], 4), 12), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), SharedPrompt(prompt_config([0, 1], 4), 12), Head(12, 0), "fp32")
     for number in classes:
         model.begin_task(number)
     return model

@@ -22,7 +22,7 @@ def head_alone(dim: int, classes: int) -> Any:
 def frozen_model(dim: int, tasks: Sequence[Sequence[int]]) -> Model:
     """A ViT of one block for images of 8 pixels, without prompt, whose head has the rows of the tasks' classes."""
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=dim, depth=1, num_heads=2, num_classes=0)
-    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(prompt_config(), 0), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.5,) * 3), Prompt(prompt_config(), 0), Head(dim, 0), "fp32")
     for classes in tasks:
         model.begin_task(len(classes))
     return model

@@ -21,7 +21,7 @@ from task.data.load import load_dataset
 from task.inference import Classifier, ModelError, Predictor, load_predictor
 from task.methods import load_class
 from task.models.metadata import MODEL, ModelMetadata
-from task.models.model import Model, build_model
+from task.models.model import Head, Model, build_model
 from task.models.vit import ViT
 from task.models.weights import build_vit
 from task.prompt_kinds import PROMPTS
@@ -97,7 +97,7 @@ def small(prompt: str) -> Predictor:
     torch.manual_seed(0)
     vit = VisionTransformer(img_size=16, patch_size=8, embed_dim=16, depth=depth, num_heads=2, num_classes=0)
     backbone = ViT(vit, (0.2, 0.3, 0.4), (0.5, 0.6, 0.7))
-    model = Model(backbone, load_class(PROMPTS[prompt].path)(config, 16), 0, "fp32")
+    model = Model(backbone, load_class(PROMPTS[prompt].path)(config, 16), Head(16, 0), "fp32")
     for classes in (4, 3):
         model.begin_task(classes)
     # larger rows, and prompts that matter: else all probabilities are nearly equal

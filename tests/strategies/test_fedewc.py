@@ -14,7 +14,7 @@ from strategies.fedewc import FedEWC
 from task.config.parsing import parse
 from task.message import Packet
 from task.models.feature_cache import Inputs
-from task.models.model import Model
+from task.models.model import Head, Model
 from task.models.resnet import load_resnet18
 from task.prompts.base import Prompt
 from task.prototypes import statistics
@@ -49,7 +49,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_single_images(
 
 
 def test_fisher_of_a_resnet_leaves_running_statistics_alone():
-    model = Model(load_resnet18("random", 8), Prompt(prompt_config(), 0), 0, "fp32", trains_backbone=True)
+    model = Model(load_resnet18("random", 8), Prompt(prompt_config(), 0), Head(512, 0), "fp32", trains_backbone=True)
     model.begin_task(2)
     model.eval()
     before = model.packed_backbone().detach().clone()

@@ -10,7 +10,7 @@ from task.config.parsing import parse
 from task.keys import ConfigError
 from task.message import Packet
 from task.models.evaluation import extract_features
-from task.models.model import Model, build_model
+from task.models.model import Head, Model, build_model
 from task.models.resnet import load_resnet18
 from task.prompts.base import Prompt
 from tests.helpers.prompts import prompt_config
@@ -35,7 +35,7 @@ def test_order_of_the_packed_array_is_that_of_the_state_dict():
 
 
 def test_running_statistics_of_a_resnet_travel_and_counters_do_not():
-    model = Model(load_resnet18("random", 0), Prompt(prompt_config(), 0), 0, "fp32", trains_backbone=True)
+    model = Model(load_resnet18("random", 0), Prompt(prompt_config(), 0), Head(512, 0), "fp32", trains_backbone=True)
     state = model.trained_backbone.network.state_dict()
     floats = [value for value in state.values() if value.is_floating_point()]
     assert len(floats) < len(state)

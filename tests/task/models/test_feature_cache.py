@@ -16,7 +16,7 @@ from task.config.parsing import parse
 from task.models import feature_cache as queries
 from task.models.evaluation import confusion_counts, extract_features
 from task.models.feature_cache import BatchCache, cached_query
-from task.models.model import Model, build_model
+from task.models.model import Head, Model, build_model
 from task.models.vit import Early, ViT
 from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt
@@ -266,10 +266,10 @@ def test_queries_belong_to_their_images_backbone_and_precision(tiny):
 
 def test_a_backbone_that_trains_has_no_known_query():
     vit = VisionTransformer(img_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=3, num_classes=0)
-    model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), Prompt(prompt_config(), 0), 0, "fp32")
+    model = Model(ViT(vit, (0.5,) * 3, (0.25,) * 3), Prompt(prompt_config(), 0), Head(12, 0), "fp32")
     images = np.zeros((4, 8, 8, 3), np.uint8)
     assert cached_query(model, images, np.arange(4)) is not None
-    model = Model(model.backbone, Prompt(prompt_config(), 0), 0, "fp32", trains_backbone=True)
+    model = Model(model.backbone, Prompt(prompt_config(), 0), Head(12, 0), "fp32", trains_backbone=True)
     assert cached_query(model, images, np.arange(4)) is None
     assert model.features(queries.prepare(images, model.backbone)).requires_grad
 
@@ -296,13 +296,16 @@ def test_queries_belong_to_the_blocks_whose_tokens_they_hold() -> None:
     backbone, prompt = ViT(vit, (0.5,) * 3, (0.25,) * 3), Prompt(prompt_config(), 0)
     images = np.random.default_rng(0).integers(0, 255, (4, 8, 8, 3), np.uint8)
     first, second = (
-        cached_query(Model(backbone, prompt, 0, "fp32", early=[Early(block)]), images, np.arange(4)) for block in (0, 1)
+        cached_query(Model(backbone, prompt, Head(12, 0), "fp32", early=[Early(block)]), images, np.arange(4))
+        for block in (0, 1)
     )
     assert first is not None
     assert second is not None
     assert first.shape == second.shape == (4, 24)
     same = [torch.equal(first[:, part], second[:, part]) for part in (slice(12), slice(12, 24))]
     assert sorted(same) == [False, True]
-    patches = cached_query(Model(backbone, prompt, 0, "fp32", early=[Early(1, patches=True)]), images, np.arange(4))
+    patches = cached_query(
+        Model(backbone, prompt, Head(12, 0), "fp32", early=[Early(1, patches=True)]), images, np.arange(4)
+    )
     assert patches is not None
     assert not torch.allclose(patches[:, 12:], second[:, 12:], atol=1e-3)
