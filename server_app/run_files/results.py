@@ -266,7 +266,7 @@ class Results:
             "per_class_accuracy": self.per_class,
             "confusion": self.confusion,
             **({"correct_images": self.correct_images} if self.correct_images else {}),
-            "federated_bias": self._bias(),
+            "federated_bias": {"response_entropies": self.entropies, "prototype_distance": self.distances},
             "clients": self.clients,
             "metrics": self._metrics(),
             "communication": self._communication(),
@@ -284,10 +284,6 @@ class Results:
         rows = [[row[j] for j in tested if j <= i] for i, row in enumerate(self.matrix)]
         known = [[a for a in row if a is not None] for row in rows]
         return [mean_or_none(k) if len(k) == len(r) else None for k, r in zip(known, rows, strict=True)]
-
-    def _bias(self) -> dict[str, list[Any]]:
-        """By task: entropies of the local models' responses, and the distance of their prototypes."""
-        return {"response_entropies": self.entropies, "prototype_distance": self.distances}
 
     def _metrics(self) -> dict[str, float]:
         tasks = len(self.samples)

@@ -188,7 +188,7 @@ class ViT(Backbone):
         read = dict[Early, Tensor]()
 
         def keep(feature: Early, tokens: Tensor) -> None:
-            token = self._mean_patch(tokens) if feature.patches else tokens[:, 0]
+            token = tokens[:, self.vit.num_prefix_tokens :].mean(dim=1) if feature.patches else tokens[:, 0]
             read[feature] = F.layer_norm(token, token.shape[-1:])
 
         with ExitStack() as stack:
@@ -197,9 +197,6 @@ class ViT(Backbone):
                 hook = block.register_forward_hook(lambda _, __, tokens, feature=feature: keep(feature, tokens))
                 stack.callback(hook.remove)
             yield read
-
-    def _mean_patch(self, tokens: Tensor) -> Tensor:
-        return tokens[:, self.vit.num_prefix_tokens :].mean(dim=1)
 
     @contextmanager
     def _prompting(self, prompted: PromptVectors, projects: bool) -> Iterator[None]:
