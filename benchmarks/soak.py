@@ -26,8 +26,7 @@ import psutil
 from benchmarks.soak_client import SHARE, fails
 from server_app.run_files.paths import project_folder, read_results
 from server_app.run_keys import complete_run_keys, read_words
-from server_app.simulation.cluster import POLL
-from server_app.simulation.processes import interruptible
+from server_app.simulation.processes import POLL, interruptible
 from server_app.simulation.superlink import FlowerRun, default_workers
 from task.config.parsing import parse
 from task.message import Scalar

@@ -24,8 +24,8 @@ from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.paths import FINISHED, lock_folder, mark_failed
 from server_app.run_files.writers import origin
 from server_app.run_keys import require_files, run_path
-from server_app.simulation.cluster import POLL
 from server_app.simulation.processes import (
+    POLL,
     ask_to_end,
     end_processes,
     find_marked,

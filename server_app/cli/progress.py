@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from server_app.rounds.progress import describe_round
-from server_app.simulation.cluster import POLL
+from server_app.simulation.processes import POLL
 from server_app.transport import base
 
 # loggers that say how far the first pass over a data set is, and how many clients have answered in a round

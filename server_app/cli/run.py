@@ -29,8 +29,8 @@ from server_app.run_files.paths import (
 )
 from server_app.run_files.tensorboard import require_tensorboard
 from server_app.run_keys import complete_run_keys, load_datasets, read_words, require_files, require_listed
-from server_app.simulation.cluster import ADDRESS, POLL, Cluster, cluster_address, examine_cluster
-from server_app.simulation.processes import Interrupted, interruptible, last_lines
+from server_app.simulation.cluster import ADDRESS, Cluster, cluster_address, examine_cluster
+from server_app.simulation.processes import POLL, Interrupted, interruptible, last_lines
 from server_app.simulation.superlink import RAY_TIMED_OUT, FlowerRun, default_workers, ray_timed_out
 from task.config.parsing import parse
 from task.config.schema import APPEARING, Config, known_keys

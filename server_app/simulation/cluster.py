@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from server_app.errors import LaunchError
-from server_app.simulation.processes import end_processes, last_lines, start_process
+from server_app.simulation.processes import POLL, end_processes, last_lines, start_process
 from task.message import Scalar
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable
 PATIENCE = 300.0  # seconds for every node of a cluster to answer: it imports torch and reads the data
 CONNECT_TIMEOUT = 10.0  # seconds
-POLL = 0.2  # seconds
 ADVICE = {
     "code": "its code in {project} is not that of this machine: copy the folder there",
     "versions": "its versions are not those of this machine ({theirs} there; {ours} here): install the same",

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import psutil
 
+POLL = 0.2  # seconds between two looks at what runs
+
 
 class Interrupted(KeyboardInterrupt):
     """A signal asked the run to end; ``number`` is the signal's."""

@@ -20,8 +20,8 @@ from typing import Any, Self
 
 from server_app.errors import LaunchError
 from server_app.run_files.on_end import SUPERVISED
-from server_app.simulation.cluster import ADDRESS, POLL, Cluster
-from server_app.simulation.processes import end_processes, last_lines, start_process
+from server_app.simulation.cluster import ADDRESS, Cluster
+from server_app.simulation.processes import POLL, end_processes, last_lines, start_process
 from server_app.simulation.watchdog import start_watchdog
 from task.config.schema import Config
 from task.message import Scalar
