@@ -31,10 +31,10 @@ class AbsentNode:
 
 
 def wait_for_nodes(transport: Transport, expected: int, patience: float, minimum: int | None = None) -> list[int]:
-    """Wait for ``expected`` nodes to connect, if 0 until none has come for SETTLED seconds; returns their handles.
+    """Wait for ``expected`` nodes to connect; with 0, until no further one has come for SETTLED seconds.
 
-    Waiting ends after ``patience`` seconds without a new node, at least START_TIMEOUT for the first one; ``minimum``
-    nodes are enough then, ``expected`` if it is not given.
+    Waiting ends after ``patience`` seconds without a new node, at least START_TIMEOUT for the first one; with
+    ``minimum`` given, so many are enough then. Returns the nodes' handles.
 
     Raises:
         RunError: too few nodes.

@@ -23,10 +23,11 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
     Optional are class names, split [N] (1 = test), and groups [N], whole numbers or texts: images of one group, such as
     those of one patient, are either training or test images, all of them.
 
-    ``path`` is an .npz file, of which these are read into memory, or a folder of images.npy, labels.npy, split.npy,
-    groups.npy and class_names.txt (one name per line), whose images are memory-mapped: only those that are used are
-    read. Without a split a fifth of each class is held out at random. With ``by_content`` about a fifth is held out by
-    a digest of each image, or of its group, so that training images stay training images when the file grows.
+    ``path`` is an .npz file, whose arrays of these names are read into memory, or a folder of images.npy, labels.npy,
+    split.npy, groups.npy and class_names.txt (one name per line), whose images are memory-mapped: only those that are
+    used are read. Without a split a fifth of each class is held out at random. With ``by_content`` about a fifth is
+    held out by a digest of each image, or of its group, so that training images stay training images when the file
+    grows.
 
     Raises:
         ConfigError: missing, unreadable, of the wrong shapes or types, names, groups or split that do not fit the

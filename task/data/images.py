@@ -251,7 +251,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _read_tags(file: Image.Image, picture: Image.Image) -> Image.Image:
-    """The ``picture`` of a file, as a TIFF's tags mean grey of more than 8 bits; Pillow does not look at them there.
+    """The ``picture`` of a file, or, of a TIFF with grey of more than 8 bits, what its tags mean: Pillow ignores them.
 
     White may be the lowest number, and numbers of 32 bits may have no sign.
     """
