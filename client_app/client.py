@@ -57,7 +57,7 @@ def _answer_without_lost_files(handler: Callable[[Request], Packet], request: Re
     except UnreadableImage:
         if not request.config.own_data:
             raise
-    request.list_images(request.listed_images())
+    request.scan_images(request.last_scan())
     try:
         return handler(request)
     except UnreadableImage as error:
@@ -105,7 +105,7 @@ def _count_partition(request: Request) -> Packet:
 
 def _count_own_images(request: Request) -> Packet:
     """Training and test images of each class that this node holds."""
-    inventory = request.list_images()
+    inventory = request.scan_images()
     dataset = open_inventory(inventory, image_size(request.config), request.config.max_image_pixels)
     labels_by_name = {"class_counts": dataset.train_labels, "test_counts": dataset.test_labels}
     counts = {n: np.bincount(labels, minlength=len(dataset.class_names)) for n, labels in labels_by_name.items()}
@@ -124,7 +124,7 @@ def _count_own_images(request: Request) -> Packet:
 def _load_scenario(request: Request) -> Scenario:
     if not request.config.own_data:
         return build_scenario(request.config)
-    inventory = request.listed_images() or request.list_images()
+    inventory = request.last_scan() or request.scan_images()
     plan, side = TaskPlan.read(request.packet.config), request.number("image-size")
     return build_scenario(request.config, plan, inventory, side)
 

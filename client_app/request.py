@@ -34,12 +34,12 @@ class Request:
         """The client's name."""
         return client_name(self.config, self.node)
 
-    def list_images(self, previous: Inventory | None = None) -> Inventory:
+    def scan_images(self, previous: Inventory | None = None) -> Inventory:
         """Scan the node's own images; with an earlier list, find which images of that list have been lost."""
         config, folder = self.config, own_data_dir(self.config, self.node)
         share, max_pixels = config.unreadable_share, config.max_image_pixels
         return scan_images(folder, state_dir(config, self.node), share, self.node.run, previous, max_pixels)
 
-    def listed_images(self) -> Inventory | None:
-        """The list of the last scan in this run."""
+    def last_scan(self) -> Inventory | None:
+        """The list of the last scan in this run; None if there is none."""
         return load_inventory(own_data_dir(self.config, self.node), state_dir(self.config, self.node), self.node.run)
