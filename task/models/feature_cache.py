@@ -154,13 +154,13 @@ def batches(positions: np.ndarray) -> list[np.ndarray]:
 
 
 def store_queries(model: Model, dataset: Dataset) -> bool:
-    """Compute and store the queries that are not on disk yet; returns whether this run takes its queries from disk.
+    """Compute and store what is not on disk yet of the queries that a model reuses; returns whether any lie there.
 
     Raises:
         ConfigError: they cannot be stored.
     """
     parts = [resolve_source(images, np.empty(0, np.int64))[0] for images in (dataset.train_images, dataset.test_images)]
-    stored = [images for images in parts if model.reuses_query and _kept_on_disk(model, images)]
+    stored = [images for images in parts if _kept_on_disk(model, images)]
     for images in stored:
         _table(model, images)
     return bool(stored)

@@ -237,7 +237,7 @@ class Model(nn.Module):
     @property
     def adapts(self) -> bool:
         """Whether the prompt learns in the first task only, so that f(x) of a test image never changes afterwards."""
-        return self.local_head is not None and self.prompted
+        return self.local_head is not None
 
     @property
     def reuses_query(self) -> bool:
