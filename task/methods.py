@@ -93,7 +93,7 @@ def register(name: str) -> None:
             f"method = {name!r} cannot be imported ({error}): write module:object, and name the module's folder in "
             "PYTHONPATH."
         ) from error
-    if not isinstance(row, Method) or row.name in METHODS:
+    if not isinstance(row, Method) or row.name in {known.name for known in METHODS.values()}:
         raise ConfigError(f"method = {name!r} must be a Method of task.methods with a name that is not taken.")
     if unknown := [prompt for prompt in row.prompts if prompt not in PROMPTS]:
         raise ConfigError(

@@ -17,6 +17,7 @@ from server_app.transport.in_process import InProcessTransport
 from strategies.base import Strategy
 from task.config.parsing import parse, parse_text
 from task.keys import ConfigError, key
+from task.method_options import Options
 from task.methods import METHODS
 from task.models.model import Model
 from tests.strategies.outside_method import ROW, MeansAsHead, PulledOptions
@@ -123,6 +124,14 @@ def test_its_keys_are_checked_as_all_others() -> None:
 def test_what_is_no_method_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"method = '{name}'"):
         parse({"method": name})
+
+
+def test_two_methods_of_one_name_would_share_their_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    twin = "tests.strategies.outside_method:TWIN"
+    monkeypatch.setattr(tests.strategies.outside_method, "TWIN", replace(ROW, options=Options), raising=False)
+    parse({"method": NAME})
+    with pytest.raises(ConfigError, match=f"method = '{twin}' must be a Method .* name that is not taken"):
+        parse({"method": twin})
 
 
 @pytest.mark.parametrize("text", ["ROW = (", "raise RuntimeError('no licence')"])
