@@ -24,6 +24,7 @@ from task.config.parsing import parse, reads_key
 from task.config.schema import OF_THE_SERVER, Config, defaults, keys_affecting, known_keys
 from task.keys import ConfigError, did_you_mean
 from task.message import Scalar
+from task.methods import register
 
 _ENTRIES = {
     "title": str,
@@ -344,10 +345,10 @@ def _merge_keys(layers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
                 raise ConfigError(f"{name} is no run key of {layer}: the suite's seeds and output-dir set it.")
             if owners.get(name, "common") != "common":
                 raise ConfigError(f"{name} is set by {owners[name]} and by {layer}.")
-            owners[name] = layer
-            key = known_keys().get(name)
-            merged[name] = key.from_text(value) if key and isinstance(value, str) else value
-    return merged
+            owners[name], merged[name] = layer, value
+    register(str(merged.get("method", "")))  # one from outside adds keys
+    known = known_keys()
+    return {n: known[n].from_text(v) if n in known and isinstance(v, str) else v for n, v in merged.items()}
 
 
 def _refuse_duplicates(runs: Sequence[PlannedRun]) -> None:

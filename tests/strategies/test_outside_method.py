@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 import tests.strategies.outside_method
+from server_app.bench.suite import read_suite
 from server_app.cli.main import main
 from server_app.errors import RunError
 from server_app.rounds.run import run_experiment
@@ -116,6 +117,14 @@ def test_its_keys_are_checked_as_all_others() -> None:
         parse({"method": NAME, "pulled-pull": -1})
     with pytest.raises(ConfigError, match=r"pulled-pull = 2.0 would be ignored.*'pulled'"):
         parse({"method": "hgp", "pulled-pull": 2.0})
+
+
+def test_a_suite_reads_its_keys_as_all_others(tmp_path: Path) -> None:
+    """YAML takes 1e-3 for text."""
+    variant = f"{{label: a, method: '{NAME}', pulled-pull: 1e-3}}"
+    path = tmp_path / "suite.yaml"
+    path.write_text(f"title: Pulled\noutput-dir: {tmp_path}\nseeds: [0]\nvariants: [{variant}]\n")
+    assert read_suite(path, {}).runs[0].config.options.pull == 0.001
 
 
 @pytest.mark.parametrize(
