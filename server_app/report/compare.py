@@ -32,6 +32,7 @@ PROBLEM = (
     *("partition", "dirichlet-beta", "dirichlet-min-size", "classes-per-client", "class-share", "split-ratio"),
     *("category-ratio", "imbalance-ratio", "consensus-rate"),
 )
+NO_KEYS = ("backbone-sha256", "data-sha256", "code-sha256", "server-code-sha256", "git-revision")  # of config.yaml
 WALL = " (wall)"  # marks core-minutes that are minutes of the clock
 NOTE = (
     "Mean ± sample standard deviation over seeds. Only finished runs are included: one that stopped early has had "
@@ -155,7 +156,7 @@ def _group_by_keys(runs: Sequence[Run]) -> list[Group]:
         rivals = [run for run in runs if run.data_name == dataset]
         differing = [
             *(name for name in PROBLEM if _differ(name, [run for run in rivals if _reads(run, name)])),
-            *(name for name in known_keys() if name not in (*PROBLEM, *same_protocol) and _differ(name, family)),
+            *(name for name in _run_keys(family) if name not in (*PROBLEM, *same_protocol) and _differ(name, family)),
         ]
         for run in family:
             read = [name for name in differing if name not in PROBLEM or _reads(run, name)]
@@ -163,6 +164,15 @@ def _group_by_keys(runs: Sequence[Run]) -> list[Group]:
             label = f"{method} ({settings})" if settings else method
             groups.setdefault((dataset, label), Group(dataset, label, [])).runs.append(run)
     return list(groups.values())
+
+
+def _run_keys(family: Sequence[Run]) -> list[str]:
+    """All run keys; of a method from outside that is unknown here, those too that its runs have recorded."""
+    known = list(known_keys())
+    if family[0].results["method"] in METHODS:
+        return known
+    recorded = dict.fromkeys(name for run in family for name in run.settings if "." not in name)
+    return [*known, *(name for name in recorded if name not in known and name not in NO_KEYS)]
 
 
 def _reads(run: Run, name: str) -> bool:

@@ -793,6 +793,20 @@ def test_settings_that_differ_part_the_groups(make_run):
     }
 
 
+def test_keys_of_a_method_from_outside_part_its_groups(make_run):
+    """The report does not import the method; what else config.yaml says is no key."""
+    saved = {"a": (0.1, "1"), "b": (5.0, "1"), "c": (5.0, "2")}
+    folders = [
+        make_run(name, method="mine:ROW", config={"mine-pull": pull, "git-revision": code, "versions": {"torch": code}})
+        for name, (pull, code) in saved.items()
+    ]
+    groups = group_runs([load_run(folder) for folder in folders])
+    assert {g.label: [r.folder.name for r in g.runs] for g in groups} == {
+        "mine:ROW (mine-pull 0.1)": ["a"],
+        "mine:ROW (mine-pull 5.0)": ["b", "c"],
+    }
+
+
 def test_rounds_of_adaptation_are_told_as_they_were_asked_for(make_run):
     saved = {"none": ("none", 0), "auto": ("lora", 0), "three": ("lora", 3)}
     folders = [
