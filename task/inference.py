@@ -16,7 +16,6 @@ from task.config.schema import Config
 from task.data.images import MAX_PIXELS, fit_image, read_rgb, to_rgb
 from task.keys import ConfigError, ModelError
 from task.message import Arrays
-from task.methods import register
 from task.models.device import resolve_device
 from task.models.feature_cache import BATCH
 from task.models.load import build_backbone
@@ -161,7 +160,6 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
             arrays = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
         if spoiled := [name for name, a in arrays.items() if a.dtype.kind == "f" and not np.isfinite(a).all()]:
             raise ValueError(f"{spoiled[0]} holds values that are not finite")
-        register(str(metadata.config.get("method")))
         return arrays, metadata, parse(metadata.config)
     except OSError as error:
         raise ModelError(
