@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from strategies.averaging import WeightedMean
+from strategies.averaging import BLOCK, WeightedMean
 from strategies.base import Strategy, Update
 from task.config.parsing import parse
 from task.message import Arrays
@@ -40,9 +40,13 @@ def test_fedavg_weighs_by_images_or_not_at_all(mean, expected, tiny):
 
 
 def test_weighted_mean_leaves_equal_arrays_alone_bit_for_bit():
-    """Shares such as 1/3 do not sum to 1 exactly; every float32, large, small or subnormal, must come out as it was."""
+    """Shares such as 1/3 do not sum to 1 exactly; every float32, large, small or subnormal, must come out as it was.
+
+    There are more of them than are summed at once.
+    """
     rng = np.random.default_rng(0)
-    array = np.exp(rng.uniform(-100, 88, 5000)) * rng.choice([-1, 1], 5000)
+    number = BLOCK + 5000
+    array = np.exp(rng.uniform(-100, 88, number)) * rng.choice([-1, 1], number)
     array = array.astype(np.float32)
     array[:4] = np.finfo(np.float32).max, np.finfo(np.float32).tiny, np.finfo(np.float32).smallest_subnormal, 0
     for weights in ([1, 1, 1], [3, 7, 11], rng.integers(1, 900, 49), [1e-3, 0, 1e9]):
