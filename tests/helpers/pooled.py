@@ -70,7 +70,8 @@ def numpy_regularised(run: Pooled, share: float, shrinkage: float) -> np.ndarray
 
 def check_regularised(run: Pooled, bound: float = 1e-5) -> None:
     """Up to what all classes of an image have in common; in float64, so that the solution alone is compared."""
-    expected = numpy_regularised(run, share=0.1, shrinkage=run.results["rounds"][-1]["server"]["shrinkage"])
+    shrinkage = run.results["rounds"][-1]["server"]["shrinkage"]
+    expected = numpy_regularised(run, run.config.options.own_covariance, shrinkage)
     with torch.no_grad():
         raw = torch.from_numpy(run.test_features)  # projected already
         head = run.model.head.double()

@@ -71,7 +71,7 @@ def test_the_model_is_the_centralised_discriminant(partition: str, tiny: Values)
 @pytest.mark.parametrize("partition", SPLITS)
 def test_the_model_is_the_centralised_regularised_discriminant(partition: str, tiny: Values) -> None:
     """With room for all directions of each class: 112 features, at most 40 images."""
-    keys = EXACT | {"afcl-head": "regularised", "afcl-rank": 40}
+    keys = EXACT | {"afcl-head": "regularised", "afcl-rank": 40, "afcl-own-covariance": 0.3}
     check_regularised(Pooled(tiny | PARTITIONS[partition] | keys))
 
 
@@ -204,10 +204,27 @@ def test_a_client_counts_once_per_task_and_an_unreported_class_never_wins() -> N
     assert np.allclose(model.head.weight.detach(), expected, atol=1e-5)
 
 
-def test_a_round_without_reports_changes_nothing() -> None:
-    model, context = head_alone(4, 2), RoundContext(Schedule([[4, 9]], 2), 1)
+def test_a_class_that_nobody_reports_leaves_the_others_as_they_are() -> None:
+    """The scatter of twelve images of two classes is divided by 12 - 2, also where a third class is known."""
+    features, heads = np.random.default_rng(2).normal(size=(12, 4)).astype(np.float32), []
+    for classes in ([4, 9], [4, 9, 1]):
+        server = AFCL(parse(EXACT | {"afcl-head": "discriminant", "afcl-shrinkage": 0.1}))
+        model = head_alone(4, len(classes))
+        server.refine(model, [update("a", features, [4, 9] * 6)], RoundContext(Schedule([classes], 1), 1))
+        heads.append(model.head)
+    assert torch.equal(heads[0].weight, heads[1].weight[:2])
+    assert torch.equal(heads[0].bias, heads[1].bias[:2])
+
+
+def test_rounds_without_reports_change_nothing_and_a_task_of_them_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, server, schedule = head_alone(4, 2), AFCL(parse(EXACT)), Schedule([[4, 9]], 2)
     before = model.head.weight.clone()
-    assert AFCL(parse(EXACT)).refine(model, [Update("a", 3, {}, {})], context) == {}
+    for server_round in (1, 2):
+        assert not caplog.messages
+        assert server.refine(model, [Update("a", 3, {}, {})], RoundContext(schedule, server_round)) == {}
+    assert caplog.messages == ["no client has reported a class: the head is still as it was drawn"]
     assert torch.equal(model.head.weight, before)
 
 
