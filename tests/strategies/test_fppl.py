@@ -108,8 +108,8 @@ def test_unified_loss_equals_float64_numpy():
 
 
 def test_the_local_loss_adds_both_terms(tiny):
-    """Eq. 8 on a real model in its second task: prototypes of rows 6 and 8 only, images of rows 6, 7, 8."""
-    config = parse(tiny | {"method": "fppl"})
+    """Eq. 8 on a real model in its second task: prototypes of rows 6 and 8 only, images of rows 6, 7, 8; tau = 0.5."""
+    config = parse(tiny | {"method": "fppl", "fppl-tau": 0.5})
     model = build_model(config, [6, 6])
     rng = np.random.default_rng(2)
     sent = {"rows": np.array([8, 6]), "means": rng.normal(size=(2, model.backbone.dim)).astype(np.float32)}
@@ -123,7 +123,7 @@ def test_the_local_loss_adds_both_terms(tiny):
         f = model.features(images).double().numpy()
         z = model(images).double().numpy()[:, 6:]
     cross_entropy = -np.log(softmax(z, axis=1)[np.arange(3), [0, 1, 2]]).mean()
-    p = softmax(unit(f) @ unit(sent["means"].astype(np.float64)).T / 0.2, axis=1)
+    p = softmax(unit(f) @ unit(sent["means"].astype(np.float64)).T / 0.5, axis=1)
     assert float(loss.detach()) == pytest.approx(cross_entropy - (np.log(p[0, 1]) + np.log(p[2, 0])) / 3, rel=1e-4)
     assert logits.shape == (3, 6)
     bare, _ = FPPLObjective(config, Packet()).loss(model, Inputs(images), targets)

@@ -33,14 +33,14 @@ def rng(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def update(client, n, class_ids, counts, means, variances, arrays=None):
+def update(client, n, class_ids, counts, means, variances):
     statistics = {
         "class_ids": np.array(class_ids, np.int64),
         "counts": np.array(counts, np.int64),
         "means": np.array(means, np.float32),
         "variances": np.array(variances, np.float32),
     }
-    return Update(client, n, arrays if arrays is not None else {"a": np.zeros(1, np.float32)}, statistics)
+    return Update(client, n, {}, statistics)
 
 
 def small_model(tasks: int) -> Model:
@@ -143,35 +143,35 @@ def test_participation_weighs_clients_over_several_rounds():
 
 
 def test_merged_prototypes_use_the_same_weights():
-    """Round 2 of a (n = 10, rho = 2) and round 1 of b (n = 30): omega 20 and 30.
+    """Round 2 of a (n = 10, rho = 2) and round 1 of b (n = 30): omega 20, for both of a's classes, and 30.
 
     Class 7: mean (20 * 1 + 30 * 6) / 50 = 4, square (20 * (1 + 2) + 30 * (36 + 4)) / 50 = 25.2, variance 9.2.
     """
     strategy, model = PIP(parse({"method": "pip"})), small_model(1)
-    first = update("a", 10, [7, 2], [5, 5], [[3.0], [8.0]], [[1.0], [1.0]], model.export())
+    first = update("a", 10, [7, 2], [5, 5], [[3.0], [8.0]], [[1.0], [1.0]])
     second = [
-        update("a", 10, [7], [10], [[1.0]], [[2.0]], model.export()),
-        update("b", 30, [7], [30], [[6.0]], [[4.0]], model.export()),
+        update("a", 10, [7, 4], [5, 5], [[1.0], [9.0]], [[2.0], [3.0]]),
+        update("b", 30, [7], [30], [[6.0]], [[4.0]]),
     ]
     assert strategy.broadcast(RoundContext(SCHEDULE, 1)) == {}
     for number, updates in ((1, [first]), (2, second)):
         metrics = strategy.refine(model, updates, RoundContext(SCHEDULE, number))
     sent = strategy.broadcast(RoundContext(SCHEDULE, 3))
-    assert metrics == {"prototypes": 2}
-    assert sent["rows"].tolist() == [1, 0]  # of classes 2 and 7; nobody reported class 2 in round 2: it stays
-    assert sent["means"].ravel().tolist() == pytest.approx([8, 4])
-    assert sent["variances"].ravel().tolist() == pytest.approx([1, 9.2])
+    assert metrics == {"prototypes": 3}
+    assert sent["rows"].tolist() == [1, 2, 0]  # of classes 2, 4 and 7; nobody reported class 2 in round 2: it stays
+    assert sent["means"].ravel().tolist() == pytest.approx([8, 9, 4])
+    assert sent["variances"].ravel().tolist() == pytest.approx([1, 3, 9.2])
     assert [sent[n].dtype for n in ("rows", "means", "variances")] == [np.int64, np.float32, np.float32]
 
 
 def test_prototypes_of_an_ended_task_are_not_sent():
     strategy, model = PIP(parse({"method": "pip"})), small_model(1)
-    old = update("a", 4, [7, 2], [2, 2], [[3.0], [8.0]], [[1.0], [1.0]], model.export())
+    old = update("a", 4, [7, 2], [2, 2], [[3.0], [8.0]], [[1.0], [1.0]])
     strategy.refine(model, [old], RoundContext(SCHEDULE, 3))
     assert strategy.broadcast(RoundContext(SCHEDULE, 4)) == {}
     assert strategy.refine(model, [], RoundContext(SCHEDULE, 4)) == {"prototypes": 0}
     assert strategy.broadcast(RoundContext(SCHEDULE, 5)) == {}
-    new = update("a", 4, [5], [4], [[1.0]], [[1.0]], model.export())
+    new = update("a", 4, [5], [4], [[1.0]], [[1.0]])
     strategy.refine(model, [new], RoundContext(SCHEDULE, 5))
     assert strategy.broadcast(RoundContext(SCHEDULE, 6))["rows"].tolist() == [3]
 
@@ -183,8 +183,8 @@ def test_a_single_image_borrows_its_classs_variance():
     """
     strategy, model = PIP(parse({"method": "pip"})), small_model(1)
     both = [
-        update("a", 10, [7], [10], [[0.0]], [[4.0]], model.export()),
-        update("b", 1, [7], [1], [[2.0]], [[0.0]], model.export()),
+        update("a", 10, [7], [10], [[0.0]], [[4.0]]),
+        update("b", 1, [7], [1], [[2.0]], [[0.0]]),
     ]
     strategy.refine(model, both, RoundContext(SCHEDULE, 1))
     assert float(strategy.prototypes["variances"][0, 0]) == pytest.approx(4 + 40 / 121)
@@ -240,11 +240,11 @@ def sent_prototypes():
 @pytest.mark.parametrize(("logits", "first"), [("current", 3), ("seen", 0)])
 def test_injected_features_go_through_the_head_with_their_own_classes(logits, first):
     """Loss, gradient and targets against float64; head rows 3 and 4 are classes 5 and 0."""
-    model, method = small_model(2), objective(sent_prototypes(), **{"pip-logits": logits})
+    model, method = small_model(2), objective(sent_prototypes(), **{"pip-logits": logits, "pip-copies": 3})
     model.head.weight.data = torch.randn(5, D, generator=rng(4))
     data = LocalData(np.empty(0), np.empty(0), np.array([3] * 6), "none")
     method.begin_epoch(model, data, 0, rng(5))
-    sent, steps = sent_prototypes(), torch.rand(6, 2, 1, generator=rng(5)).double().numpy()
+    sent, steps = sent_prototypes(), torch.rand(4, 2, 1, generator=rng(5)).double().numpy()
     steps[0] = 0  # the means themselves
     wide = sent["means"].astype(np.float64), np.sqrt(sent["variances"].astype(np.float64))
     injected = np.concatenate([wide[0] + step * wide[1] for step in steps])
@@ -253,7 +253,7 @@ def test_injected_features_go_through_the_head_with_their_own_classes(logits, fi
     loss, answers = method.loss(model, Inputs(images), rows)
     real = model.features(images).detach().double().numpy()
     expected = numpy_loss(
-        model, np.concatenate([real, injected]), np.array([0] * 6 + [1, 0] * 6) + 3 - first, slice(first, 5)
+        model, np.concatenate([real, injected]), np.array([0] * 6 + [1, 0] * 4) + 3 - first, slice(first, 5)
     )
     assert float(loss.detach()) == pytest.approx(expected - 0.25, rel=1e-5)
     assert answers.shape == (6, 2)
