@@ -199,14 +199,6 @@ def test_debiasing_equals_float64_numpy():
     assert np.allclose(head.bias.detach(), w[:, -1], atol=1e-4)
 
 
-def test_defaults_are_the_papers():
-    """Section 3 of the specification: tau 0.2; 5 epochs, Adam 1e-3, batch 128; L_p = 20, blocks 1-5; batch 128."""
-    config = parse({"method": "fppl"})
-    assert config.options == FPPLOptions(0.2, 5, 128, 1e-3)
-    assert (config.prompt, config.prompt_length, config.blocks()) == ("fused", 20, [0, 1, 2, 3, 4])
-    assert (config.batch_size, config.learning_rate, config.optimizer, config.local_epochs) == (128, 1e-3, "adam", 5)
-
-
 def test_a_class_without_prototype_does_not_compete():
     """Class 2, head row 1, is reported by nobody: its row stays, and the others learn as if it were not there."""
     options, prototypes = FPPLOptions(), torch.randn(4, D, generator=torch.Generator().manual_seed(0))

@@ -12,7 +12,6 @@ from strategies.hgp import HGP
 from strategies.rebalancing import (
     RebalanceSettings,
     mixture_weights,
-    normalise_logits,
     rebalance,
     replace_class_gaussians,
 )
@@ -34,7 +33,7 @@ def gaussians(class_ids, counts, seed=0, dim=D):
     return Gaussians(torch.tensor(class_ids), torch.tensor(counts), means, deviations, torch.zeros(P, 0, dim))
 
 
-def update(client, class_ids, counts, seed, arrays=None):
+def update(client, class_ids, counts, seed):
     """A client's answer with the statistics of the classes named; the numbers depend on ``seed``."""
     rng = np.random.default_rng(seed)
     statistics = {
@@ -43,7 +42,7 @@ def update(client, class_ids, counts, seed, arrays=None):
         "means": rng.normal(size=(len(class_ids), D)).astype(np.float32),
         "variances": rng.random((len(class_ids), D)).astype(np.float32),
     }
-    return Update(client, int(sum(counts)), arrays or {}, statistics)
+    return Update(client, int(sum(counts)), {}, statistics)
 
 
 def model_after(tasks: int) -> Model:
@@ -83,13 +82,6 @@ def test_whole_classes_are_replaced():
     assert torch.equal(merged.deviations, torch.cat([bank.deviations[:1], fresh.deviations]))
 
 
-@pytest.mark.parametrize("tau", [0.1, 2.0])
-def test_normalised_logits_by_hand(tau):
-    """[3, 4] has length 5, so [0.6, 0.8] / tau."""
-    assert normalise_logits(torch.tensor([[3.0, 4.0]]), tau).tolist() == [pytest.approx([0.6 / tau, 0.8 / tau])]
-    assert torch.equal(normalise_logits(torch.tensor([[3.0, 4.0]]), 0), torch.tensor([[3.0, 4.0]]))
-
-
 def numpy_loss(w, b, x, y, tau):
     """Cross-entropy of a linear layer, of plain or normalised logits, and its gradient with respect to the logits."""
     logits = x @ w.T + b
@@ -122,7 +114,7 @@ def numpy_rebalance(w, b, sets, orders, options):
     return sum(losses[-per_epoch:]) / len(orders[0])
 
 
-@pytest.mark.parametrize("tau", [0.0, 0.1])
+@pytest.mark.parametrize("tau", [0.0, 0.5])
 @pytest.mark.parametrize("draw", ["epoch", "once"])
 def test_rebalancing_equals_float64_numpy(monkeypatch, draw, tau):
     """Two epochs of 4 steps, the last of them smaller; classes 2, 5, 7 of 4 rows, class 0 not in the bank."""

@@ -32,21 +32,6 @@ def test_given_order_ignores_the_seed():
     assert class_order(4, 9, "given") == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("num_classes", "num_tasks", "sizes"),
-    [
-        (10, 5, [2] * 5),
-        (10, 3, [4, 3, 3]),
-        (11, 3, [4, 4, 3]),
-        (7, 7, [1] * 7),
-        (200, 1, [200]),
-        (100, 8, [13] * 4 + [12] * 4),
-    ],
-)
-def test_sizes_of_tasks(num_classes, num_tasks, sizes):
-    assert [len(t) for t in split_tasks(range(num_classes), num_tasks)] == sizes
-
-
 @given(st.integers(1, 200), st.data())
 def test_split_keeps_the_order_and_is_as_even_as_possible(num_classes, data):
     num_tasks = data.draw(st.integers(1, num_classes))
