@@ -22,12 +22,18 @@ from task.scenario.scenario import build_scenario
 from tests.conftest import TINY
 
 Values = dict[str, Any]
+Change = Callable[[Packet], object]  # of a client's answer, in place
 TWO: Values = TINY | {"num-clients": 2}
 
 
 def settings(folder: Path, name: str) -> Values:
     """Run keys of a run of two clients whose results go below ``folder``."""
     return {**TWO, "output-dir": str(folder), "run-name": name}
+
+
+def set_statistic(name: str, edit: Callable[[np.ndarray], np.ndarray]) -> Change:
+    """A change of one array of an answer's statistics."""
+    return lambda answer: answer.statistics.update({name: edit(answer.statistics[name].copy())})
 
 
 class PowerCutError(BaseException):

@@ -19,15 +19,11 @@ from task.models.preprocessing import prepare
 from task.scenario.class_stream import Schedule
 from task.scenario.client_data import client_task_data
 from task.scenario.scenario import build_scenario
+from tests.helpers.prototypes import mean_update
 from tests.helpers.runs import train_message
 
 D = 4
 SCHEDULE = Schedule([[7, 2], [5, 0]], 2)  # class of head row 0, 1, 2, 3 = 7, 2, 5, 0
-
-
-def update(client, class_ids, counts, means, arrays=None):
-    statistics = {"class_ids": np.array(class_ids), "counts": np.array(counts), "means": np.array(means, np.float32)}
-    return Update(client, sum(counts), arrays or {}, statistics)
 
 
 def test_nearest_is_by_angle_and_not_by_distance():
@@ -183,7 +179,10 @@ def test_fusion_by_hand():
     assert fuse({}, fused, 0.25)["means"].tolist() == [[5], [1]]
 
 
-FIRST = [update("a", [7], [1], [[4] * D]), update("b", [2, 7], [2, 3], [[1] * D, [8] * D])]  # class 7: 28 / 4 = 7
+FIRST = [
+    mean_update("a", [7], [[4] * D], [1]),
+    mean_update("b", [2, 7], [[1] * D, [8] * D], [2, 3]),  # the mean of class 7 is 28 / 4 = 7
+]
 
 
 @pytest.mark.parametrize(("fusion", "seven"), [("tasks", 3), ("rounds", 5)])
@@ -197,11 +196,11 @@ def test_rounds_of_one_task_replace_or_are_mixed(fusion, seven):
     assert strategy.broadcast(RoundContext(SCHEDULE, 1)) == {}
     assert strategy.refine(model, FIRST, RoundContext(SCHEDULE, 1)) == {"prototypes": 2.0}
     assert strategy.broadcast(RoundContext(SCHEDULE, 2)) == {}
-    strategy.refine(model, [update("a", [7], [9], [[3] * D]), Update("b", 3, {}, {})], RoundContext(SCHEDULE, 2))
+    strategy.refine(model, [mean_update("a", [7], [[3] * D], [9]), Update("b", 3, {}, {})], RoundContext(SCHEDULE, 2))
     sent = strategy.broadcast(RoundContext(SCHEDULE, 3))
     assert dict(zip(sent["rows"].tolist(), sent["means"].tolist(), strict=True)) == {1: [1] * D, 0: [seven] * D}
     assert (sent["rows"].dtype, sent["means"].dtype) == (np.int64, np.float32)
-    strategy.refine(model, [update("a", [5, 0], [9, 1], [[3] * D, [2] * D])], RoundContext(SCHEDULE, 3))
+    strategy.refine(model, [mean_update("a", [5, 0], [[3] * D, [2] * D], [9, 1])], RoundContext(SCHEDULE, 3))
     assert sorted(strategy.broadcast(RoundContext(SCHEDULE, 4))["rows"].tolist()) == [0, 1]
 
 
@@ -215,7 +214,7 @@ def test_a_class_that_comes_in_a_later_task_is_mixed_with_its_prototype_of_the_e
         strategy.refine(None, FIRST, RoundContext(SCHEDULE, 1))
         strategy.refine(None, [], RoundContext(SCHEDULE, 2))
         for server_round, mean in ((3, 1), (4, 9)):
-            strategy.refine(None, [update("c", [7], [5], [[mean] * D])], RoundContext(SCHEDULE, server_round))
+            strategy.refine(None, [mean_update("c", [7], [[mean] * D], [5])], RoundContext(SCHEDULE, server_round))
         sent = strategy.broadcast(RoundContext(SCHEDULE, 4))
         assert dict(zip(sent["rows"].tolist(), sent["means"][:, 0].tolist(), strict=True)) == {0: expected, 1: 1}
 

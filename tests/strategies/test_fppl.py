@@ -17,6 +17,7 @@ from task.models.model import Head, build_model
 from task.prompts.fused import FusedPrompt
 from task.scenario.class_stream import Schedule
 from tests.helpers.prompts import prompt_config
+from tests.helpers.prototypes import mean_update
 from tests.helpers.small_models import head_alone
 
 D = 6
@@ -36,12 +37,6 @@ def names(prompt):
 
 def unit(x):
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-
-def update(client, class_ids, means, counts=None, arrays=None):
-    counts = counts or [1] * len(class_ids)
-    statistics = {"class_ids": np.array(class_ids), "counts": np.array(counts), "means": np.array(means, np.float32)}
-    return Update(client, sum(counts), arrays or {}, statistics)
 
 
 def rows(places):
@@ -135,7 +130,7 @@ def test_global_prototypes_are_a_plain_mean_over_holders():
     """Eq. 5: class 7 from 1 and 99 images is the mid-point; counts play no part."""
     strategy, model = FPPL(parse({"method": "fppl"})), head_alone(D, 2)
     assert strategy.broadcast(RoundContext(SCHEDULE, 1)) == {}
-    updates = [update("a", [7, 2], rows([0, 1]), [1, 5]), update("b", [7], rows([2]), [99])]
+    updates = [mean_update("a", [7, 2], rows([0, 1]), [1, 5]), mean_update("b", [7], rows([2]), [99])]
     strategy.refine(model, updates, RoundContext(SCHEDULE, 1))
     sent = strategy.broadcast(RoundContext(SCHEDULE, 2))
     assert sent["rows"].tolist() == [0, 1]
@@ -150,10 +145,10 @@ def test_the_pool_keeps_each_finished_tasks_last_local_prototypes(monkeypatch):
     monkeypatch.setattr("strategies.fppl.debias", lambda head, means, rows, *_: seen.append((means, rows)) or 0.0)
     strategy, model = FPPL(parse({"method": "fppl"})), head_alone(D, 4)
     reports = [
-        [update("a", [7, 2], rows([0, 1]))],
-        [update("a", [7], rows([2])), update("b", [2, 7], rows([3, 4]))],
-        [update("a", [5], rows([0])), update("c", [0, 5], rows([1, 2]))],
-        [Update("a", 4, {}, {}), update("b", [0], rows([5]))],
+        [mean_update("a", [7, 2], rows([0, 1]))],
+        [mean_update("a", [7], rows([2])), mean_update("b", [2, 7], rows([3, 4]))],
+        [mean_update("a", [5], rows([0])), mean_update("c", [0, 5], rows([1, 2]))],
+        [Update("a", 4, {}, {}), mean_update("b", [0], rows([5]))],
     ]
     for server_round, updates in enumerate(reports, start=1):
         strategy.refine(model, updates, RoundContext(SCHEDULE, server_round))
@@ -217,7 +212,7 @@ def test_a_class_without_prototype_does_not_compete():
 def test_every_round_and_seed_debiases_in_an_order_of_its_own() -> None:
     def after(server_round: int, seed: int = 0) -> torch.Tensor:
         strategy, model = FPPL(parse({"method": "fppl", "fppl-debias-batch-size": 1, "seed": seed})), head_alone(D, 2)
-        updates = [update("a", [7, 2], rows([0, 1])), update("b", [7, 2], rows([2, 3]))]
+        updates = [mean_update("a", [7, 2], rows([0, 1])), mean_update("b", [7, 2], rows([2, 3]))]
         strategy.refine(model, updates, RoundContext(SCHEDULE, server_round))
         return model.head.weight.detach()
 

@@ -1,6 +1,5 @@
 """The extension points: a method from outside the package joins by one name, with keys and halves of its own."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,14 +12,13 @@ import tests.strategies.outside_method
 from server_app.bench.suite import read_suite
 from server_app.cli.main import main
 from server_app.errors import RunError
-from server_app.rounds.run import run_experiment
-from server_app.transport.in_process import InProcessTransport
 from strategies.base import Strategy
 from task.config.parsing import parse, parse_text
 from task.keys import ConfigError, key
 from task.method_options import Options
 from task.methods import METHODS
 from task.models.model import Model
+from tests.helpers.runs import run
 from tests.strategies.outside_method import ROW, MeansAsHead, PulledOptions
 
 NAME = "tests.strategies.outside_method:ROW"
@@ -33,20 +31,14 @@ def forgotten() -> Iterator[None]:
     METHODS.pop(NAME, None)
 
 
-def results_of(values: dict) -> dict:
-    config = parse(values)
-    directory = run_experiment(config, InProcessTransport(config.num_clients))
-    return json.loads((directory / "results.json").read_text())
-
-
 def test_it_is_short() -> None:
     assert len(Path(tests.strategies.outside_method.__file__).read_text().splitlines()) < 60
 
 
 def test_it_runs_with_its_own_keys_and_forgets_less_than_averaging(tiny: dict) -> None:
     values = tiny | {"rounds-per-task": 2, "local-epochs": 2}
-    own = results_of(values | {"method": NAME, "pulled-pull": 0.5, "run-name": "own"})
-    averaged = results_of(values | {"method": "fedavg", "run-name": "averaged"})
+    own = run(values | {"method": NAME, "pulled-pull": 0.5, "run-name": "own"})
+    averaged = run(values | {"method": "fedavg", "run-name": "averaged"})
     assert own["status"] == "finished"
     assert own["method"] == NAME
     assert own["rounds"][-1]["server"] == {"means": 12.0}
@@ -64,9 +56,8 @@ def test_its_step_size_is_named_where_the_server_diverges(tiny: dict, monkeypatc
 
     monkeypatch.setattr(tests.strategies.outside_method, "ROW", replace(ROW, options=Stepped))
     monkeypatch.setattr(MeansAsHead, "refine", diverge)
-    config = parse(tiny | {"method": NAME})
     with pytest.raises(RunError, match=r"lower the step size of the server \(pulled-learning-rate\)"):
-        run_experiment(config, InProcessTransport(config.num_clients))
+        run(tiny | {"method": NAME})
 
 
 def test_a_server_that_computes_no_numbers_and_has_no_step_size_says_so(
@@ -77,9 +68,8 @@ def test_a_server_that_computes_no_numbers_and_has_no_step_size_says_so(
         return {}
 
     monkeypatch.setattr(MeansAsHead, "refine", diverge)
-    config = parse(tiny | {"method": NAME})
     with pytest.raises(RunError, match=r"usable model: what the server computed has numbers that are not finite"):
-        run_experiment(config, InProcessTransport(config.num_clients))
+        run(tiny | {"method": NAME})
 
 
 @pytest.mark.parametrize("command", ["run", "bench"])

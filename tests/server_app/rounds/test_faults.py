@@ -23,9 +23,7 @@ from task.message import Kind, Packet
 from task.models.model import Model
 from tests.conftest import TINY
 from tests.helpers.own_data import paint
-from tests.helpers.runs import Values, folder_of, model_of, results_of, run
-
-Change = Callable[[Packet], object]
+from tests.helpers.runs import Change, Values, folder_of, model_of, results_of, run, set_statistic
 
 
 def on_training(node: int, change: Change) -> Callable[[int, Kind, Packet], Packet]:
@@ -37,10 +35,6 @@ def on_training(node: int, change: Change) -> Callable[[int, Kind, Packet], Pack
         return packet
 
     return tamper
-
-
-def set_statistic(name: str, edit: Callable[[np.ndarray], np.ndarray]) -> Change:
-    return lambda p: p.statistics.update({name: edit(p.statistics[name].copy())})
 
 
 BAD: dict[str, tuple[Change, str]] = {  # of the many in test_reply_checks.py

@@ -18,8 +18,7 @@ from task.method_options import AFCLOptions, Options
 from task.prototypes.scatter import ScatterStatistics
 from task.prototypes.statistics import ClientStatistics
 from task.scenario.class_stream import Schedule
-
-Change = Callable[[Packet], object]
+from tests.helpers.runs import Change, set_statistic
 
 
 def client_with(*counts: int):
@@ -92,10 +91,6 @@ def checked(packet: Packet, config: Config, dim: int = 4, max_norm: float = math
     context = RoundContext(Schedule([[0], [1]], 1), 1)
     shapes, client = {"w": (2,)}, client_with(3, 5)
     return check_reply(Reply(1, packet, "", 0, 0), client, Bounds([0], shapes, dim, max_norm), context, config)
-
-
-def set_statistic(name: str, edit: Callable[[np.ndarray], np.ndarray]) -> Change:
-    return lambda p: p.statistics.update({name: edit(p.statistics[name].copy())})
 
 
 ANSWERS: dict[str, tuple[Change, str]] = {
