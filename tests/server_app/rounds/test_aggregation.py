@@ -155,6 +155,14 @@ def test_a_run_does_not_depend_on_the_order_of_the_answers(method: str, tiny: Va
     assert without_times(run(values)) == without_times(backwards(values))
 
 
+def test_failures_of_a_secure_sum_do_not_depend_on_the_order_of_the_answers(tiny: Values) -> None:
+    values = tiny | {"method": "fedavg", "num-tasks": 1, "num-clients": 6, "secure-aggregation": "pairwise"}
+    faults = {"broken": lambda node, kind: kind == "train" and node in (1, 3)}
+    forwards = run(values, **faults)
+    assert [failed["name"] for failed in forwards["rounds"][0]["failures"]] == ["client-0001", "client-0003"]
+    assert without_times(forwards) == without_times(backwards(values, **faults))
+
+
 @pytest.mark.parametrize("bound", [{}, {"max-update-norm": 50.0}, {"max-update-ratio": 5.0}])
 def test_failures_and_entropies_do_not_depend_on_the_order_of_the_answers(
     bound: Values, tiny: Values, monkeypatch: pytest.MonkeyPatch
