@@ -494,6 +494,14 @@ def test_every_seed_client_and_round_trains_with_random_numbers_of_its_own(
     assert len(seeds) == len(set(seeds)) == 8
 
 
+def test_a_client_computes_with_as_many_threads_as_the_run_says(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a deployment each message starts a process, which would take all cores."""
+    numbers: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    handle("train", train_message(parse(tiny | {"threads": 3})), Node({"partition-id": 0}))
+    assert numbers == [3]
+
+
 def test_nodes_with_data_of_their_own_have_random_numbers_of_their_own() -> None:
     nodes = [Node({"name": name, "data-dir": "/data"}) for name in ("north", "south")]
     assert len({random_stream(parse(OWN), node) for node in nodes}) == 2

@@ -218,4 +218,5 @@ def test_every_round_and_seed_debiases_in_an_order_of_its_own() -> None:
 
     assert torch.equal(after(1), after(1))
     assert not torch.equal(after(1), after(2))
+    assert not torch.equal(after(1), after(3))  # the first round of the next task
     assert not torch.equal(after(1), after(1, seed=1))

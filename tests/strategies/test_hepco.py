@@ -619,7 +619,7 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
 
     monkeypatch.setattr(strategies.hepco, "train_generator", spy)
     monkeypatch.setattr(strategies.hepco, "distil", counted)
-    strategy, model = hepco(), Server(1)
+    strategy, model = hepco(**{"batch-size": 48}), Server(1)
     refined(strategy, model, updates(1, {7: 3, 2: 1}, {7: 1}), 1)
     assert len(seen) == 1
     assert seen[0].teachers.shares.tolist() == [[0.75, 1], [0.25, 0]]
@@ -639,7 +639,7 @@ def test_sources_and_memory_over_two_tasks(monkeypatch):
         assert torch.equal(past.teachers.models.pools[:, 0], left.flatten(2))
         assert past.teachers.models.bias.shape == (1, 2)
     assert set(metrics) > {"generator-loss", "replay-generator-loss"}
-    assert composites == 2 * [[64]] + 2 * [[64, 32]]
+    assert composites == 2 * [[48]] + 2 * [[48, 24]]
     assert strategy.counts.tolist() == [4, 6, 8, 2]
     assert torch.equal(strategy.previous.models.weight[0], model.head.weight)
 
@@ -690,10 +690,10 @@ def test_further_steps_train_the_generator():
 
 def test_every_round_and_both_generators_have_random_numbers_of_their_own():
     strategy, model, teach = hepco(), Server(1), teachers([single(1)], COUNTS[:1])
-    places = [(server_round, replay) for server_round in (1, 2) for replay in (False, True)]
+    places = [(server_round, replay) for server_round in (1, 2, 3) for replay in (False, True)]
     drawn = [strategy._source(model, teach, RoundContext(SCHEDULE, r), replay) for r, replay in places]
-    assert len({source.rng.initial_seed() for source in drawn}) == 4
-    assert len({source.generator.embedding.weight[0, 0].item() for source in drawn}) == 4
+    assert len({source.rng.initial_seed() for source in drawn}) == 6
+    assert len({source.generator.embedding.weight[0, 0].item() for source in drawn}) == 6
 
 
 def test_further_steps_grow_with_the_earlier_tasks():

@@ -229,6 +229,7 @@ def test_refining_repeats_with_the_seed_and_the_round_only():
     assert torch.equal(weights(0, 1), weights(0, 1))
     assert not torch.equal(weights(0, 1), weights(1, 1))
     assert not torch.equal(weights(0, 1), weights(0, 2))
+    assert not torch.equal(weights(0, 1), weights(0, 3))  # the first round of the next task
 
 
 def test_refining_reads_its_run_keys(monkeypatch):
