@@ -182,6 +182,22 @@ def test_runs_that_differ_in_it_are_one_row_of_a_report(name: str, tmp_path: Pat
     assert len(groups) == (1 if affects(name) in ONE_ROW_OF_A_REPORT else 2)
 
 
+# with another value of one of these two methods have had another problem
+PROTOCOL = ["num-tasks", "class-order", "validation-share", "num-clients", "clients-per-round", "backbone"]
+PROTOCOL += ["image-size", "partition", "dirichlet-beta", "dirichlet-min-size", "classes-per-client", "class-share"]
+PROTOCOL += ["split-ratio", "category-ratio", "imbalance-ratio", "consensus-rate"]
+
+
+@pytest.mark.parametrize("name", PROTOCOL)
+def test_a_report_tells_in_what_the_problems_of_two_methods_differ(name: str, tmp_path: Path) -> None:
+    needed = what_it_needs(name)
+    folders = [write_run(tmp_path / "a", **needed), write_run(tmp_path / "b", **needed, **{name: "another"})]
+    text = (folders[1] / "results.json").read_text()
+    (folders[1] / "results.json").write_text(text.replace('"hgp"', '"fedavg"'))
+    labels = [group.label for group in group_runs([load_run(folder) for folder in folders])]
+    assert [f"({name} " in label for label in labels] == [True, True], labels
+
+
 def test_images_that_lie_elsewhere_are_looked_for_where_the_resume_is_typed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
