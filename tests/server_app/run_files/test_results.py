@@ -55,6 +55,8 @@ def test_each_tasks_marks_are_those_of_its_own_images(tiny, tmp_path) -> None:
     config = parse(tiny)
     results = Results(tmp_path, config, build_scenario(config))
     old, new = (classes[0] for classes in results.tasks)
+    results.note_correct(np.array([old, old]), np.array([True, False]))
+    assert results.correct_images == ["10"]  # no later task is known yet
     results.samples = [2]
     results.note_correct(np.array([old, new, new, old, new]), np.array([True, False, True, False, True]))
     assert results.correct_images == ["10", "011"]

@@ -168,6 +168,21 @@ def test_an_adapting_model_trains_a_local_head_of_the_first_task(tiny: dict) -> 
         model.load({"prompt.down": arrays["prompt.down"]})
 
 
+def test_a_prompt_that_adapts_has_nothing_of_its_own_for_a_later_task(tiny: dict) -> None:
+    model = build_model(parse(tiny | {"method": "afcl", "prompt": "dualprompt"}), [4, 3])
+    assert {name for name, _ in model.prompt.named_parameters()} == {"general", "experts.0", "keys.0"}
+
+
+@pytest.mark.parametrize(("blocks", "unprompted"), [("2-5", Early(1, patches=True)), ("3-5", None)])
+def test_a_frozen_feature_that_no_prompt_reaches_comes_from_the_pass_with_the_prompt(
+    blocks: str, unprompted: Early | None, tiny: dict
+) -> None:
+    """It is of the second block, which the prompt changes or comes after."""
+    model = build_model(parse(tiny | {"method": "fedrda", "fedrda-frozen-depth": 0.33, "prompt-blocks": blocks}), [4])
+    assert model.unprompted == unprompted
+    assert (Early(1, patches=True) in model.early) == (unprompted is None)
+
+
 @pytest.mark.parametrize("prompt", ["lora", "l2p"])
 def test_a_feature_without_the_prompt_stands_behind_the_adapted_ones(prompt: str, tiny: dict) -> None:
     """After a third of the 6 blocks; with frozen-depth = 1 q(x); without prompt it is one of the early features."""
