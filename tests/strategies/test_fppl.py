@@ -142,7 +142,7 @@ def test_global_prototypes_are_a_plain_mean_over_holders():
 def test_the_pool_keeps_each_finished_tasks_last_local_prototypes(monkeypatch):
     """Rounds 1 and 2 are task 1, rounds 3 and 4 task 2; in round 4 nobody reports class 5."""
     seen = []
-    monkeypatch.setattr("strategies.fppl.debias", lambda head, means, rows, *_: seen.append((means, rows)) or 0.0)
+    monkeypatch.setattr("strategies.fppl.debias", lambda head, means, rows, *_: seen.append((means, rows)) or 0.25)
     strategy, model = FPPL(parse({"method": "fppl"})), head_alone(D, 4)
     reports = [
         [mean_update("a", [7, 2], rows([0, 1]))],
@@ -151,7 +151,8 @@ def test_the_pool_keeps_each_finished_tasks_last_local_prototypes(monkeypatch):
         [Update("a", 4, {}, {}), mean_update("b", [0], rows([5]))],
     ]
     for server_round, updates in enumerate(reports, start=1):
-        strategy.refine(model, updates, RoundContext(SCHEDULE, server_round))
+        told = strategy.refine(model, updates, RoundContext(SCHEDULE, server_round))
+        assert told == {"debias-loss": 0.25, "prototypes": len(seen[-1][1])}
     pools = [sorted(zip(r.tolist(), m.argmax(1).tolist(), strict=True)) for m, r in seen]
     task_1 = [(0, 2), (0, 4), (1, 3)]
     assert pools == [

@@ -242,7 +242,8 @@ def test_refining_reads_its_run_keys(monkeypatch):
 
     monkeypatch.setattr(Gaussians, "sample", spy)
     strategy = hgp(scale=1.5, samples_per_class=5, class_weights="count", epochs=3)
-    strategy.refine(model_after(1), FIRST, RoundContext(SCHEDULE, 1))
+    told = strategy.refine(model_after(1), FIRST, RoundContext(SCHEDULE, 1))
+    assert told == {"rebalance-loss": pytest.approx(math.log(2), abs=0.1), "prototypes": 3}  # features of zeros
     assert seen == [(pytest.approx([4 / 12, 3 / 12, 5 / 12]), 10, 1.5)] * 3
 
 
