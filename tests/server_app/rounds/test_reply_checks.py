@@ -153,12 +153,14 @@ def test_a_client_weighs_by_the_images_of_the_task_alone(examples: int, accepted
             checked(packet, config)
 
 
-def test_the_client_with_most_images_may_send_the_largest_answer(tiny) -> None:
+@pytest.mark.parametrize(("dtype", "size"), [("fp16", 2), ("fp32", 4), ("fp64", 8)])
+def test_the_client_with_most_images_may_send_the_largest_answer(dtype: str, size: int, tiny) -> None:
     """Afcl at D = 64: of 2 + 2 images a few rows travel, of 500 + 500 a packed matrix, 64 x 65 / 2 numbers."""
-    config, few, many = parse(tiny | {"method": "afcl"}), client_with(2, 2), client_with(500, 500)
+    config = parse(tiny | {"method": "afcl", "afcl-dtype": dtype})
+    few, many = client_with(2, 2), client_with(500, 500)
     bounds = Bounds([0, 1], {}, 64, math.inf)
     small, large, both = (largest_answer(c, bounds, config) for c in ([few], [many], [few, many]))
-    assert both == large == 2**24 + 4 * (2 * 64 + 64 * 65 // 2)
+    assert both == large == 2**24 + size * (2 * 64 + 64 * 65 // 2)
     assert small < large
 
 
