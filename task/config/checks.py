@@ -159,7 +159,7 @@ def _check_bounds(config: Config) -> None:
 
 def _check_privacy(config: Config) -> None:
     usual, values = defaults(), config.flat()
-    changed = {name: values[name] for name in keys_affecting("privacy") if values[name] != usual[name]}
+    changed = {n: values[n] for n in keys_affecting("privacy") if n in values and values[n] != usual[n]}
     if not changed:
         return
     kind = load_class(config.method_row.statistics)()  # here and not above: it loads torch

@@ -128,7 +128,7 @@ def ignored_keys(config: Config) -> list[str]:
     if config.trains_locally:
         return []
     values, usual = config.flat(), parse({"method": config.method, "prompt": config.prompt}).flat()
-    return [name for name in keys_affecting("local training") if values[name] != usual[name]]
+    return [name for name in keys_affecting("local training") if name in values and values[name] != usual[name]]
 
 
 def reads_key(values: Mapping[str, Scalar], name: str, choices: Sequence[Scalar]) -> bool:

@@ -120,8 +120,11 @@ class ClientStatistics:
         return ""
 
     def not_summable(self, options: Options) -> str:
-        """What of these statistics cannot be added up over clients, in words; empty if all can."""
-        return ""
+        """What of these statistics cannot be added up over clients, in words; empty if all can.
+
+        A subclass must define ``sums`` itself: those that it inherits may leave out arrays that it adds.
+        """
+        return "statistics without sums of their own" if self.carries and "sums" not in vars(type(self)) else ""
 
     def sums(self, report: Arrays, images: int, frame: SumFrame) -> Arrays:
         """A client's statistics as sums over its images, float64: zeros where the ``report`` is empty.

@@ -13,8 +13,8 @@ from server_app.bench.suite import read_suite
 from server_app.cli.main import main
 from server_app.errors import RunError
 from strategies.base import Strategy
-from task.config.parsing import parse, parse_text
-from task.keys import ConfigError, key
+from task.config.parsing import ignored_keys, parse, parse_text
+from task.keys import Affects, ConfigError, key
 from task.method_options import Options
 from task.methods import METHODS
 from task.models.model import Model
@@ -139,3 +139,24 @@ def test_a_module_that_does_not_work_is_named(text: str, tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="method = 'unfinished:ROW' cannot be imported"):
         parse({"method": "unfinished:ROW"})
+
+
+@pytest.mark.parametrize(("affects", "method"), [("privacy", "fedavg"), ("local training", "ncm")])
+def test_a_key_of_its_own_is_not_looked_for_in_runs_of_other_methods(
+    affects: Affects, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass(frozen=True)
+    class Labelled(PulledOptions):
+        share: float = key(0.5, "any number", affects=affects)
+
+    monkeypatch.setattr(tests.strategies.outside_method, "ROW", replace(ROW, options=Labelled))
+    parse({"method": NAME})
+    assert ignored_keys(parse({"method": method})) == []
+
+
+@pytest.mark.parametrize("kind", ["VarianceStatistics", "GaussianStatistics", "CountStatistics"])
+def test_statistics_without_sums_of_their_own_are_not_summed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = replace(ROW, statistics=f"task.prototypes.statistics:{kind}", sums=True)
+    monkeypatch.setattr(tests.strategies.outside_method, "ROW", row)
+    with pytest.raises(ConfigError, match="sends statistics without sums of their own, which do not add up"):
+        parse({"method": NAME, "secure-aggregation": "pairwise"})
