@@ -51,7 +51,7 @@ from torch.utils._pytree import tree_map_only
 from client_app.objectives.base import LocalData, Objective
 from client_app.training import train_locally
 from server_app.rounds.run import run_experiment
-from server_app.run_files.paths import read_results
+from server_app.run_files.status import read_results
 from server_app.run_keys import complete_run_keys, read_file
 from server_app.tables import markdown_table
 from server_app.transport.base import Reply

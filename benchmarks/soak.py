@@ -24,7 +24,8 @@ import numpy as np
 import psutil
 
 from benchmarks.soak_client import SHARE, fails
-from server_app.run_files.paths import project_folder, read_results
+from server_app.run_files.paths import project_folder
+from server_app.run_files.status import read_results
 from server_app.run_keys import complete_run_keys, read_words
 from server_app.simulation.processes import POLL, interruptible
 from server_app.simulation.superlink import FlowerRun, default_workers

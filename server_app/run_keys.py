@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from server_app.errors import LaunchError
-from server_app.run_files.paths import project_folder, read_results
+from server_app.run_files.paths import project_folder
 from server_app.run_files.resume import load_resumed_keys
+from server_app.run_files.status import read_results
 from server_app.simulation.superlink import DEFAULT_CLIENTS
 from task.config.parsing import check_values, parse, parse_text
 from task.config.schema import FROM_PATH, NO_FILE, OWN, Config, keys_affecting, known_keys

@@ -21,7 +21,8 @@ from server_app.report.recommend import recommend
 from server_app.report.runs import Run, flat, load_run
 from server_app.report.write import write_comparison
 from server_app.run_files.checkpoints import find_checkpoint
-from server_app.run_files.paths import FINISHED, lock_folder, mark_failed
+from server_app.run_files.locks import lock_folder
+from server_app.run_files.status import FINISHED, mark_failed
 from server_app.run_files.writers import origin
 from server_app.run_keys import require_files, run_path
 from server_app.simulation.processes import (

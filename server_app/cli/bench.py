@@ -12,7 +12,8 @@ from server_app.cli.common import FAILED, OK, complain, positive, share
 from server_app.cli.progress import say
 from server_app.errors import LaunchError
 from server_app.run_files.on_end import require_hook
-from server_app.run_files.paths import FINISHED, read_results, require_writable
+from server_app.run_files.paths import require_writable
+from server_app.run_files.status import FINISHED, read_results
 from server_app.run_keys import load_datasets, read_words, require_files, require_listed, run_path
 from server_app.simulation.cluster import ADDRESS, cluster_address
 from server_app.simulation.processes import Interrupted

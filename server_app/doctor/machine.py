@@ -10,7 +10,8 @@ from importlib import metadata
 
 from server_app.doctor.finding import GB, Finding
 from server_app.errors import LaunchError
-from server_app.run_files.paths import INTERRUPTED, project_folder, read_results, resolve_output_dir
+from server_app.run_files.paths import project_folder, resolve_output_dir
+from server_app.run_files.status import INTERRUPTED, read_results
 from task.config.schema import Config
 from task.utils.cores import cores
 from task.utils.memory import available_memory

@@ -12,14 +12,8 @@ import numpy as np
 import yaml
 
 from server_app.errors import ReportError
-from server_app.run_files.paths import (
-    FINISHED,
-    SCHEMA,
-    incomplete_tests,
-    resolve_output_dir,
-    true_status,
-    untested_classes,
-)
+from server_app.run_files.paths import resolve_output_dir
+from server_app.run_files.status import FINISHED, SCHEMA, incomplete_tests, true_status, untested_classes
 from task.keys import ConfigError
 from task.metrics import crop_to_finished, fold, gaps, summarize_measured, untested_tasks
 

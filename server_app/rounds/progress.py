@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from server_app.run_files.paths import incomplete_tests, read_results, untested_classes
+from server_app.run_files.status import incomplete_tests, read_results, untested_classes
 
 NAMED = 40  # classes or tasks
 _RESULTS = ("results.json", "accuracy.png", "forgetting.png", "report.html")

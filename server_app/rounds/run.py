@@ -38,10 +38,12 @@ from server_app.rounds.setup import (
     wait_for_new_classes,
 )
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
+from server_app.run_files.locks import lock_run
 from server_app.run_files.on_end import require_hook, tell_operator
-from server_app.run_files.paths import FINISHED, RUNNING, lock_run, read_results, require_writable, run_directory
+from server_app.run_files.paths import require_writable, run_directory
 from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.resume import require_same_keys, require_same_start
+from server_app.run_files.status import FINISHED, RUNNING, read_results
 from server_app.run_files.tensorboard import add_round, open_tensorboard, require_tensorboard
 from server_app.run_files.writers import write_config, write_model
 from server_app.secure_aggregation.secure_sum import SecureSum

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from server_app.run_files.paths import RUNNING, SCHEMA
+from server_app.run_files.status import RUNNING, SCHEMA
 from server_app.run_files.writers import append_line, keep_lines
 from task.config.schema import Config
 from task.metrics import summarize_measured

@@ -8,7 +8,8 @@ import yaml
 
 from server_app.errors import one_line
 from server_app.run_files.checkpoints import find_checkpoint
-from server_app.run_files.paths import FINISHED, read_results, resolve_output_dir
+from server_app.run_files.paths import resolve_output_dir
+from server_app.run_files.status import FINISHED, read_results
 from task.config.schema import APPEARING, MAY_CHANGE, Config, keys_affecting, known_keys
 from task.keys import ConfigError
 from task.message import Scalar

@@ -21,8 +21,8 @@ from server_app.clients.client_info import MAX_CLASSES
 from server_app.errors import RunError
 from server_app.report.runs import load_run
 from server_app.rounds.progress import summary
-from server_app.run_files.paths import untested_classes
 from server_app.run_files.results import Results
+from server_app.run_files.status import untested_classes
 from server_app.transport.base import Reply
 from task.config.parsing import parse
 from task.data.images import UnreadableImage

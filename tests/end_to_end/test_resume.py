@@ -29,7 +29,7 @@ from server_app.cli.main import main
 from server_app.errors import RunError
 from server_app.rounds.run import Run, run_experiment
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
-from server_app.run_files.paths import lock_folder
+from server_app.run_files.locks import lock_folder
 from server_app.run_files.resume import load_resumed_keys
 from server_app.run_files.writers import append_line, read_lines
 from server_app.transport.base import Reply

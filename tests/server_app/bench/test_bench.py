@@ -27,7 +27,7 @@ from server_app.cli.bench import _run_options
 from server_app.cli.main import _parser
 from server_app.errors import ReportError
 from server_app.run_files.checkpoints import write_checkpoint
-from server_app.run_files.paths import read_results
+from server_app.run_files.status import read_results
 from server_app.run_files.writers import origin
 from server_app.simulation.processes import Interrupted
 from task.data.digests import data_digest

@@ -11,7 +11,7 @@ from server_app.bench.runner import Bench, SelectionBench
 from server_app.bench.selection import apply_choices
 from server_app.bench.suite import read_suite
 from server_app.cli import main as cli
-from server_app.run_files.paths import read_results
+from server_app.run_files.status import read_results
 from task.keys import ConfigError
 from task.methods import METHODS
 from tests.conftest import TINY

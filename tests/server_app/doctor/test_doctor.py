@@ -17,7 +17,7 @@ from server_app.cli import main as cli
 from server_app.doctor import dry_run, machine
 from server_app.doctor.finding import Finding
 from server_app.doctor.machine import OPTIONAL, examine
-from server_app.run_files.paths import lock_run
+from server_app.run_files.locks import lock_run
 from task.config.parsing import parse
 from task.data.load import load_dataset
 from task.methods import METHODS

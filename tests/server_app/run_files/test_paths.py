@@ -1,4 +1,4 @@
-"""Where runs lie, and how one that was killed is marked."""
+"""Where runs lie, their locks, and how one that was killed is marked."""
 
 import re
 import threading
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock, Timeout
 
-from server_app.run_files import paths
+from server_app.run_files import locks, paths, status
 from task.config.parsing import parse
 from task.keys import ConfigError
 
@@ -37,32 +37,32 @@ def test_without_a_project_the_message_names_the_way_out(tmp_path, monkeypatch):
 
 def test_a_killed_run_is_marked_as_failed(tmp_path):
     (tmp_path / "results.json").write_text('{"status": "running", "rounds": []}')
-    paths.mark_failed(tmp_path, "out of memory")
-    assert paths.read_results(tmp_path) == {"status": "failed", "rounds": [], "error": "out of memory"}
-    paths.mark_failed(tmp_path, "another reason")
-    assert paths.read_results(tmp_path)["error"] == "out of memory"
+    status.mark_failed(tmp_path, "out of memory")
+    assert status.read_results(tmp_path) == {"status": "failed", "rounds": [], "error": "out of memory"}
+    status.mark_failed(tmp_path, "another reason")
+    assert status.read_results(tmp_path)["error"] == "out of memory"
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-    paths.mark_failed(tmp_path / "absent", "no matter")
+    status.mark_failed(tmp_path / "absent", "no matter")
 
 
 def test_results_of_another_kind_are_no_results(tmp_path):
     path = tmp_path / "results.json"
     for content in ("[]", "{"):
         path.write_text(content)
-        assert paths.read_results(tmp_path) == {}
+        assert status.read_results(tmp_path) == {}
 
 
 def test_a_run_that_was_killed_is_seen_not_to_run(tmp_path):
     (tmp_path / "results.json").write_text('{"status": "running"}')
-    with paths.lock_run(tmp_path):
-        assert paths.is_locked(tmp_path)
-        assert paths.read_results(tmp_path) == {"status": "running"}
-    results = paths.read_results(tmp_path)
+    with locks.lock_run(tmp_path):
+        assert locks.is_locked(tmp_path)
+        assert status.read_results(tmp_path) == {"status": "running"}
+    results = status.read_results(tmp_path)
     assert results["status"] == "interrupted"
     assert results["error"].endswith(f"go on with resume={tmp_path}")
-    assert not paths.is_locked(tmp_path)  # asking has not locked it
+    assert not locks.is_locked(tmp_path)  # asking has not locked it
     (tmp_path / "results.json").write_text('{"status": "finished"}')
-    assert paths.read_results(tmp_path) == {"status": "finished"}
+    assert status.read_results(tmp_path) == {"status": "finished"}
 
 
 def test_who_asks_for_the_lock_keeps_nobody_out(tmp_path):
@@ -70,30 +70,30 @@ def test_who_asks_for_the_lock_keeps_nobody_out(tmp_path):
     asking = FileLock(tmp_path / ".lock", thread_local=False)
     asking.acquire()
     threading.Timer(0.3, asking.release).start()
-    with paths.lock_folder(tmp_path):
-        assert paths.is_locked(tmp_path)
+    with locks.lock_folder(tmp_path):
+        assert locks.is_locked(tmp_path)
 
 
 def test_a_locked_folder_is_free_again_and_file_systems_without_locks_are_named(tmp_path, monkeypatch, caplog):
-    with paths.lock_folder(tmp_path / "new"):
-        with pytest.raises(Timeout), paths.lock_folder(tmp_path / "new"):
+    with locks.lock_folder(tmp_path / "new"):
+        with pytest.raises(Timeout), locks.lock_folder(tmp_path / "new"):
             pass
-        with pytest.raises(ConfigError, match="another process is at"), paths.lock_run(tmp_path / "new"):
+        with pytest.raises(ConfigError, match="another process is at"), locks.lock_run(tmp_path / "new"):
             pass
-    with paths.lock_run(tmp_path / "new"):
+    with locks.lock_run(tmp_path / "new"):
         assert [path.name for path in (tmp_path / "new").iterdir()] == [".lock"]
 
     def refuse(lock: FileLock, **_: object) -> None:
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(FileLock, "acquire", refuse)
-    with paths.lock_folder(tmp_path), paths.lock_folder(tmp_path):
+    with locks.lock_folder(tmp_path), locks.lock_folder(tmp_path):
         assert "start no second run there" in caplog.text
     (tmp_path / ".lock").touch()
-    assert paths.is_locked(tmp_path)  # which nobody can know there, so what is recorded counts
+    assert locks.is_locked(tmp_path)  # which nobody can know there, so what is recorded counts
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"), paths.lock_run(tmp_path / "file" / "run"):
+    with pytest.raises(ConfigError, match="cannot be written"), locks.lock_run(tmp_path / "file" / "run"):
         pass

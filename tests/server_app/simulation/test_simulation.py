@@ -19,7 +19,7 @@ import pytest
 from server_app.cli.main import main
 from server_app.cli.progress import Progress
 from server_app.errors import LaunchError
-from server_app.run_files.paths import mark_failed
+from server_app.run_files.status import mark_failed
 from server_app.simulation import cluster, processes
 from server_app.simulation import superlink as launcher
 from server_app.simulation.cluster import Cluster
