@@ -346,7 +346,8 @@ def overwrite(tensors: Mapping[str, Tensor], arrays: Mapping[str, np.ndarray]) -
     if misfits := find_misfits(tensors, arrays):
         raise ValueError(f"{len(misfits)} arrays do not fit, the first is {misfits[0]!r}")
     for name, tensor in tensors.items():
-        tensor.copy_(torch.from_numpy(arrays[name]))
+        array = np.ascontiguousarray(arrays[name])  # a mean of shape [] is no array for torch, nor is a reversed one
+        tensor.copy_(torch.from_numpy(array).view(tensor.shape))
 
 
 def to_arrays(tensors: Mapping[str, Tensor]) -> Arrays:

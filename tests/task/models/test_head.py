@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from strategies.averaging import WeightedMean
 from task.config.parsing import parse
-from task.models.model import Head, QuadraticHead, build_model, prompt_of, to_arrays
+from task.models.model import Head, QuadraticHead, build_model, overwrite, prompt_of, to_arrays
 from task.models.vit import Early
 from task.prompts.coda import CodaPrompt
 from task.prompts.decomposed import DecomposedPrompt
@@ -166,6 +167,14 @@ def test_an_adapting_model_trains_a_local_head_of_the_first_task(tiny: dict) -> 
     assert all((model.export()[name] == a).all() for name, a in arrays.items())
     with pytest.raises(ValueError, match="do not fit"):
         model.load({"prompt.down": arrays["prompt.down"]})
+
+
+def test_a_mean_without_dimensions_and_a_reversed_array_fit_into_a_model() -> None:
+    mean = WeightedMean()
+    mean.add({"scale": np.array(3, np.float32)}, weight=2)
+    tensors = {"scale": torch.zeros(()), "rows": torch.zeros(3)}
+    overwrite(tensors, mean.arrays() | {"rows": np.arange(3, dtype=np.float32)[::-1]})
+    assert {name: tensor.tolist() for name, tensor in tensors.items()} == {"scale": 3, "rows": [2, 1, 0]}
 
 
 def test_a_prompt_that_adapts_has_nothing_of_its_own_for_a_later_task(tiny: dict) -> None:
