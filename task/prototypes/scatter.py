@@ -87,7 +87,7 @@ class ScatterStatistics(ClientStatistics):
 
     def not_summable(self, options: Options) -> str:
         """Principal directions of two clients have no sum."""
-        return "principal directions of classes" if _own(options).class_rank else ""
+        return "principal directions of classes" if _own(options).class_rank else super().not_summable(options)
 
     def sums(self, report: Arrays, images: int, frame: SumFrame) -> Arrays:
         """Images and sum of features of each class, and :func:`gram_of`: its upper triangle, or a sketch."""

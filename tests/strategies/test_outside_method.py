@@ -15,9 +15,10 @@ from server_app.errors import RunError
 from strategies.base import Strategy
 from task.config.parsing import ignored_keys, parse, parse_text
 from task.keys import Affects, ConfigError, key
-from task.method_options import Options
+from task.method_options import AFCLOptions, Options
 from task.methods import METHODS
 from task.models.model import Model
+from task.prototypes.scatter import ScatterStatistics
 from tests.helpers.runs import run
 from tests.strategies.outside_method import ROW, MeansAsHead, PulledOptions
 
@@ -160,3 +161,11 @@ def test_statistics_without_sums_of_their_own_are_not_summed(kind: str, monkeypa
     monkeypatch.setattr(tests.strategies.outside_method, "ROW", row)
     with pytest.raises(ConfigError, match="sends statistics without sums of their own, which do not add up"):
         parse({"method": NAME, "secure-aggregation": "pairwise"})
+
+
+def test_nor_are_those_that_inherit_the_sums_of_a_scatter() -> None:
+    class Wider(ScatterStatistics):
+        pass
+
+    assert ScatterStatistics().not_summable(AFCLOptions()) == ""
+    assert Wider().not_summable(AFCLOptions()) == "statistics without sums of their own"
