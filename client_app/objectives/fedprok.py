@@ -59,7 +59,7 @@ class FedProKObjective(Objective):
         pseudo = features.detach()[image] + self.shifts[old]  # eq. 8
         logits = model.head(torch.cat([features, pseudo]))
         targets = torch.searchsorted(self.known_rows, torch.cat([rows, self.statistics["rows"][old]]))
-        loss = F.cross_entropy(logits[:, self.known_rows], targets)
+        loss = F.cross_entropy(logits[:, self.known_rows], targets) + model.prompt.penalty
         return loss, logits[: len(rows), model.current_rows()]
 
 

@@ -33,7 +33,7 @@ class FPPLObjective(Objective):
         """Cross-entropy over the current classes, plus L_ur; logits [B, current classes]."""
         features = model.features(*inputs)
         logits = model.head(features)[:, model.current_rows()]
-        loss = F.cross_entropy(logits, model.local_targets(rows))
+        loss = F.cross_entropy(logits, model.local_targets(rows)) + model.prompt.penalty
         if self.statistics:
             loss = loss + unified_loss(features, self.statistics["means"], self.prototype_of[rows], self.options.tau)
         return loss, logits
