@@ -165,8 +165,10 @@ def _time_step(config: Config) -> Finding:
     rows = scenario.schedule.head_rows[scenario.dataset.train_labels[positions]]
     augmentation = default_augmentation(scenario.dataset, config.augmentation)
     data = LocalData(scenario.dataset.train_images, positions, rows, augmentation)
-    statistics = load_class(config.method_row.strategy)(config).broadcast(RoundContext(scenario.schedule, 1))
-    objective = load_class(config.method_row.objective)(config, Packet(statistics=statistics))
+    context = RoundContext(scenario.schedule, 1)
+    statistics = load_class(config.method_row.strategy)(config).broadcast(context)
+    packet = Packet(statistics=statistics, config={"task": 1, "round": 1, "classes": list(scenario.schedule.tasks[0])})
+    objective = load_class(config.method_row.objective)(config, packet)
     one_step = replace(config, local_epochs=1)
     seconds = _measure_seconds(lambda: train_locally(model, objective, data, one_step, torch_rng(0, "local")), model)
     return Finding("ok", f"a local step of {len(positions)} images takes {1000 * seconds:.0f} ms")
