@@ -3,6 +3,7 @@
 import datetime
 import os
 import re
+import shutil
 import socket
 import ssl
 import stat
@@ -25,6 +26,8 @@ CERTIFICATES = ("ca.crt", "server.crt")
 
 def by_hand(folder: Path, renewed: bool = False) -> None:
     """Run the README's commands that make keys without the script; ``renewed``: that of the server's certificate."""
+    if missing := [tool for tool in ("openssl", "ssh-keygen") if shutil.which(tool) is None]:
+        pytest.skip(f"{' and '.join(missing)} not installed")
     folder.mkdir(exist_ok=renewed)
     [server, node] = [text for text in blocks("docker/README.md", "sh") if text.startswith("umask 077\n")]
     commands = server.replace("DNS:SERVER", "DNS:fleet.example.org,IP:192.0.2.7") + node
