@@ -11,8 +11,8 @@ from task.config.schema import (
     OWN,
     REDRAWN,
     Config,
+    changed_keys,
     defaults,
-    keys_affecting,
 )
 from task.keys import AUTO, ConfigError
 from task.method_options import PATCHES
@@ -158,8 +158,7 @@ def _check_bounds(config: Config) -> None:
 
 
 def _check_privacy(config: Config) -> None:
-    usual, values = defaults(), config.flat()
-    changed = {n: values[n] for n in keys_affecting("privacy") if n in values and values[n] != usual[n]}
+    changed = changed_keys(config.flat(), defaults(), "privacy")
     if not changed:
         return
     kind = load_class(config.method_row.statistics)()  # here and not above: it loads torch

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from task.config.checks import check_combination
-from task.config.schema import OF_THE_NODE, Config, defaults, keys_affecting, known_keys, missing_setting
+from task.config.schema import OF_THE_NODE, Config, changed_keys, defaults, keys_affecting, known_keys, missing_setting
 from task.keys import AUTO, ConfigError, IgnoredKeyError, Key, did_you_mean, keys_of
 from task.message import Scalar
 from task.methods import METHODS, Method, register
@@ -127,8 +127,8 @@ def ignored_keys(config: Config) -> list[str]:
     """
     if config.trains_locally:
         return []
-    values, usual = config.flat(), parse({"method": config.method, "prompt": config.prompt}).flat()
-    return [name for name in keys_affecting("local training") if name in values and values[name] != usual[name]]
+    usual = parse({"method": config.method, "prompt": config.prompt}).flat()
+    return list(changed_keys(config.flat(), usual, "local training"))
 
 
 def reads_key(values: Mapping[str, Scalar], name: str, choices: Sequence[Scalar]) -> bool:

@@ -413,6 +413,11 @@ def keys_affecting(*categories: str) -> list[str]:
     return [name for name, k in known_keys().items() if k.rule.affects in categories]
 
 
+def changed_keys(values: Mapping[str, Scalar], usual: Mapping[str, Scalar], *categories: str) -> dict[str, Scalar]:
+    """The run's ``values`` that affect one of ``categories`` and differ from ``usual``; no key of another method."""
+    return {n: values[n] for n in keys_affecting(*categories) if n in values and values[n] != usual[n]}
+
+
 def defaults() -> dict[str, Scalar]:
     """Every run key with its default, as in pyproject.toml."""
     return {name: k.default for name, k in known_keys().items()}
