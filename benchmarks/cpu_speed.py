@@ -7,6 +7,7 @@ The second way is the project's:
 
 - linear maps of tokens by PyTorch's linear maps, or by oneDNN's convolutions: features, and local training of HGP's
   prefixes and of LoRA;
+- attention by PyTorch's kernel, or by plain products: local training of HGP's prefixes in bf16;
 - images of 32 pixels made ready by F.interpolate, or by two matrix products.
 """
 
@@ -21,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from task.models import linear
 from task.models.load import load_backbone
 from task.models.preprocessing import normalise, prepare
 from task.models.vit import Backbone
 
 Way = Callable[[], object]
 _IMAGES = 64  # of each way
+_CONVOLUTIONS = "task.models.linear.by_convolution"
 
 
 def pairs(vit: Backbone, pixels: np.ndarray) -> dict[str, tuple[Way, Way]]:
@@ -40,20 +41,27 @@ def pairs(vit: Backbone, pixels: np.ndarray) -> dict[str, tuple[Way, Way]]:
         for batch in images.split(16):
             vit(batch, prompt).square().sum().backward()
 
+    def train_in_bf16() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            train(prefixes)
+
     return {
-        "linear maps, features": _two_kinds_of_maps(torch.no_grad()(lambda: vit(images))),
-        "linear maps, prefixes": _two_kinds_of_maps(lambda: train(prefixes)),
-        "linear maps, LoRA": _two_kinds_of_maps(lambda: train(lora)),
+        "linear maps, features": _without_and_with(_CONVOLUTIONS, torch.no_grad()(lambda: vit(images))),
+        "linear maps, prefixes": _without_and_with(_CONVOLUTIONS, lambda: train(prefixes)),
+        "linear maps, LoRA": _without_and_with(_CONVOLUTIONS, lambda: train(lora)),
+        "attention in bf16": _without_and_with("task.models.vit._by_products", train_in_bf16),
         "images made ready": (lambda: _interpolated(pixels, vit), lambda: prepare(pixels, vit)),
     }
 
 
-def _two_kinds_of_maps(run: Way) -> tuple[Way, Way]:
-    def by_linear_maps() -> None:
-        with patch.object(linear, "by_convolution", lambda tokens: False):
+def _without_and_with(condition: str, run: Way) -> tuple[Way, Way]:
+    """``run`` where the condition, a function of the project, never holds, and as it is."""
+
+    def without() -> None:
+        with patch(condition, lambda tokens: False):
             run()
 
-    return by_linear_maps, run
+    return without, run
 
 
 def _interpolated(pixels: np.ndarray, vit: Backbone) -> Tensor:

@@ -1,5 +1,7 @@
 """Parts of a transformer block, computed faster than by PyTorch's modules of the same names."""
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -7,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _FEWEST_IMAGES, _FEWEST_TOKENS, _FEWEST_NUMBERS = 4, 16, 2**15  # for fewer F.linear was faster
+_PROCESSOR = Path("/proc/cpuinfo")
 
 
 class TokenLinear(nn.Linear):
@@ -21,7 +24,8 @@ def linear(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear`` of tokens [B, N, D] with weights [E, D] and bias [E] -> [B, N, E]; the same but for rounding.
 
     On a CPU PyTorch leaves ``F.linear`` to MKL, which was seen to reach half the speed of oneDNN on an AMD processor
-    with AVX-512, and convolutions to oneDNN. So this is a 1 x 1 convolution there, if the tokens are many enough.
+    with AVX-512, and convolutions to oneDNN. So this is a 1 x 1 convolution there, if the tokens are many enough. On
+    Intel's processors MKL was the faster one in local training.
     """
     if not by_convolution(tokens):
         return F.linear(tokens, weight, bias)
@@ -69,9 +73,15 @@ def by_convolution(tokens: Tensor) -> bool:
 
 
 def _has_onednn() -> bool:
-    """Whether PyTorch computes convolutions by oneDNN, on a processor with AVX-512."""
+    """Whether PyTorch computes convolutions by oneDNN, on an AMD processor with AVX-512."""
     enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return bool(enabled) and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return bool(enabled) and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd()
+
+
+@cache
+def _is_amd() -> bool:
+    """Whether Linux says that the processor is AMD's."""
+    return _PROCESSOR.exists() and "AuthenticAMD" in _PROCESSOR.read_text(encoding="utf-8")
 
 
 class OverwritingGELU(nn.GELU):

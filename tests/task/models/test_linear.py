@@ -1,5 +1,7 @@
 """Linear maps of tokens against float64 NumPy, with all gradients; GELU that writes over its input."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from task.models import linear as module
 from task.models.linear import OverwritingGELU, TokenLinear, linear, use_faster_parts
 
+HAS_ONEDNN = module._has_onednn
 SHAPES = [(1, 40), (3, 17), (4, 15), (4, 16), (5, 17), (16, 37), (64, 20)]
 
 
@@ -63,6 +66,28 @@ def test_few_tokens_and_other_processors_are_left_to_the_other_library(
     monkeypatch.setattr(F, "conv2d", lambda *args: calls.append(args) or plain(*args))
     linear(drawn(*shape, 12), drawn(7, 12), None)
     assert bool(calls) == convolves
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "convolves"),
+    [
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("GenuineIntel", "AVX512", False),
+        ("", "AVX512", False),
+    ],
+)
+def test_convolutions_are_for_processors_of_amd(
+    vendor: str, capability: str, convolves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if vendor:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    monkeypatch.setattr(module, "_PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(module, "_has_onednn", HAS_ONEDNN)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    module._is_amd.cache_clear()
+    assert module.by_convolution(drawn(4, 16, 12)) == convolves
+    module._is_amd.cache_clear()
 
 
 def test_tokens_of_four_dimensions_and_functional_transforms_are_possible() -> None:

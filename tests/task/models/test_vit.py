@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+import torch.nn.functional as F
 from scipy.special import erf
 from timm.models import VisionTransformer
 from timm.models.vision_transformer import Block
@@ -21,6 +22,7 @@ from torch import nn
 from benchmarks import pretrain_glyphs
 from task.config.parsing import parse
 from task.keys import ConfigError
+from task.models import vit as vit_module
 from task.models import weights as module
 from task.models.load import configured_backbone, load_backbone
 from task.models.model import build_model
@@ -233,6 +235,36 @@ def test_prefix_equals_float64_numpy(changes, batch):
     assert np.abs(backbone(images(), {0: vectors}).numpy() - expected).max() < 2e-5
     assert np.abs(backbone(images()).numpy() - unprefixed).max() < 2e-5
     assert np.abs(expected - unprefixed).max() > 0.05  # so the prefix is really seen
+
+
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+def test_attention_by_plain_products_equals_float64_numpy(changes, monkeypatch):
+    monkeypatch.setattr(vit_module, "_by_products", lambda _: True)
+    vit = tiny_vit(2, **changes)
+    written, backbone = NumpyViT(vit), ViT(vit, *HALVES)
+    for prompted in ({}, {0: prefix(3)}):  # the second block has no prefix, the last one its first token only
+        assert np.abs(backbone(images(), prompted).numpy() - written.features(images(), prompted)).max() < 4e-5
+
+
+@pytest.mark.parametrize(
+    ("bf16", "gradient", "products"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_plain_products_are_for_gradients_in_bf16(bf16, gradient, products, monkeypatch):
+    """With the same feature and gradient as PyTorch's own attention, to the eight bits of bf16."""
+    calls, attention = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *args, **more: calls.append(1) or attention(*args, **more)
+    )
+    backbone, vectors = ViT(tiny_vit(2), *HALVES), prefix(3).requires_grad_(gradient)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16), torch.set_grad_enabled(gradient):
+        feature = backbone(images(), {0: vectors}).float()
+    assert (not calls) == products
+    expected = ViT(tiny_vit(2), *HALVES)(images(), {0: (twin := prefix(3).requires_grad_())})
+    torch.testing.assert_close(feature, expected, rtol=0.05, atol=0.1)
+    if gradient:
+        feature.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(vectors.grad, twin.grad, rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
