@@ -18,7 +18,7 @@ from server_app.bench.suite import PlannedRun, Selection, Suite
 from server_app.errors import LaunchError, ReportError
 from server_app.report.compare import Group
 from server_app.report.recommend import recommend
-from server_app.report.runs import Run, flat, load_run
+from server_app.report.runs import SavedRun, flat, load_run
 from server_app.report.write import write_comparison
 from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.locks import lock_folder
@@ -226,7 +226,7 @@ class Bench:
         guesses = [self._seconds.get(run.variant, durations) for run in left]
         return f"{len(left)} left, about {_minutes(sum(sum(g) / len(g) for g in guesses) / self._jobs)}"
 
-    def _load(self, planned: PlannedRun) -> Run | None:
+    def _load(self, planned: PlannedRun) -> SavedRun | None:
         """The run in the folder of a planned one; None if there is none yet, or none that can be read: warns once."""
         if not (planned.directory / "results.json").exists():  # asked first: a run that has just begun may write it now
             return None
@@ -281,7 +281,7 @@ class SelectionBench(Bench):
         """What was chosen so far, by variant."""
         return choose(self._selection, self._finished(), self._failed_names())
 
-    def _finished(self) -> dict[str, Run]:
+    def _finished(self) -> dict[str, SavedRun]:
         runs = {run.name: finished_run(run) for run in self._suite.runs if run not in self._waiting}
         return {name: run for name, run in runs.items() if run is not None}
 
@@ -292,7 +292,7 @@ class SelectionBench(Bench):
         write_selection(self._selection, self._finished(), self._failed_names())
 
 
-def finished_run(planned: PlannedRun) -> Run | None:
+def finished_run(planned: PlannedRun) -> SavedRun | None:
     """The finished run in the folder of a planned one; None if there is none.
 
     Raises:
@@ -313,13 +313,13 @@ def finished_run(planned: PlannedRun) -> Run | None:
     return run
 
 
-def _other_key(run: Run, planned: PlannedRun, ignored: Collection[str]) -> str | None:
+def _other_key(run: SavedRun, planned: PlannedRun, ignored: Collection[str]) -> str | None:
     """The first run key whose value is another one in a saved run than in the suite, but for those ``ignored``."""
     saved = _saved_keys(run)
     return next((k for k, value in planned.config.flat().items() if k not in ignored and saved[k] != value), None)
 
 
-def _other_origin(run: Run, planned: PlannedRun) -> list[str]:
+def _other_origin(run: SavedRun, planned: PlannedRun) -> list[str]:
     """Names of what is not as in a saved run, of code, commit, versions and images."""
     different = [name for name, value in flat(origin()).items() if run.settings.get(name) != value]
     config, saved = planned.config, run.settings.get("data-sha256")
@@ -345,12 +345,12 @@ def _data_sha256(dataset: str, data_dir: str, validation_share: float, seed: int
         load_dataset.cache_clear()  # the runs have processes of their own
 
 
-def _saved_keys(run: Run) -> dict[str, Scalar]:
+def _saved_keys(run: SavedRun) -> dict[str, Scalar]:
     """The run keys of a saved run; one that is older than a key had the key's default value."""
     return defaults() | run.settings
 
 
-def _first_pass(run: Run) -> float:
+def _first_pass(run: SavedRun) -> float:
     """Seconds of the pass over all images that no later run repeats; 0 if the run found its features on the disk."""
     return float(run.results["seconds"].get("features", 0.0))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from server_app.bench.suite import Selection, Suite
 from server_app.report.compare import FINAL, INCREMENTAL, escape
-from server_app.report.runs import Run, is_number
+from server_app.report.runs import SavedRun, is_number
 from server_app.run_keys import complete_run_keys
 from server_app.tables import markdown_table
 from task.message import Scalar
@@ -38,7 +38,7 @@ class Choice:
         return "; ".join(f"{head}: {', '.join(names)}" for head, names in remarks.items() if names)
 
 
-def choose(selection: Selection, finished: dict[str, Run], failed: Collection[str]) -> dict[str, Choice]:
+def choose(selection: Selection, finished: dict[str, SavedRun], failed: Collection[str]) -> dict[str, Choice]:
     """The best point of each variant by final average accuracy, averaged over seeds.
 
     Of equal ones, of which there are many with few validation images, it is the best by average incremental accuracy,
@@ -110,7 +110,7 @@ def apply_choices(suite: Suite, selection: Selection, choices: dict[str, Choice]
     return replace(suite, runs=runs, others=[o for o in suite.others if o.partition in left], notes=notes)
 
 
-def write_selection(selection: Selection, finished: dict[str, Run], failed: Collection[str]) -> None:
+def write_selection(selection: Selection, finished: dict[str, SavedRun], failed: Collection[str]) -> None:
     """Write selection.json and selection.md, all figures and what they chose, into the suite's folder.
 
     Arguments as of :func:`choose`.
@@ -139,7 +139,7 @@ def write_selection(selection: Selection, finished: dict[str, Run], failed: Coll
     write_atomically(folder / "selection.md", _table(selection, choices, fewest, failed).encode())
 
 
-def _table(selection: Selection, choices: dict[str, Choice], fewest: Run | None, failed: Collection[str]) -> str:
+def _table(selection: Selection, choices: dict[str, Choice], fewest: SavedRun | None, failed: Collection[str]) -> str:
     labels = list(dict.fromkeys(label for points in selection.points.values() for label in points))
     head, rows = ["Variant", *labels, "Chosen", "Remark"], []
     for variant, choice in choices.items():

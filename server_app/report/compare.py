@@ -8,7 +8,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from server_app.report.runs import Run
+from server_app.report.runs import SavedRun
 from server_app.tables import markdown_table
 from task.config.schema import APPEARING, SAME_RESULT, defaults, keys_affecting, known_keys, missing_setting
 from task.keys import AUTO
@@ -55,7 +55,7 @@ class Group:
 
     setting: str
     label: str
-    runs: list[Run]
+    runs: list[SavedRun]
     theirs: bool = False
 
     @property
@@ -65,12 +65,12 @@ class Group:
         return any(row is not None and row.pooled for row in rows)
 
     @property
-    def finished(self) -> list[Run]:
+    def finished(self) -> list[SavedRun]:
         """The finished runs; averages are over these."""
         return [run for run in self.runs if run.finished]
 
     @property
-    def measured(self) -> list[Run]:
+    def measured(self) -> list[SavedRun]:
         """The finished runs whose accuracy at the end is known: no test images were missing."""
         return [run for run in self.finished if FINAL in run.metrics]
 
@@ -112,7 +112,7 @@ def mean_sd(values: Iterable[float]) -> tuple[float, float]:
     return mean, float(np.std(numbers, ddof=1)) if len(numbers) > 1 else math.nan
 
 
-def group_runs(runs: Sequence[Run]) -> list[Group]:
+def group_runs(runs: Sequence[SavedRun]) -> list[Group]:
     """Group by data set, method and the run keys of the protocol; of each data set the most accurate group comes first.
 
     Runs of a suite have its labels. Others are named by their method, and by the keys that differ: those of the problem
@@ -122,7 +122,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return sorted(groups, key=lambda g: (g.setting, -np.nan_to_num(g.mean_sd(FINAL)[0], nan=-1), g.label))
 
 
-def _group_by_folder(runs: Sequence[Run]) -> list[Group]:
+def _group_by_folder(runs: Sequence[SavedRun]) -> list[Group]:
     """Groups of runs that all lie in a suite's folders LABEL/seed0, LABEL/seed1, ...; empty if they do not.
 
     Empty too if runs of a label are of several methods or numbers of tasks, as no suite has them. Of the labels the
@@ -146,8 +146,8 @@ def _shared(labels: Sequence[tuple[str, ...]]) -> int:
     return len(list(takewhile(lambda parts: len(set(parts)) == 1, zip(*labels, strict=False))))
 
 
-def _group_by_keys(runs: Sequence[Run]) -> list[Group]:
-    families: dict[tuple[str, str], list[Run]] = {}
+def _group_by_keys(runs: Sequence[SavedRun]) -> list[Group]:
+    families: dict[tuple[str, str], list[SavedRun]] = {}
     for run in runs:
         families.setdefault((run.data_name, run.results["method"]), []).append(run)
     groups: dict[tuple[str, str], Group] = {}
@@ -166,7 +166,7 @@ def _group_by_keys(runs: Sequence[Run]) -> list[Group]:
     return list(groups.values())
 
 
-def _run_keys(family: Sequence[Run]) -> list[str]:
+def _run_keys(family: Sequence[SavedRun]) -> list[str]:
     """All run keys; of a method from outside that is unknown here, those too that its runs have recorded."""
     known = list(known_keys())
     if family[0].results["method"] in METHODS:
@@ -175,17 +175,17 @@ def _run_keys(family: Sequence[Run]) -> list[str]:
     return [*known, *(name for name in recorded if name not in known and name not in NO_KEYS)]
 
 
-def _reads(run: Run, name: str) -> bool:
+def _reads(run: SavedRun, name: str) -> bool:
     """Whether a run key is recorded, and the run has the partition, say, that reads it."""
     keys = known_keys()
     return name in run.settings and not missing_setting(keys[name], defaults() | run.settings, keys)
 
 
-def _differ(name: str, runs: Sequence[Run]) -> bool:
+def _differ(name: str, runs: Sequence[SavedRun]) -> bool:
     return len({str(_key_value(run, name)) for run in runs}) > 1
 
 
-def _key_value(run: Run, name: str) -> object:
+def _key_value(run: SavedRun, name: str) -> object:
     """A run key's value, for comparing runs.
 
     Of num-tasks, which is only a limit where classes appear, it is how many tasks there were. Rounds of adaptation are

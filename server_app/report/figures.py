@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 from server_app.report.compare import Group, mean_sd
-from server_app.report.runs import Run
+from server_app.report.runs import SavedRun
 from task.metrics import fold, forgetting_by_task
 
 # Okabe and Ito's palette for all kinds of colour vision, without its yellow, which vanishes on white.
@@ -72,13 +72,13 @@ def plain(text: str, width: int) -> str:
     return (line if len(line) <= width else line[: width - 1] + "…").replace("$", r"\$")
 
 
-def run_figure(width: float, height: float, what: str, run: Run, subtitle: str) -> Figure:
+def run_figure(width: float, height: float, what: str, run: SavedRun, subtitle: str) -> Figure:
     """A figure of one run, of ``what`` it shows; the subtitle begins with the status of a run that has not finished."""
     status = "" if run.finished else f"{run.status.upper()} · "
     return make_figure(width, height, f"{run.title}: {what}", status + subtitle)
 
 
-def accuracy_figure(run: Run) -> Figure:
+def accuracy_figure(run: SavedRun) -> Figure:
     """Accuracy in % after each task: a thick line over all classes seen so far, a thin one for each task."""
     outcome = {"final_average_accuracy": "final average {:.1f} %", "forgetting": "forgetting {:.1f} points"}
     reached = [words.format(100 * run.metrics[name]) for name, words in outcome.items() if name in run.metrics]
@@ -101,7 +101,7 @@ def accuracy_figure(run: Run) -> Figure:
     return figure
 
 
-def _draw_tasks(axes: Axes, run: Run) -> None:
+def _draw_tasks(axes: Axes, run: SavedRun) -> None:
     k = len(run.matrix)
     for j, colour in enumerate(_shades(k)):
         percent = 100 * run.matrix[j:, j]
@@ -123,7 +123,7 @@ def numbered_tasks(num_tasks: int) -> list[int]:
     return [t for t in range(num_tasks) if num_tasks <= 25 or t == 0 or t % 5 == 4]
 
 
-def matrix_figure(run: Run) -> Figure:
+def matrix_figure(run: SavedRun) -> Figure:
     """The accuracy matrix in % as a heat map, and below it how much of each task was forgotten."""
     count, k = len(run.seen), len(run.matrix)
     side = min(10.0, max(5.0, 2.2 + 0.56 * count))
@@ -146,7 +146,7 @@ def matrix_figure(run: Run) -> Figure:
     return figure
 
 
-def _draw_forgotten(axes: Axes, run: Run) -> None:
+def _draw_forgotten(axes: Axes, run: SavedRun) -> None:
     """Best earlier minus final accuracy of each task in points; the last task stays empty."""
     forgotten = np.full((1, len(run.seen)), np.nan)
     unknown = run.gaps or run.untested_tasks

@@ -10,13 +10,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from server_app.report.figures import COLOURS, INK, MUTED, numbered_tasks, plain, run_figure, style_axes, write_numbers
-from server_app.report.runs import Run
+from server_app.report.runs import SavedRun
 
 NAMED = 30  # rows or columns that still have room for their names
 WRITTEN = 20  # rows and columns whose cells still have room for a number
 
 
-def recorded_figures(run: Run) -> dict[str, Figure]:
+def recorded_figures(run: SavedRun) -> dict[str, Figure]:
     """The pictures below by file name, as far as the run has recorded their data."""
     figures: dict[str, Figure] = {}
     if run.confusion.size and any(run.tasks[: len(run.matrix)]):
@@ -28,7 +28,7 @@ def recorded_figures(run: Run) -> dict[str, Figure]:
     return figures
 
 
-def confusion_figure(run: Run) -> Figure:
+def confusion_figure(run: SavedRun) -> Figure:
     """Share of the test images of each seen class (row) that were predicted as each class (column), in %.
 
     Classes are in order of arrival.
@@ -50,7 +50,7 @@ def confusion_figure(run: Run) -> Figure:
     return figure
 
 
-def clients_figure(run: Run) -> Figure:
+def clients_figure(run: SavedRun) -> Figure:
     """Training images of each client (row) by class (column), and their sum at the right."""
     order = [c for classes in run.tasks for c in classes]
     counts = np.array(list(run.client_counts.values()))[:, order]
@@ -81,7 +81,7 @@ def clients_figure(run: Run) -> Figure:
     return figure
 
 
-def bias_figure(run: Run) -> Figure:
+def bias_figure(run: SavedRun) -> Figure:
     """Federated bias by task: response entropy of local models, and the distance between their prototypes."""
     drawings = _measured_biases(run)
     subtitle = "local models of a task's last round, before aggregation"
@@ -95,12 +95,12 @@ def bias_figure(run: Run) -> Figure:
     return figure
 
 
-def _measured_biases(run: Run) -> list[Callable[[Axes, Run], None]]:
+def _measured_biases(run: SavedRun) -> list[Callable[[Axes, SavedRun], None]]:
     measured = {_draw_entropies: any(map(len, run.entropies)), _draw_distances: np.isfinite(run.distances).any()}
     return [draw for draw, recorded in measured.items() if recorded]
 
 
-def _draw_entropies(axes: Axes, run: Run) -> None:
+def _draw_entropies(axes: Axes, run: SavedRun) -> None:
     """Entropy of each local model's answers as a share of the largest possible, and the mean."""
     seen = np.cumsum([len(classes) for classes in run.tasks])
     tasks = enumerate(zip(run.entropies, seen, strict=True), 1)
@@ -117,7 +117,7 @@ def _draw_entropies(axes: Axes, run: Run) -> None:
     axes.legend(frameon=False, fontsize=9, loc="lower left")
 
 
-def _draw_distances(axes: Axes, run: Run) -> None:
+def _draw_distances(axes: Axes, run: SavedRun) -> None:
     axes.plot(range(1, len(run.distances) + 1), run.distances, color=COLOURS[1], lw=2.2, marker="o", ms=5.5)
     axes.set_ylim(0, 1.12 * np.nanmax(run.distances) or 1)
     axes.set_ylabel("Distance of local prototypes")
@@ -138,7 +138,7 @@ def _draw_counts(axes: Axes, values: np.ndarray, largest: float, label: str, bes
         panel.spines[:].set_color("#c9cfd8")
 
 
-def _name_classes(axis: Any, run: Run, tasks: Sequence[Sequence[int]]) -> None:
+def _name_classes(axis: Any, run: SavedRun, tasks: Sequence[Sequence[int]]) -> None:
     """Names of up to 30 classes, turned below a picture if they are long; of more, the numbers of their tasks."""
     order = [c for classes in tasks for c in classes]
     if len(order) <= NAMED:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from server_app.report.runs import Run, build_run, is_number
+from server_app.report.runs import SavedRun, build_run, is_number
 from task.keys import ConfigError
 from task.metrics import check_matrix
 
@@ -25,7 +25,7 @@ class OtherResult:
     label: str
     source: str
     partition: str
-    run: Run
+    run: SavedRun
 
 
 def read_others(paths: Sequence[Path], datasets: Mapping[str, str]) -> list[OtherResult]:

@@ -12,7 +12,7 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from server_app.report.compare import NOTE, Group, comparison_table
-from server_app.report.runs import Run, flat, is_number
+from server_app.report.runs import SavedRun, flat, is_number
 from server_app.report.templates import TEMPLATES
 from task.metrics import METRICS
 
@@ -50,7 +50,7 @@ class Section:
     note: str = ""
 
 
-def single_page(run: Run, pictures: Mapping[str, bytes]) -> str:
+def single_page(run: SavedRun, pictures: Mapping[str, bytes]) -> str:
     """The report of one run; ``pictures`` are PNGs by file name."""
     results = run.results
     names = dict(enumerate(results["class_names"]))
@@ -105,7 +105,7 @@ def _picture_sections(pictures: Mapping[str, bytes]) -> list[Section]:
     return [Section(PICTURES[name], png=b64encode(png).decode("ascii")) for name, png in pictures.items()]
 
 
-def _matrix_section(run: Run) -> Section:
+def _matrix_section(run: SavedRun) -> Section:
     tested = np.flatnonzero(run.samples)
     on_seen = [row[tested[tested <= i]] for i, row in enumerate(run.matrix)]
     means = [float(accuracies.mean()) if accuracies.size else math.nan for accuracies in on_seen]
@@ -129,7 +129,7 @@ def _failures_section(rounds: Sequence[Mapping[str, Any]]) -> Section:
     return Section(f"Failures ({len(rows)})", ["Task", "Round", "Client", "Reason"], rows, text=4)
 
 
-def _metrics_section(run: Run) -> Section:
+def _metrics_section(run: SavedRun) -> Section:
     formulas = {name: (inspect.getdoc(metric) or "").split("\n")[0] for name, metric in METRICS.items()}
     formulas["last_accuracy"] = "Accuracy over all test samples after the last task."
     formulas["average_seen_accuracy"] = (

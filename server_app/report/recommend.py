@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from server_app.report.compare import FINAL, WALL, Group, mean_sd
-from server_app.report.runs import Run
+from server_app.report.runs import SavedRun
 from task.config.checks import doubt_backbone
 from task.data.digests import describe_copies
 
@@ -82,7 +82,7 @@ def noise(best: Group, other: Group) -> tuple[float, str]:
     return over_seeds, f"standard deviation over {seeds} seeds"
 
 
-def _pairs(best: Group, other: Group) -> list[tuple[Run, Run]]:
+def _pairs(best: Group, other: Group) -> list[tuple[SavedRun, SavedRun]]:
     """Runs of both groups with the same seed, and so the same class order and clients."""
     theirs = {run.results.get("seed"): run for run in other.measured}
     seeds_of_best = [(run, run.results.get("seed")) for run in best.measured]
@@ -138,7 +138,7 @@ def _shares_too_few(best: Group, other: Group) -> bool:
     return known and len(_pairs(best, other)) < (2 if len(best.measured) > 1 < len(other.measured) else 1)
 
 
-def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[float, str]:
+def _noise_of_images(best: Group, pairs: Sequence[tuple[SavedRun, SavedRun]]) -> tuple[float, str]:
     """Standard deviation by the draw of the test images, and its words; NaN without images.
 
     ``pairs`` are runs of both groups with the same seed, and so the same test images.
@@ -154,13 +154,13 @@ def _noise_of_images(best: Group, pairs: Sequence[tuple[Run, Run]]) -> tuple[flo
     return math.sqrt(variance), f"by the draw of the {images:,} test images{shared}"
 
 
-def _same_images(run: Run, their: Run) -> bool:
+def _same_images(run: SavedRun, their: SavedRun) -> bool:
     """Whether two runs have as many test images of each task, and no other ones as far as was recorded."""
     known = {digest for r in (run, their) if (digest := r.settings.get(DIGEST))}
     return len(known) < 2 and list(map(len, run.correct)) == list(map(len, their.correct))
 
 
-def _variance(run: Run, their: Run) -> float:
+def _variance(run: SavedRun, their: SavedRun) -> float:
     """Variance, by the draw of the test images of each task, of the difference of two mean accuracies over tasks.
 
     As in McNemar's test it is that of methods which are equally good: about a difference of 0. The variance about the

@@ -35,7 +35,7 @@ def data_name(dataset: str, data_dir: str) -> str:
 
 
 @dataclass(frozen=True)
-class Run:
+class SavedRun:
     """A run, read for its report. Of its T tasks, k are finished. All accuracies are fractions.
 
     Attributes:
@@ -176,7 +176,7 @@ def malformed(folder: Path, error: Exception) -> ReportError:
     )
 
 
-def load_run(folder: Path) -> Run:
+def load_run(folder: Path) -> SavedRun:
     """Read results.json, of a run in any state, and config.yaml where there is one.
 
     Raises:
@@ -209,7 +209,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise ReportError(f"{path} cannot be read: {error}") from error
 
 
-def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> Run:
+def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> SavedRun:
     """The run in the content of results.json; parts that are absent or null are empty.
 
     Raises:
@@ -224,7 +224,7 @@ def build_run(folder: Path, recorded: Mapping[str, Any], settings: Mapping[str, 
     told = {name: value for name, value in results.items() if name not in NO_SETTINGS}
     single = {name.replace("_", "-"): v for name, v in told.items() if isinstance(v, str | int | float)}
     num_tasks, classes, bias = results["num_tasks"], len(results["class_names"]), results["federated_bias"]
-    return Run(
+    return SavedRun(
         folder=folder,
         results=results,
         settings=single | dict(settings or {}),

@@ -8,7 +8,7 @@ from pathlib import Path
 from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report.compare import Group, comparison_markdown, group_runs
 from server_app.report.recommend import doubt_copies
-from server_app.report.runs import Run, load_run, malformed
+from server_app.report.runs import SavedRun, load_run, malformed
 from task.utils.atomic import write_atomically
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def write_report(
         raise ReportError(f"{len(folders)} runs are compared in a folder of their own: name one with --output DIR")
     if output.resolve() in folders:
         raise ReportError(f"{output} is a run's own folder: the comparison would overwrite that run's report")
-    runs = list[Run]()
+    runs = list[SavedRun]()
     for folder in folders.values():
         try:
             runs.append(load_run(folder))
@@ -81,7 +81,7 @@ def write_comparison(
     return _write(folder, pictures | {"table.md": table.encode(), "report.html": page.encode()})
 
 
-def _draw_run(run: Run) -> dict[str, bytes]:
+def _draw_run(run: SavedRun) -> dict[str, bytes]:
     with required_packages():
         from server_app.report import figures, heatmaps, pages
     drawings = {"accuracy.png": figures.accuracy_figure(run), "forgetting.png": figures.matrix_figure(run)}
