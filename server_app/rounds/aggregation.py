@@ -6,14 +6,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from server_app.clients.client_info import ClientInfo
-from server_app.errors import RunError
 from server_app.rounds.reply_checks import (
     Bounds,
     InvalidReply,
-    check_counts,
     check_reply,
     check_sum,
     find_excessive,
@@ -21,11 +17,10 @@ from server_app.rounds.reply_checks import (
 )
 from server_app.run_files.results import RoundReport
 from server_app.secure_aggregation.secure_sum import SecureSum, SpoiledSum, TooFewClients
-from server_app.transport.base import Reply, sort_replies
+from server_app.transport.base import Reply
 from strategies.averaging import WeightedMean
 from strategies.base import RoundContext, Strategy, Update
 from task.config.schema import Config
-from task.data.images import Dataset
 from task.message import Packet
 from task.models.model import Model
 from task.scenario.client_data import learnable_classes
@@ -134,62 +129,3 @@ class RoundAggregator:
         self._model.load(self._arrays_before)
         vars(self._strategy).clear()
         vars(self._strategy).update(self.strategy_state)
-
-
-def sum_hidden_counts(
-    secure_sum: SecureSum, evaluate: Packet, dataset: Dataset, context: RoundContext, config: Config
-) -> tuple[np.ndarray, set[str]]:
-    """As :func:`sum_client_counts`, where only the sum of the answers is known.
-
-    Raises:
-        RunError: too few clients for the sum, or a sum that cannot be right.
-    """
-    seen = np.array(context.seen_classes)
-    try:
-        total, survivors = secure_sum.collect("evaluate", evaluate, len(seen) ** 2, config.secure_aggregation_range)
-        if len(survivors) < config.quorum:
-            raise TooFewClients(f"{len(survivors)} clients evaluated it, the quorum is {config.quorum}")
-        counts = np.zeros((len(dataset.class_names),) * 2, np.int64)
-        counts[np.ix_(seen, seen)] = np.rint(total).reshape(len(seen), len(seen))
-        if config.own_data:
-            held = [client.by_class_id(client.test_counts, dataset.class_names) for client in survivors]
-            limits = np.sum(held, axis=0)
-        else:
-            limits = np.bincount(dataset.test_labels, minlength=len(counts))
-        if (counts < 0).any() or (counts.sum(axis=1) > limits).any():
-            raise InvalidReply("the sum is no count of the images that these clients evaluate")
-        return counts, {client.name for client in survivors}
-    except (TooFewClients, SpoiledSum, InvalidReply) as error:
-        raise RunError(f"evaluation of task {context.task + 1}: {error}.") from error
-
-
-def sum_client_counts(
-    replies: Iterable[Reply],
-    clients: Sequence[ClientInfo],
-    dataset: Dataset,
-    context: RoundContext,
-    config: Config,
-    report: RoundReport,
-) -> tuple[np.ndarray, set[str]]:
-    """Test images of all clients by true and predicted class, int64 [classes, classes]; names of those that answered.
-
-    The replies to the evaluate messages come from ``clients`` in any order; ``report`` gets bytes and failures.
-
-    Raises:
-        RunError: fewer usable answers than the quorum.
-    """
-    ordered = sort_replies(replies, [client.node for client in clients])
-    report.bytes_up += sum(reply.bytes_up for reply in ordered)
-    report.bytes_down += sum(reply.bytes_down for reply in ordered)
-    usable, counts = set[str](), np.zeros((len(dataset.class_names),) * 2, np.int64)
-    all_images = np.bincount(dataset.test_labels, minlength=len(dataset.class_names))
-    for client, reply in zip(clients, ordered, strict=True):
-        limits = client.by_class_id(client.test_counts, dataset.class_names) if config.own_data else all_images
-        try:
-            counts += check_counts(reply, limits, context.seen_classes)
-            usable.add(client.name)
-        except InvalidReply as error:
-            report.failures.append({"name": client.name, "reason": f"evaluation: {error}"})
-    if len(usable) < config.quorum:
-        raise RunError(f"{len(usable)} clients evaluated task {context.task + 1}, the quorum is {config.quorum}.")
-    return counts, usable

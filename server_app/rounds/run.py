@@ -23,8 +23,14 @@ from server_app.privacy.account import (
     releases_per_message,
     require_asked_clients,
 )
-from server_app.rounds.aggregation import RoundAggregator, sum_client_counts, sum_hidden_counts
-from server_app.rounds.federated_bias import local_distance, response_entropies
+from server_app.rounds.aggregation import RoundAggregator
+from server_app.rounds.measurement import (
+    count_on_server,
+    local_distance,
+    response_entropies,
+    sum_client_counts,
+    sum_hidden_counts,
+)
 from server_app.rounds.progress import describe_round, summary
 from server_app.rounds.reply_checks import MAX_VALUE
 from server_app.rounds.report_drawer import ReportDrawer
@@ -57,7 +63,6 @@ from task.data.load import is_published
 from task.keys import ConfigError
 from task.message import Arrays, Kind, Packet
 from task.methods import load_class
-from task.models.evaluation import count_pairs, predict_classes
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import build_model
 from task.scenario.client_data import has_fixed_images
@@ -334,16 +339,12 @@ class Run:
             raise RunError(f"no round of task {report.task} gave a usable model: {reason}")
 
     def _evaluate(self, context: RoundContext, report: RoundReport) -> None:
-        dataset, evaluated = self.scenario.dataset, set[str]()
+        evaluated = set[str]()
         with self.results.measure_seconds("evaluate"):
             if self.config.evaluate == "clients":
                 counts, evaluated = self._count_on_clients(context, report)
             else:
-                seen, labels = np.array(context.seen_classes), dataset.test_labels
-                tested = dataset.test_positions(seen, np.arange(len(labels)))
-                predicted = predict_classes(self.model, dataset, seen, tested)
-                counts = count_pairs(labels[tested], predicted, len(dataset.class_names))
-                self.results.note_correct(labels[tested], predicted == labels[tested])
+                counts = count_on_server(self.model, self.scenario.dataset, context, self.results)
         self.results.add_evaluation(context.task, counts, self._count_away(counts, evaluated))
 
     def _count_away(self, counts: np.ndarray, evaluated: set[str]) -> np.ndarray:

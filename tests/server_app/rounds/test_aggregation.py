@@ -12,7 +12,8 @@ import pytest
 
 from server_app.clients.client_info import ClientInfo
 from server_app.errors import RunError
-from server_app.rounds.aggregation import RoundAggregator, sum_hidden_counts
+from server_app.rounds.aggregation import RoundAggregator
+from server_app.rounds.measurement import sum_hidden_counts
 from server_app.rounds.run import Run, run_experiment
 from server_app.run_files.results import RoundReport
 from server_app.run_files.writers import read_lines

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from client_app.client import Node, handle
-from server_app.rounds.federated_bias import local_distance, response_entropies
+from server_app.rounds.measurement import local_distance, response_entropies
 from strategies.base import Update
 from task.config.parsing import parse
 from task.keys import ConfigError
