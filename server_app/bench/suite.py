@@ -77,7 +77,9 @@ class PlannedRun:
     @property
     def setting(self) -> str:
         """Data set and partition; runs of one setting can be compared."""
-        return ", ".join(filter(None, [data_name(self.config.dataset, self.config.data_dir), self.partition]))
+        config = self.config
+        name = data_name(config.dataset, config.data_dir, config.validation_share)
+        return ", ".join(filter(None, [name, self.partition]))
 
 
 @dataclass(frozen=True)

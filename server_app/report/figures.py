@@ -90,7 +90,7 @@ def accuracy_figure(run: SavedRun) -> Figure:
     axes.plot(tasks, 100 * run.seen, color=INK, lw=2.8, marker="o", ms=6.5, label="all classes seen so far", zorder=4)
     axes.plot([], [], color=_shades(3)[1], lw=1.3, marker=".", label="one task, numbered where it was learned")
     _task_axes(axes, len(run.seen), np.concatenate([run.matrix.ravel(), run.seen]))
-    axes.set_ylabel("Test accuracy, %")
+    axes.set_ylabel(f"{run.evaluated.capitalize()} accuracy, %")
     if (done := np.flatnonzero(np.isfinite(run.seen))).size:
         at = (done[-1] + 1, 100 * run.seen[done[-1]])
         label = axes.annotate(f"{at[1]:.1f}", at, xytext=(9, 0), textcoords="offset points", va="center")
@@ -127,7 +127,9 @@ def matrix_figure(run: SavedRun) -> Figure:
     """The accuracy matrix in % as a heat map, and below it how much of each task was forgotten."""
     count, k = len(run.seen), len(run.matrix)
     side = min(10.0, max(5.0, 2.2 + 0.56 * count))
-    figure = run_figure(side + 0.9, side + 0.5, "forgetting", run, "test accuracy on each task after each task, %")
+    figure = run_figure(
+        side + 0.9, side + 0.5, "forgetting", run, f"{run.evaluated} accuracy on each task after each task, %"
+    )
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[max(3, count), 1])
     full = np.full((count, count), np.nan)
     full[:k, :k] = 100 * run.matrix
@@ -203,7 +205,8 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
             _draw_curve(axes, group, styles[group.label], band)
         seen = [run.seen for group in shown for run in group.runs]
         _task_axes(axes, max(map(len, seen)), np.concatenate(seen))
-    figure.axes[0].set_ylabel("Test accuracy, %")
+    kinds = sorted({run.evaluated for group in groups for run in group.runs})
+    figure.axes[0].set_ylabel(f"{' or '.join(kinds).capitalize()} accuracy, %")
     handles = [Line2D([], [], label=plain(label, 60), **styles[label]) for label in _best_first(groups)]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9.5, handlelength=3.2)
     return figure

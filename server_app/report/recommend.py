@@ -139,19 +139,19 @@ def _shares_too_few(best: Group, other: Group) -> bool:
 
 
 def _noise_of_images(best: Group, pairs: Sequence[tuple[SavedRun, SavedRun]]) -> tuple[float, str]:
-    """Standard deviation by the draw of the test images, and its words; NaN without images.
+    """Standard deviation by the draw of the evaluated images, and its words; NaN without images.
 
     ``pairs`` are runs of both groups with the same seed, and so the same test images.
     """
-    images = sum(best.measured[0].results["samples_per_task"])
+    images, kind = sum(best.measured[0].results["samples_per_task"]), best.measured[0].evaluated
     if pairs and all(run.correct and _same_images(run, their) for run, their in pairs):
         variance = np.mean([_variance(run, their) for run, their in pairs])
-        return math.sqrt(variance), f"by the draw of the {images:,} test images, the same ones for both"
+        return math.sqrt(variance), f"by the draw of the {images:,} {kind} images, the same ones for both"
     # Laplace's rule: all of a few images right does not mean no noise
     likely = (_accuracy(best) * images + 1) / (images + 2)
     shared = ", roughly: it is not recorded which of the same images each classifies correctly" if pairs else ""
     variance = likely * (1 - likely) / best.measured[0].effective_images
-    return math.sqrt(variance), f"by the draw of the {images:,} test images{shared}"
+    return math.sqrt(variance), f"by the draw of the {images:,} {kind} images{shared}"
 
 
 def _same_images(run: SavedRun, their: SavedRun) -> bool:

@@ -25,13 +25,14 @@ MARKS = {"1": 1.0, "0": 0.0}  # of correct_images
 OBJECTS = ("metrics", "per_class_accuracy", "federated_bias", "communication", "seconds", "environment")
 
 
-def data_name(dataset: str, data_dir: str) -> str:
-    """What tables and pictures call a data set.
+def data_name(dataset: str, data_dir: str, validation_share: float = 0) -> str:
+    """What tables and pictures call a data set, and the images of it that are evaluated if these are no test images.
 
-    >>> data_name("npz", "/data/scans.npz"), data_name("folder", "/data/pets/"), data_name("digits", "")
-    ('scans', 'pets', 'digits')
+    >>> data_name("npz", "/data/scans.npz"), data_name("folder", "/data/pets/"), data_name("digits", "", 0.2)
+    ('scans', 'pets', 'digits, validation images')
     """
-    return Path(data_dir).stem or dataset if dataset in ("npz", "folder") else dataset
+    name = Path(data_dir).stem or dataset if dataset in ("npz", "folder") else dataset
+    return f"{name}, validation images" if validation_share else name
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,13 @@ class SavedRun:
     @property
     def data_name(self) -> str:
         """Name of the data set; of images of one's own that of their file or folder."""
-        return data_name(self.results["dataset"], str(self.settings.get("data-dir", "")))
+        share = self.settings.get("validation-share", 0)
+        return data_name(self.results["dataset"], str(self.settings.get("data-dir", "")), share)
+
+    @property
+    def evaluated(self) -> str:
+        """Which images the accuracies are of: "test" ones, or "validation" images in their place."""
+        return "validation" if self.settings.get("validation-share") else "test"
 
     @property
     def has_run_keys(self) -> bool:

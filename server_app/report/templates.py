@@ -126,7 +126,7 @@ how much the model has forgotten.
 {% if "final_average_accuracy" in run.metrics %}
 <p class="lead">
 After learning {{ "one task" if done == 1 else done ~ " tasks one after another" }}, the model recognises
-<strong>{{ "%.1f %%" | format(100 * run.metrics["final_average_accuracy"]) }}</strong> of the test images
+<strong>{{ "%.1f %%" | format(100 * run.metrics["final_average_accuracy"]) }}</strong> of the {{ run.evaluated }} images
 {%- if "forgetting" in run.metrics and done > 1 %}
 {% set lost = 100 * run.metrics["forgetting"] %}
 , averaged over the tasks; on the tasks before the last it is

@@ -33,6 +33,7 @@ def summary(directory: Path) -> list[str]:
     metrics, untested = results.get("metrics", {}), untested_classes(results)
     shown = {"final_average_accuracy": "final average accuracy", "forgetting": "forgetting"}
     outcome = ", ".join(f"{text} {metrics[name]:.1%}" for name, text in shown.items() if metrics.get(name) is not None)
+    outcome += " on validation images" * bool(outcome and "validation_share" in results)
     missing = f"without a test image of {first_names(untested)}" if untested else ""
     away = [f"task {task} on {now} of {held}" for task, now, held in incomplete_tests(results)]
     fewer = f"measured on fewer test images, as nodes were away: after {first_names(away)}" if away else ""

@@ -256,6 +256,7 @@ class Results:
             "class_names": list(self.class_names),
             "tasks": self.tasks,
             **({"stream": self.sharing} if self.sharing else {}),
+            **({"validation_share": share} if (share := self.config.validation_share) else {}),
             "samples_per_task": self.samples,
             **({"copied_test_images": self.copies} if self.copies else {}),
             "samples_after_task": self.counted,

@@ -346,6 +346,23 @@ def test_page_begins_with_the_outcome_in_words_and_the_pictures(make_run, change
     assert page.tags.index("p") < page.tags.index("img") < page.tags.index("table")
 
 
+@pytest.mark.parametrize("recorded_in", ["results.json", "config.yaml"])
+def test_accuracies_on_validation_images_are_called_so(make_run, recorded_in):
+    """They are no result: something was chosen on these images, or may have been."""
+    in_results = recorded_in == "results.json"
+    folder = make_run("v", **({"validation_share": 0.2} if in_results else {"config": {"validation-share": 0.2}}))
+    runs = [load_run(folder), load_run(make_run("t"))]
+    assert [run.title for run in runs] == ["hgp on digits, validation images", "hgp on digits"]
+    assert [group.setting for group in group_runs(runs)] == ["digits", "digits, validation images"]
+    for shown, words in [(runs[:1], "Validation"), (runs[1:], "Test"), (runs, "Test or validation")]:
+        label = figures.comparison_figure(group_runs(shown)).axes[0].get_ylabel()
+        assert label == f"{words} accuracy, %"
+    assert figures.accuracy_figure(runs[0]).axes[0].get_ylabel() == "Validation accuracy, %"
+    assert "validation accuracy" in " ".join(text.get_text() for text in figures.matrix_figure(runs[0]).texts)
+    write_report([folder])
+    assert "recognises 60.0 % of the validation images" in " ".join(page_of(folder).text.split())
+
+
 def test_numbers_of_a_partial_run_cover_its_finished_tasks(make_run):
     run = load_run(make_run(done=2))
     assert run.matrix.shape == (2, 2)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from server_app.rounds.progress import summary
 from server_app.run_files.results import Results, RoundReport
 from server_app.run_files.writers import read_lines
 from task.config.parsing import parse
@@ -60,6 +61,19 @@ def test_each_tasks_marks_are_those_of_its_own_images(tiny, tmp_path) -> None:
     results.samples = [2]
     results.note_correct(np.array([old, new, new, old, new]), np.array([True, False, True, False, True]))
     assert results.correct_images == ["10", "011"]
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.25, " on validation images"), (0.0, "")])
+def test_accuracies_on_validation_images_are_called_so(share, said, tiny, tmp_path) -> None:
+    config = parse(tiny | {"validation-share": share})
+    results = Results(tmp_path, config, build_scenario(config))
+    confusion = np.zeros((12, 12), np.int64)
+    for task, classes in enumerate(results.tasks):
+        confusion[classes, classes] = 5
+        results.add_evaluation(task, confusion, np.zeros(12, np.int64))
+    results.write()
+    assert results.as_dict().get("validation_share", 0.0) == share
+    assert summary(tmp_path)[0] == f"final average accuracy 100.0%, forgetting 0.0%{said}"
 
 
 def test_rounds_of_adaptation_are_counted_in_each_rounds_line(tiny, tmp_path) -> None:
