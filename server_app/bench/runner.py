@@ -206,6 +206,7 @@ class Bench:
             self._seconds.setdefault(run.variant, []).append(max(seconds - _first_pass(ended), 0.0))
             accuracy = ended.metrics.get("final_average_accuracy")
             known = "unknown: test images are missing" if accuracy is None else f"{accuracy:.1%}"
+            known += " on validation images" * (ended.evaluated == "validation")
             outcome = f"final average accuracy {known}, {_minutes(seconds)}"
             lost = sum(len(entry["failures"]) for entry in ended.results["rounds"])
             outcome += f", answers that failed: {lost}" * (lost > 0)
@@ -246,7 +247,8 @@ class Bench:
             if run not in self._waiting and (loaded := self._load(run)):
                 group.runs.append(loaded)
         for other in self._suite.others:
-            setting = next(run.setting for run in self._suite.runs if run.partition == other.partition)
+            beside = [run for run in self._suite.runs if run.partition == other.partition]
+            setting = min(beside, key=lambda run: run.config.validation_share).setting
             group = groups.setdefault((other.partition, other.label), Group(setting, other.label, [], theirs=True))
             group.runs.append(other.run)
         self.recommendation = {}

@@ -17,7 +17,7 @@ import yaml
 
 from server_app.report.compare import PROBLEM
 from server_app.report.others import OtherResult, read_others
-from server_app.report.runs import data_name
+from server_app.report.runs import data_name, name_setting
 from server_app.run_files.paths import resolve_output_dir
 from server_app.run_keys import complete_run_keys
 from task.config.parsing import parse, reads_key
@@ -77,9 +77,8 @@ class PlannedRun:
     @property
     def setting(self) -> str:
         """Data set and partition; runs of one setting can be compared."""
-        config = self.config
-        name = data_name(config.dataset, config.data_dir, config.validation_share)
-        return ", ".join(filter(None, [name, self.partition]))
+        name = data_name(self.config.dataset, self.config.data_dir)
+        return name_setting(name, self.partition, validation_share=self.config.validation_share)
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def comparison_figure(groups: Sequence[Group]) -> Figure:
             _draw_curve(axes, group, styles[group.label], band)
         seen = [run.seen for group in shown for run in group.runs]
         _task_axes(axes, max(map(len, seen)), np.concatenate(seen))
-    kinds = sorted({run.evaluated for group in groups for run in group.runs})
+    kinds = sorted({run.evaluated for group in groups if not group.theirs for run in group.runs}) or ["test"]
     figure.axes[0].set_ylabel(f"{' or '.join(kinds).capitalize()} accuracy, %")
     handles = [Line2D([], [], label=plain(label, 60), **styles[label]) for label in _best_first(groups)]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9.5, handlelength=3.2)

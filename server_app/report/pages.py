@@ -131,9 +131,10 @@ def _failures_section(rounds: Sequence[Mapping[str, Any]]) -> Section:
 
 def _metrics_section(run: SavedRun) -> Section:
     formulas = {name: (inspect.getdoc(metric) or "").split("\n")[0] for name, metric in METRICS.items()}
-    formulas["last_accuracy"] = "Accuracy over all test samples after the last task."
+    formulas["last_accuracy"] = f"Accuracy over all {run.evaluated} samples after the last task."
     formulas["average_seen_accuracy"] = (
-        "Mean over time of the accuracy over all test samples of seen classes; their numbers are those of the end."
+        f"Mean over time of the accuracy over all {run.evaluated} samples of seen classes; their numbers are those of "
+        "the end."
     )
     rows = [(n, formulas.get(n), f"{100 * v:.2f} %" if n in formulas else v) for n, v in run.metrics.items()]
     return Section("Metrics", ["Metric", "Formula", "Value"], rows, text=2)

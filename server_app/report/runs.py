@@ -25,14 +25,18 @@ MARKS = {"1": 1.0, "0": 0.0}  # of correct_images
 OBJECTS = ("metrics", "per_class_accuracy", "federated_bias", "communication", "seconds", "environment")
 
 
-def data_name(dataset: str, data_dir: str, validation_share: float = 0) -> str:
-    """What tables and pictures call a data set, and the images of it that are evaluated if these are no test images.
+def data_name(dataset: str, data_dir: str) -> str:
+    """What tables and pictures call a data set.
 
-    >>> data_name("npz", "/data/scans.npz"), data_name("folder", "/data/pets/"), data_name("digits", "", 0.2)
-    ('scans', 'pets', 'digits, validation images')
+    >>> data_name("npz", "/data/scans.npz"), data_name("folder", "/data/pets/"), data_name("digits", "")
+    ('scans', 'pets', 'digits')
     """
-    name = Path(data_dir).stem or dataset if dataset in ("npz", "folder") else dataset
-    return f"{name}, validation images" if validation_share else name
+    return Path(data_dir).stem or dataset if dataset in ("npz", "folder") else dataset
+
+
+def name_setting(*parts: str, validation_share: float) -> str:
+    """The parts that are not empty, and a word about accuracies that are not of test images."""
+    return ", ".join(filter(None, [*parts, "validation images" * bool(validation_share)]))
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,9 @@ class SavedRun:
 
     @property
     def data_name(self) -> str:
-        """Name of the data set; of images of one's own that of their file or folder."""
-        share = self.settings.get("validation-share", 0)
-        return data_name(self.results["dataset"], str(self.settings.get("data-dir", "")), share)
+        """Name of the data set, of one's own images that of their file or folder; says where validation images."""
+        name = data_name(self.results["dataset"], str(self.settings.get("data-dir", "")))
+        return name_setting(name, validation_share=self.settings.get("validation-share", 0))
 
     @property
     def evaluated(self) -> str:

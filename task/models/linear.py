@@ -1,5 +1,6 @@
 """Parts of a transformer block, computed faster than by PyTorch's modules of the same names."""
 
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def _has_onednn() -> bool:
 @cache
 def _is_amd() -> bool:
     """Whether Linux says that the processor is AMD's."""
-    return _PROCESSOR.exists() and "AuthenticAMD" in _PROCESSOR.read_text(encoding="utf-8")
+    with suppress(OSError):
+        return b"AuthenticAMD" in _PROCESSOR.read_bytes()
+    return False
 
 
 class OverwritingGELU(nn.GELU):

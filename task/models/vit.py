@@ -18,6 +18,7 @@ from task.models.linear import linear, use_faster_parts
 from task.models.weights import build_vit
 from task.prompts.base import PromptVectors
 
+_MOST_TOKENS = 256  # with which attention is by plain products
 MOST_PATCHES = 64  # along a side: 1,024 pixels with patches of 16; attention holds the square of their number
 
 
@@ -85,8 +86,13 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _by_products(x: Tensor) -> bool:
-    """Whether plain products are faster: gradients of PyTorch's own kernel take four times as long in bf16 on a CPU."""
-    return x.device.type == "cpu" and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+    """Whether plain products of tokens [..., N, D] are faster: where gradients are wanted in bf16 on a CPU.
+
+    There PyTorch's own kernel was seen to take four times as long. With many tokens it is the faster one, and products
+    need much memory.
+    """
+    few = x.shape[-2] <= _MOST_TOKENS
+    return few and x.device.type == "cpu" and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
 
 
 class PromptedBlock(nn.Module):

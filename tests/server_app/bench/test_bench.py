@@ -289,6 +289,17 @@ def events(folder):
 
 
 @pytest.mark.ci
+def test_a_suite_on_validation_images_says_so(write, quick, capsys, tmp_path):
+    partitions = [{"label": "even"}, {"label": "uneven", "dirichlet-beta": 0.1}]
+    path = write(common=KEYS | {"validation-share": 0.25, "partition": "dirichlet"}, partitions=partitions)
+    assert cli.main(["bench", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "finished  means/even/seed0: final average accuracy 75.0% on validation images, " in out
+    assert {setting for _, setting in table(tmp_path / "out")[1]} == {
+        f"synthetic, {partition}, validation images" for partition in ("even", "uneven")
+    }
+
+
 def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
     path = write(seeds=[0, 1])
     first, half, failed, _ = read_suite(path, {}).runs

@@ -316,6 +316,17 @@ THEIRS: dict[str, Any] = {
 }
 
 
+def test_others_are_compared_with_runs_on_test_images(write, tmp_path):
+    """Where one variant has a validation split of its own."""
+    (tmp_path / "theirs.json").write_text(json.dumps(THEIRS))
+    suite = read_suite(write(others=["theirs.json"], variants=[NCM | {"validation-share": 0.2}, HEAD]), {})
+    for run in suite.runs:
+        fill(run, run_results((0.5, 0.5, 0.5)))
+    Bench(suite, 1, ["--in-process"], lambda line: None)._report()
+    on_test_images = {("head", "synthetic"), ("hgp (theirs)", "synthetic")}
+    assert set(table(tmp_path / "out")[1]) == {("means", "synthetic, validation images"), *on_test_images}
+
+
 def test_others_are_in_table_and_pictures(write, tmp_path):
     folder = tmp_path / "theirs"
     folder.mkdir()

@@ -360,7 +360,9 @@ def test_accuracies_on_validation_images_are_called_so(make_run, recorded_in):
     assert figures.accuracy_figure(runs[0]).axes[0].get_ylabel() == "Validation accuracy, %"
     assert "validation accuracy" in " ".join(text.get_text() for text in figures.matrix_figure(runs[0]).texts)
     write_report([folder])
-    assert "recognises 60.0 % of the validation images" in " ".join(page_of(folder).text.split())
+    text = " ".join(page_of(folder).text.split())
+    assert "recognises 60.0 % of the validation images" in text
+    assert "Accuracy over all validation samples after the last task" in text
 
 
 def test_numbers_of_a_partial_run_cover_its_finished_tasks(make_run):

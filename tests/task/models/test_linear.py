@@ -74,6 +74,7 @@ def test_few_tokens_and_other_processors_are_left_to_the_other_library(
         ("AuthenticAMD", "AVX512", True),
         ("AuthenticAMD", "AVX2", False),
         ("GenuineIntel", "AVX512", False),
+        ("AuthenticAMD \xe9", "AVX512", True),
         ("", "AVX512", False),
     ],
 )
@@ -81,9 +82,10 @@ def test_convolutions_are_for_processors_of_amd(
     vendor: str, capability: str, convolves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if vendor:
-        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n", encoding="latin-1")
     monkeypatch.setattr(module, "_PROCESSOR", tmp_path / "cpuinfo")
     monkeypatch.setattr(module, "_has_onednn", HAS_ONEDNN)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     module._is_amd.cache_clear()
     assert module.by_convolution(drawn(4, 16, 12)) == convolves

@@ -247,10 +247,12 @@ def test_attention_by_plain_products_equals_float64_numpy(changes, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("bf16", "gradient", "products"), [(True, True, True), (True, False, False), (False, True, False)]
+    ("bf16", "gradient", "most", "products"),
+    [(True, True, 5, True), (True, True, 4, False), (True, False, 5, False), (False, True, 5, False)],
 )
-def test_plain_products_are_for_gradients_in_bf16(bf16, gradient, products, monkeypatch):
+def test_plain_products_are_for_gradients_of_few_tokens_in_bf16(bf16, gradient, most, products, monkeypatch):
     """With the same feature and gradient as PyTorch's own attention, to the eight bits of bf16."""
+    monkeypatch.setattr(vit_module, "_MOST_TOKENS", most)
     calls, attention = [], F.scaled_dot_product_attention
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *args, **more: calls.append(1) or attention(*args, **more)
