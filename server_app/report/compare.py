@@ -136,7 +136,7 @@ def _group_by_folder(runs: Sequence[SavedRun]) -> list[Group]:
     groups: dict[tuple[str, str], Group] = {}
     for run, parts in zip(runs, labels, strict=True):
         label = "/".join(parts[start : len(parts) - end]) or run.results["method"]
-        groups.setdefault((run.data_name, label), Group(run.data_name, label, [])).runs.append(run)
+        groups.setdefault((run.setting, label), Group(run.setting, label, [])).runs.append(run)
     mixed = any(len({(r.results["method"], len(r.seen)) for r in group.finished}) > 1 for group in groups.values())
     return [] if mixed else list(groups.values())
 
@@ -162,7 +162,7 @@ def _group_by_keys(runs: Sequence[SavedRun]) -> list[Group]:
             read = [name for name in differing if name not in PROBLEM or _reads(run, name)]
             settings = ", ".join(f"{name} {_key_value(run, name)}" for name in read)
             label = f"{method} ({settings})" if settings else method
-            groups.setdefault((dataset, label), Group(dataset, label, [])).runs.append(run)
+            groups.setdefault((run.setting, label), Group(run.setting, label, [])).runs.append(run)
     return list(groups.values())
 
 

@@ -75,9 +75,13 @@ class SavedRun:
 
     @property
     def data_name(self) -> str:
-        """Name of the data set, of one's own images that of their file or folder; says where validation images."""
-        name = data_name(self.results["dataset"], str(self.settings.get("data-dir", "")))
-        return name_setting(name, validation_share=self.settings.get("validation-share", 0))
+        """Name of the data set; of images of one's own that of their file or folder."""
+        return data_name(self.results["dataset"], str(self.settings.get("data-dir", "")))
+
+    @property
+    def setting(self) -> str:
+        """Data set, and a word about validation images."""
+        return name_setting(self.data_name, validation_share=self.settings.get("validation-share", 0))
 
     @property
     def evaluated(self) -> str:
@@ -97,7 +101,7 @@ class SavedRun:
     @property
     def title(self) -> str:
         """Method and data set."""
-        return f"{self.results['method']} on {self.data_name}"
+        return f"{self.results['method']} on {self.setting}"
 
     @property
     def status(self) -> str:
