@@ -205,8 +205,8 @@ class Bench:
             seconds = time.monotonic() - self._started_at[run.name]
             self._seconds.setdefault(run.variant, []).append(max(seconds - _first_pass(ended), 0.0))
             accuracy = ended.metrics.get("final_average_accuracy")
-            known = "unknown: test images are missing" if accuracy is None else f"{accuracy:.1%}"
-            known += " on validation images" * (ended.evaluated == "validation")
+            of = " on validation images" * (ended.evaluated == "validation")
+            known = "unknown: test images are missing" if accuracy is None else f"{accuracy:.1%}{of}"
             outcome = f"final average accuracy {known}, {_minutes(seconds)}"
             lost = sum(len(entry["failures"]) for entry in ended.results["rounds"])
             outcome += f", answers that failed: {lost}" * (lost > 0)

@@ -300,6 +300,7 @@ def test_a_suite_on_validation_images_says_so(write, quick, capsys, tmp_path):
     }
 
 
+@pytest.mark.ci
 def test_finished_runs_are_skipped_and_others_begun_anew(write, quick, capsys):
     path = write(seeds=[0, 1])
     first, half, failed, _ = read_suite(path, {}).runs
