@@ -34,6 +34,7 @@ from server_app.rounds.measurement import (
 from server_app.rounds.progress import describe_round, summary
 from server_app.rounds.reply_checks import MAX_VALUE
 from server_app.rounds.report_drawer import ReportDrawer
+from server_app.rounds.requirements import require_quorum, require_training, require_usable_model
 from server_app.rounds.setup import (
     connect_clients,
     lay_out_tasks,
@@ -200,7 +201,7 @@ class Run:
             if context.ends_task:
                 self._evaluate(context, report)
             self._write_round(context)
-        self._require_training()
+        require_training(self.results.rounds)
         self.results.status = FINISHED
         self._stop_drawing()
         self.results.write()
@@ -223,7 +224,7 @@ class Run:
         self.results.privacy = charge(self.results.privacy, self._asked_path, self.results.rounds)
         self.results.add_training([update.metrics for update in aggregator.updates], report)
         report.trained = bool(aggregator.updates)
-        self._require_quorum(aggregator.problem, report, context)
+        require_quorum(aggregator.problem, report, context.ends_task, self.results)
         if context.ends_task:
             entropies = [value for update in aggregator.updates for value in aggregator.entropies[update.client]]
             self.results.add_bias(context.task, entropies, local_distance(aggregator.updates))
@@ -290,31 +291,6 @@ class Run:
             },
         )
 
-    def _require_quorum(self, problem: str, report: RoundReport, context: RoundContext) -> None:
-        """Refuse to go on with a ``problem`` of the round, or too few answers."""
-        participants = len(report.participants)
-        answered = participants - len(report.failures)
-        if answered < self.config.quorum:
-            problem = problem or f"{answered} of {participants} clients answered, the quorum is {self.config.quorum}"
-        reasons = "; ".join(f"{f['name']}: {f['reason']}" for f in report.failures[:3])
-        if context.ends_task and self.results.is_not_learned(report.task):
-            said = (
-                "no client with its images has trained in any of its rounds: they failed, were away or were not drawn"
-            )
-            log.warning("task %d is not learned: %s.%s", report.task, said, f" {reasons}" if reasons else "")
-            if self.config.method_row.pooled:  # one client has all images, and the others are not asked for any
-                problem = problem or said
-        if problem:
-            self.results.write_round()
-            raise RunError(f"task {report.task}, round {report.round}: {problem}. {reasons}")
-
-    def _require_training(self) -> None:
-        """Refuse to call a run finished in which no client has trained."""
-        failures = [f"{f['name']}: {f['reason']}" for r in self.results.rounds for f in r.failures]
-        idle = "those that were asked had no image of the classes of their round"
-        if not any(r.trained for r in self.results.rounds):
-            raise RunError(f"no client has trained in any round: {'; '.join(failures[:3]) or idle}")
-
     def _update_global_model(self, aggregator: RoundAggregator, context: RoundContext, report: RoundReport) -> None:
         """Load the mean and refine it; a model that is not finite, or absurdly large, is dropped."""
         self.results.seconds["server_aggregate"] += aggregator.seconds
@@ -330,13 +306,8 @@ class Run:
         if not all((np.abs(a) <= limit).all() for a in self.model.export().values()):
             aggregator.undo()
             report.dropped = True
-        if context.ends_task and all(r.dropped for r in self.results.rounds if r.task == report.task):
-            steps = [key for key in self.config.method_row.own_keys() if key.endswith("learning-rate")]
-            lower = f"lower the step size of the server ({', '.join(steps)})."
-            refined = lower if steps else "what the server computed has numbers that are not finite, or far too large."
-            reason = aggregator.spoiled or refined
-            self.results.write_round()
-            raise RunError(f"no round of task {report.task} gave a usable model: {reason}")
+        if context.ends_task:
+            require_usable_model(aggregator.spoiled, report, self.results)
 
     def _evaluate(self, context: RoundContext, report: RoundReport) -> None:
         evaluated = set[str]()

@@ -27,7 +27,7 @@ from PIL import Image
 
 from server_app.cli.main import main
 from server_app.errors import RunError
-from server_app.rounds.run import Run, run_experiment
+from server_app.rounds.run import run_experiment
 from server_app.run_files.checkpoints import read_checkpoint, write_checkpoint
 from server_app.run_files.locks import lock_folder
 from server_app.run_files.resume import load_resumed_keys
@@ -256,7 +256,8 @@ def test_a_lost_model_is_written_again_though_no_round_is_left(tiny: Values, mon
     uninterrupted, interrupted = two_runs(tiny)
     run(uninterrupted)
     with monkeypatch.context() as patched:
-        patched.setattr(Run, "_require_training", Mock(side_effect=KeyboardInterrupt))  # after the last round
+        after_last_round = "server_app.rounds.run.require_training"
+        patched.setattr(after_last_round, Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(interrupted)
     folder = Path(interrupted["output-dir"]) / "cut"
