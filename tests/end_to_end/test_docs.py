@@ -108,7 +108,7 @@ def test_the_architecture_names_every_file_that_imports_flower() -> None:
 
 
 def test_the_keys_of_a_node_are_those_that_the_deployment_guide_explains() -> None:
-    rows = re.findall(r"^\| (`.+`) \|", section("docs/guides/deployment.md", "The steps"), re.MULTILINE)
+    rows = re.findall(r"^\| (`.+`) \|", section("docs/guides/deployment.md", "What a node is told"), re.MULTILINE)
     explained = set(re.findall(r"`([\w-]+)`", " ".join(rows)))
     of_the_node = {"name", "state-dir", "partition-id", "num-partitions"}
     assert explained == of_the_node | set(keys_affecting(*OF_THE_NODE))
