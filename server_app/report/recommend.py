@@ -57,7 +57,7 @@ def recommend(groups: Sequence[Group], keys: Mapping[str, str] | None = None) ->
     decision, chosen = _decide(best, equal)
     unclear += [
         f"{label} may be less accurate than {best.label}: {100 * hidden[label]:.1f} points are within the noise. More "
-        "test images or seeds would tell."
+        f"{best.measured[0].evaluated} images or seeds would tell."
         for label in chosen
         if label in hidden
     ]

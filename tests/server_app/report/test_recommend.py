@@ -79,6 +79,13 @@ def test_the_cheapest_within_the_noise_is_recommended() -> None:
     ]
 
 
+def test_on_validation_images_more_of_those_would_tell() -> None:
+    groups = [group("best", [0.88, 0.90, 0.92], 10, 10), group("near", [0.885, 0.885], 1, 2)]
+    for run in [*groups[0].runs, *groups[1].runs]:
+        run.settings["validation-share"] = 0.2
+    assert any(line.endswith("More validation images or seeds would tell.") for line in recommend(groups))
+
+
 def test_costs_that_disagree_leave_the_choice_to_the_reader() -> None:
     lines = recommend([group("a", [0.88, 0.90, 0.92], 10, 1), group("b", [0.89, 0.89], 1, 10)])
     assert lines[-1] == (
