@@ -220,8 +220,10 @@ class Run:
             record_asked(
                 self._asked_path, report, releases_per_message(self.config, context.server_round, context.ends_task)
             )
-        aggregator = self._collect(context, clients, report)
-        self.results.privacy = charge(self.results.privacy, self._asked_path, self.results.rounds)
+        try:
+            aggregator = self._collect(context, clients, report)
+        finally:  # clients may have answered in a round that is cut short, and the run may never be resumed
+            self.results.privacy = charge(self.results.privacy, self._asked_path, self.results.rounds)
         self.results.add_training([update.metrics for update in aggregator.updates], report)
         report.trained = bool(aggregator.updates)
         require_quorum(aggregator.problem, report, context.ends_task, self.results)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from server_app.errors import RunError
+from server_app.privacy.accountant import epsilon
 from server_app.report.runs import load_run
 from server_app.run_files.paths import run_directory
 from strategies.base import RoundContext, Update
@@ -108,6 +109,25 @@ def test_a_round_that_is_cut_short_is_not_in_the_results(tiny: dict) -> None:
     results = results_of(folder_of(tiny))
     assert results["status"] == "failed"
     assert [r["round"] for r in results["rounds"]] == [json.loads(line)["round"] for line in lines] == [1]
+
+
+def test_a_round_that_is_cut_short_is_in_the_privacy_account(tiny: dict) -> None:
+    """Both have answered in the second round when the run ends: two releases each, whether it is resumed or not."""
+    answers = list[int]()
+
+    def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
+        answers.extend([node] if kind == "train" else [])
+        if len(answers) == 4:
+            raise KeyboardInterrupt
+        return packet
+
+    private = {"method": "fedavg", "privacy-clip": 1.0, "privacy-noise": 1.0, "privacy-seeded": True}
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny | private | {"rounds-per-task": 2, "num-clients": 2}, tamper=tamper)
+    results = results_of(folder_of(tiny))
+    assert len(results["rounds"]) == 1
+    assert results["privacy"]["releases"] == [1, 2]
+    assert results["privacy"]["epsilon"][1] == epsilon(0.5, 2, 1e-5)
 
 
 def test_statistics_that_nobody_asked_for_are_refused(tiny: dict) -> None:
