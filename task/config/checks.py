@@ -185,6 +185,8 @@ def _check_noise(config: Config, kind: Any) -> None:
         raise ConfigError(f"{z} needs privacy-feature-clip above 0, as {config.method!r} sends feature statistics.")
     if what := kind.unprotected(config.options):
         raise ConfigError(f"{z} is not possible: method {config.method!r} sends {what}, which cannot be noised here.")
+    if kind.carries and "releases" not in vars(type(kind)):  # an inherited number may leave out arrays that it adds
+        raise ConfigError(f"{z} is not possible: {type(kind).__name__} must define how many releases a message has.")
     if config.backbone in FROM_SCRATCH:
         raise ConfigError(f"{z} is not possible with {config.backbone!r}: noise makes running variances negative.")
     if config.method_row.pooled or config.partition in REDRAWN:

@@ -63,7 +63,8 @@ class ClientStatistics:
         needs_features: whether it is computed from features.
         not_negative: arrays in which the server refuses negative numbers.
         largest: the server refuses numbers of larger magnitude.
-        releases: of the Gaussian mechanism in one message with noise (task/prototypes/noise.py).
+        releases: of the Gaussian mechanism in one message with noise (task/prototypes/noise.py); a subclass that sends
+            anything must define it itself to be used with noise.
     """
 
     carries = False
@@ -249,6 +250,7 @@ class CountStatistics(ClientStatistics):
     """How many images of each class there are, nothing else (HePCo section 4)."""
 
     carries = True
+    releases = 0  # numbers of images are not protected
 
     def compute(self, features: Tensor, labels: Tensor, options: Options, noise: GaussianMechanism = EXACT) -> Arrays:
         """Counts of the classes present; features are not looked at."""

@@ -12,6 +12,7 @@ import tests.strategies.outside_method
 from server_app.bench.suite import read_suite
 from server_app.cli.main import main
 from server_app.errors import RunError
+from server_app.privacy.account import releases_per_message
 from strategies.base import Strategy
 from task.config.parsing import ignored_keys, parse, parse_text
 from task.keys import Affects, ConfigError, key
@@ -19,7 +20,8 @@ from task.method_options import AFCLOptions, Options
 from task.methods import METHODS
 from task.models.model import Model
 from task.prototypes.scatter import ScatterStatistics
-from tests.helpers.runs import run
+from task.prototypes.statistics import ClientStatistics, MeanStatistics
+from tests.helpers.runs import Values, run
 from tests.strategies.outside_method import ROW, MeansAsHead, PulledOptions
 
 NAME = "tests.strategies.outside_method:ROW"
@@ -169,3 +171,32 @@ def test_nor_are_those_that_inherit_the_sums_of_a_scatter() -> None:
 
     assert ScatterStatistics().not_summable(AFCLOptions()) == ""
     assert Wider().not_summable(AFCLOptions()) == "statistics without sums of their own"
+
+
+@pytest.mark.parametrize("base", [ClientStatistics, MeanStatistics, ScatterStatistics])
+def test_statistics_that_do_not_say_how_much_they_release_get_no_noise(
+    base: type[ClientStatistics], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Epsilon would leave out what they send, or what they send more than their base."""
+
+    class Wider(base):
+        carries = needs_features = True
+
+    class Counted(Wider):
+        releases = 4
+
+        def unprotected(self, options: Options) -> str:
+            return ""
+
+    private: Values = {"method": NAME, "privacy-clip": 1.0, "privacy-noise": 1.0, "privacy-feature-clip": 10.0}
+    monkeypatch.setattr(tests.strategies.outside_method, "Wider", Wider, raising=False)
+    monkeypatch.setattr(tests.strategies.outside_method, "Counted", Counted, raising=False)
+    for name in ("Wider", "Counted"):
+        METHODS.pop(NAME, None)
+        row = replace(ROW, statistics=f"tests.strategies.outside_method:{name}", options=AFCLOptions)
+        monkeypatch.setattr(tests.strategies.outside_method, "ROW", row)
+        if name == "Counted":
+            assert releases_per_message(parse(private), 1, ends_task=True) == 5
+        else:
+            with pytest.raises(ConfigError, match="Wider must define how many releases a message has"):
+                parse(private)
