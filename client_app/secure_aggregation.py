@@ -102,7 +102,7 @@ def hide_in_sum(values: np.ndarray, largest: float, packet: Packet, node: Node) 
     """The numbers that a client adds to a sum, float64 [P], under its masks, uint64 [P].
 
     Raises:
-        ConfigError: a number above ``largest``, or a message that is not the next one of a secure sum.
+        ConfigError: a number above ``largest`` or not finite, or a message that is not the next one of a secure sum.
     """
     secrets = _take_secrets(node, "sum")
     place, number, members = secrets.place, len(secrets.masking_keys), set(cast("list[int]", packet.config["members"]))
@@ -113,9 +113,10 @@ def hide_in_sum(values: np.ndarray, largest: float, packet: Packet, node: Node) 
     except ValueError as error:
         # only in this node's log: the number says something of the images
         log.warning("%s: the largest is %g", error, np.abs(values).max())
-        raise ConfigError(
-            f"a sum of this node exceeds secure-aggregation-range = {largest:g}: raise it, or train with smaller steps."
-        ) from error
+        reason = f"exceeds secure-aggregation-range = {largest:g}: raise it, or train with smaller steps."
+        if not np.isfinite(values).all():  # in any range
+            reason = "holds NaN or infinite values: train with smaller steps, or use fp32 as afcl-dtype, fedrda-dtype."
+        raise ConfigError(f"a sum of this node {reason}") from error
     hidden = hidden + mask(secrets.seed, len(values))
     for other in members - {place}:
         hidden += pair_mask(secrets.masking, secrets.masking_keys[other], place, other, len(values))

@@ -339,6 +339,15 @@ def test_numbers_are_hidden_among_enough_clients_only(members):
         given.answer("train", 1, packet)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_not_put_down_to_the_range(value: float) -> None:
+    """No range has room for it: fp16 statistics with noise may overflow, a training may diverge in its last step."""
+    with pytest.raises(ConfigError) as refused:
+        Clients(np.full((3, 2), value)).sum(2)
+    assert "a sum of this node holds NaN or infinite values: train with smaller steps" in str(refused.value)
+    assert "range" not in str(refused.value)
+
+
 def test_a_number_beyond_the_range_is_refused_without_saying_which(caplog):
     given = Clients(vectors(3))
     given.vectors[1, 7] = 4321.0
