@@ -115,7 +115,7 @@ def hide_in_sum(values: np.ndarray, largest: float, packet: Packet, node: Node) 
         log.warning("%s: the largest is %g", error, np.abs(values).max())
         reason = f"exceeds secure-aggregation-range = {largest:g}: raise it, or train with smaller steps."
         if not np.isfinite(values).all():  # in any range
-            reason = "holds NaN or infinite values: train with smaller steps, or use fp32 as afcl-dtype, fedrda-dtype."
+            reason = "holds NaN or infinite values: train with smaller steps, or set afcl-dtype, fedrda-dtype to fp32."
         raise ConfigError(f"a sum of this node {reason}") from error
     hidden = hidden + mask(secrets.seed, len(values))
     for other in members - {place}:
