@@ -22,9 +22,9 @@ class FedProKObjective(Objective):
     So an epoch has as many of an old class as its nearest class has images, without another pass through the backbone.
     Pseudo features are constants: they train the head and not the prompt (as in FeTrIL; the paper does not say).
 
-    In an asynchronous run two more cases occur. A class that is old to the server may be current here; it has real
-    images and is not translated. A class of the current task that other clients have and this one has not is unknown
-    here; its head row takes no part.
+    In an asynchronous run two more cases occur. Of a class that is old to the server this client may have images; such
+    a class is not translated. A class of the current task that other clients have and this one has not is unknown here;
+    its head row takes no part.
     """
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
@@ -37,12 +37,13 @@ class FedProKObjective(Objective):
             return
         current, earlier = model.current_rows(), torch.arange(sum(model.task_sizes[:-1]), device=model.device)
         self.known_rows = torch.cat([earlier, current]).unique()
-        old = ~torch.isin(self.statistics["rows"], current)
+        data_rows = torch.from_numpy(data.rows).to(model.device)
+        old = ~torch.isin(self.statistics["rows"], data_rows)
         self.statistics = {name: value[old] for name, value in self.statistics.items()} if old.any() else {}
         if not self.statistics:
             return
         features = extract_features(model, data.images, data.positions)
-        local_rows, _, means = class_means(features, torch.from_numpy(data.rows).to(model.device))
+        local_rows, _, means = class_means(features, data_rows)
         index = nearest_class(self.statistics["means"], means)
         self.nearest, self.shifts = local_rows[index], self.statistics["means"] - means[index]
 

@@ -1,5 +1,7 @@
 """FedProK: translated features, counts, plain mean, prototype fusion; numbers by hand or in float64 NumPy."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -111,13 +113,27 @@ def test_what_is_current_here_is_not_translated_and_what_others_begin_is_unknown
     assert torch.allclose(logits, model(images)[:, [4, 6, 9]])
 
 
-def test_with_prototypes_of_its_own_classes_only_it_is_the_objective_of_the_base(local):
+def test_with_images_of_all_classes_of_the_prototypes_it_is_the_objective_of_the_base(local):
     config, model, data, *_, sent, _ = local
     model.set_active_rows(np.array([1, 4, 5, 6, 7, 9]))
+    data = replace(data, rows=np.array([1, 4, 5, 6, 7, 9, 1, 4, 5, 6]))
     objective = FedProKObjective(config, Packet(statistics=sent))
     objective.begin_epoch(model, data, 0, torch.Generator())
     inputs, rows = Inputs(prepare(data.images[data.positions], model.backbone)), torch.from_numpy(data.rows)
     assert torch.equal(objective.loss(model, inputs, rows)[0], Objective(config, Packet()).loss(model, inputs, rows)[0])
+
+
+def test_an_old_class_of_which_a_client_has_no_image_is_translated_though_it_is_current_here(local):
+    """A class with more holders than images leaves some without: rows 1 and 4 are such ones here.
+
+    Without a pseudo feature the loss would only push them down.
+    """
+    config, model, data, *_, sent, plain = local
+    model.set_active_rows(np.array([1, 4, *range(6, 12)]))
+    objective = FedProKObjective(config, Packet(statistics=sent))
+    objective.begin_epoch(model, data, 0, torch.Generator())
+    inputs, rows = Inputs(prepare(data.images[data.positions], model.backbone)), torch.from_numpy(data.rows)
+    assert torch.equal(objective.loss(model, inputs, rows)[0], plain.loss(model, inputs, rows)[0])
 
 
 def test_each_old_class_gets_as_many_pseudo_features_per_epoch_as_its_nearest_has_images(local, monkeypatch):
