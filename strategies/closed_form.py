@@ -14,7 +14,7 @@ from task.utils.seeding import torch_rng
 RIDGES = torch.logspace(-10, 1, 45, dtype=torch.float64)  # that are tried, in shares of the largest eigenvalue
 SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # that are tried
 FOLDS = 5  # of the cross-validation
-MIN_CLASSIFIED = 2000  # features that are classified, at least, before the shrinkage is chosen
+DRAWN_AGAIN_UP_TO = 2000  # features in all: few images are drawn again while that makes no more
 USUAL_SHRINKAGE = 0.01  # the shrinkage where it is not chosen by cross-validation
 MAX_DRAWN = 20_000_000  # numbers in the drawn features, at most
 
@@ -86,8 +86,8 @@ def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
 def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
     """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation without images.
 
-    The folds are those of drawn features, see :func:`draw_features`; with few images they are drawn again, until
-    MIN_CLASSIFIED have been classified. Among the s within half a standard error of the best, the one nearest to the
+    The folds are those of drawn features, see :func:`draw_features`; with few images they are drawn again, as often as
+    gives DRAWN_AGAIN_UP_TO in all at most. Among the s within half a standard error of the best, the one nearest to the
     usual s is taken: USUAL_SHRINKAGE, or 1 if there are fewer images than features. This rule is ours. The standard
     error of e errors is sqrt(e + 1), that of a Poisson count but never 0. If no class has two images there is no
     scatter, and with more than MAX_DRAWN numbers it is known well: then nothing is drawn and the usual s is taken.
@@ -103,7 +103,7 @@ def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
         return usual
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
     generator = torch_rng(0, "features")
-    for _ in range(max(1, MIN_CLASSIFIED // images)):
+    for _ in range(max(1, DRAWN_AGAIN_UP_TO // images)):
         wrong += _cross_validate(*draw_features(counts, means, scatter, generator), len(counts))
     good = SHRINKAGES[wrong <= wrong.min() + (wrong.min() + 1).sqrt() / 2]
     return float(good[(good / usual).log().abs().argmin()])
