@@ -51,6 +51,9 @@ class HePCo(Strategy):
 
     def receive(self, model: Model, update: Update, context: RoundContext) -> None:
         """Keep the client as a teacher; raises a ConfigError if the teachers of a round do not fit in memory."""
+        old = len(context.old_classes)
+        if self.counts[:old].any() and (not self.previous or self.previous.models.bias.shape[1] < old):
+            self._remember(model, old)  # the last round of the last task was undone
         if not update.statistics:
             return
         if not self.memory_checked:  # once: memory that an earlier round has freed does not always count as free
@@ -64,9 +67,15 @@ class HePCo(Strategy):
         metrics = self._consolidate(model, [u for u in updates if u.statistics], context) if self.answers else {}
         self.answers = {}
         if context.ends_task and self.counts.any():  # a server that nobody has taught teaches nothing
-            server = Teachers(StackedModels.stack([model.shared_state()]), self.counts[None])
-            self.previous = server.to(torch.device("cpu"))  # a checkpoint may go to a machine without a GPU
+            self._remember(model, len(context.seen_classes))
         return metrics
+
+    def _remember(self, model: Model, rows: int) -> None:
+        """Make the model with its first head ``rows`` the teacher of the coming task."""
+        server = StackedModels.stack([model.shared_state()])
+        server = replace(server, weight=server.weight[:, :rows], bias=server.bias[:, :rows])
+        cpu = torch.device("cpu")  # a checkpoint may go to a machine without a GPU
+        self.previous = Teachers(server, self.counts[None]).to(cpu)
 
     def _consolidate(self, model: Model, updates: Sequence[Update], context: RoundContext) -> dict[str, float]:
         own, counts = self.options, class_counts(updates, context)

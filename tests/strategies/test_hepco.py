@@ -666,6 +666,23 @@ def test_sources_as_the_public_code_has_them(monkeypatch):
     assert strategy.previous.models.weight.shape == (1, 2, D)
 
 
+def test_the_previous_server_teaches_though_the_last_round_of_its_task_was_undone(monkeypatch):
+    """Round 2, the last of task 1, leaves no trace. Then it is the model that the clients of round 3 were sent."""
+    seen = []
+    monkeypatch.setattr(strategies.hepco, "train_generator", lambda source, *rest: seen.append(source) or 0.0)
+    strategy, model = hepco(), Server(2)
+    refined(strategy, Server(1), updates(1, {7: 3, 2: 1}, {7: 1}), 1)
+    assert strategy.previous is None
+    sent = {n: a.clone() for n, a in model.shared_state().items()}
+    for server_round in (3, 4):
+        refined(strategy, model, updates(2, {5: 2}, {5: 2, 0: 1}), server_round)
+        _, past = sorted(seen[-2:], key=lambda source: -source.size)
+        assert past.teachers.counts.tolist() == [[4, 1]]
+        assert torch.equal(past.teachers.models.pools[:, 0], sent["prompt.pool"].flatten(2))
+        assert torch.equal(past.teachers.models.weight[0], sent["head.weight"][:2])
+    assert torch.equal(strategy.previous.models.weight[0], model.head.weight)
+
+
 @pytest.mark.parametrize(("own", "first"), [({"rows": "seen"}, 0), ({}, 2)])
 def test_among_which_rows_each_generator_chooses(own, first, monkeypatch):
     """Task 2 has head rows 2 and 3; the old generator always chooses among all rows of its teacher."""
