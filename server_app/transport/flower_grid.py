@@ -18,7 +18,7 @@ from task.message import Kind, Packet, payload_bytes
 _CHECK_INTERVAL = 10.0  # seconds between two checks for restarted nodes
 _GRACE = 3.0  # seconds after the timeout in which answers that have arrived may still be fetched
 _TURN = 2.0  # seconds of fetching one answer, which may have any number of objects, before the others have their turn
-_EXCEPTION = re.compile(r"<class '(?P<module>[\w.]*?)\.?(?P<kind>\w+)(?:\(\w+\))?'>:<'(?P<text>.*)'>", re.DOTALL)
+_EXCEPTION = re.compile(r"<class '(?P<module>(?:\w+\.)*)(?P<kind>\w+)(?:\(\w+\))?'>:<'(?P<text>.*)'>", re.DOTALL)
 _ANSI_COLOURS = re.compile(r"\x1b\[\d*m")
 
 
