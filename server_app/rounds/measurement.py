@@ -51,9 +51,11 @@ def sum_client_counts(
     report.bytes_up += sum(reply.bytes_up for reply in ordered)
     report.bytes_down += sum(reply.bytes_down for reply in ordered)
     usable, counts = set[str](), np.zeros((len(dataset.class_names),) * 2, np.int64)
-    all_images = np.bincount(dataset.test_labels, minlength=len(dataset.class_names))
     for client, reply in zip(clients, ordered, strict=True):
-        limits = client.by_class_id(client.test_counts, dataset.class_names) if config.own_data else all_images
+        limits = client.by_class_id(client.test_counts, dataset.class_names)
+        if not config.own_data:  # every num-clients-th image of the data set
+            part = dataset.test_labels[client.partition :: config.num_clients]
+            limits = np.bincount(part, minlength=len(dataset.class_names))
         try:
             counts += check_counts(reply, limits, context.seen_classes)
             usable.add(client.name)

@@ -174,11 +174,14 @@ def test_without_a_quorum_the_run_stops_and_keeps_what_it_has(tiny: dict) -> Non
     assert {"config.yaml", "model.safetensors", "accuracy.png", "report.html"} <= {p.name for p in folder.iterdir()}
 
 
-def test_a_bad_evaluation_is_named_and_left_out(tiny: dict) -> None:
+@pytest.mark.parametrize("times", [2, 1000])
+def test_a_bad_evaluation_is_named_and_left_out(times: int, tiny: dict) -> None:
+    """Twice a client's part is no more than all three clients have, but more than it has itself."""
+
     def tamper(node: int, kind: Kind, packet: Packet) -> Packet:
         if node == 1 and kind == "evaluate":
-            packet.arrays |= {name: 1000 * packet.arrays[name] for name in ("correct", "total")}
-            packet.arrays["confusion"] *= [1, 1, 1000]
+            packet.arrays |= {name: times * packet.arrays[name] for name in ("correct", "total")}
+            packet.arrays["confusion"] *= [1, 1, times]
         return packet
 
     results = run(tiny | {"evaluate": "clients"}, tamper=tamper)
