@@ -76,7 +76,8 @@ RUN = """{% extends "page" %}
 {% if unlearned %}
 <section class="notice">
 <strong>Not learned: {{ "task" if unlearned | length == 1 else "tasks" }} {{ unlearned | join(", ") }}.</strong>
-No client with its images has trained in any of its rounds: they failed, were away or were not drawn.
+No client with its images has trained in any of its rounds: they failed, were away or not drawn, or the
+rounds were dropped.
 </section>
 {% endif %}
 {% if run.gaps %}

@@ -23,7 +23,8 @@ def require_quorum(problem: str, report: RoundReport, ends_task: bool, results: 
         problem = problem or f"{answered} of {participants} clients answered, the quorum is {config.quorum}"
     reasons = "; ".join(_reasons([report])[:3])
     if ends_task and results.is_not_learned(report.task):
-        said = "no client with its images has trained in any of its rounds: they failed, were away or were not drawn"
+        said = "no client with its images has trained in any of its rounds: they failed, were away or not drawn"
+        said += ", or the rounds were dropped" * any(r.dropped for r in results.rounds if r.task == report.task)
         log.warning("task %d is not learned: %s.%s", report.task, said, f" {reasons}" if reasons else "")
         if config.method_row.pooled:  # one client has all images, and the others are not asked for any
             problem = problem or said

@@ -209,9 +209,9 @@ class Results:
             )
 
     def is_not_learned(self, task: int) -> bool:
-        """Whether a ``task``, counted from 1, has classes, and no client has trained in its rounds."""
+        """Whether a ``task``, counted from 1, has classes, and no client has trained in a round of it that was kept."""
         rounds = [r for r in self.rounds if r.task == task]
-        return bool(self.tasks[task - 1]) and not any(r.trained for r in rounds)
+        return bool(self.tasks[task - 1]) and not any(r.trained and not r.dropped for r in rounds)
 
     def add_bias(self, task: int, entropies: Sequence[float], distance: float) -> None:
         """Note the federated bias of the local models of ``task`` (from 0).

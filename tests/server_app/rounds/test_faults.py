@@ -264,6 +264,28 @@ def test_a_dropped_round_leaves_no_trace(tiny: dict, monkeypatch: pytest.MonkeyP
     assert banks[2].means is banks[1].means
 
 
+def test_a_task_whose_only_answers_were_dropped_is_not_learned(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the first round of task 2 nobody has images, what comes in its second one spoils the model."""
+    from strategies.hgp import HGP
+
+    asked, refine = [], HGP.refine
+
+    def idle(node: int, kind: Kind, packet: Packet) -> Packet:
+        asked.extend([node] * (kind == "train"))
+        return Packet(metrics={"num-examples": 0}) if kind == "train" and 6 < len(asked) <= 9 else packet
+
+    def spoil(self: HGP, model: Model, updates: list, context: RoundContext) -> dict[str, float]:
+        report = refine(self, model, updates, context)
+        if context.server_round == 4:
+            model.head.weight.data.fill_(np.nan)
+        return report
+
+    monkeypatch.setattr(HGP, "refine", spoil)
+    results = run(tiny | {"rounds-per-task": 2}, tamper=idle)
+    assert [(r["trained"], r["dropped"]) for r in results["rounds"][2:]] == [(False, False), (True, True)]
+    assert results["tasks_not_learned"] == [2]
+
+
 def test_a_dropped_round_takes_back_what_was_kept_of_its_answers(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     from strategies.hgp import HGP
 
