@@ -112,6 +112,10 @@ def check_sum(answer: Packet, clients: Sequence[ClientInfo], bounds: Bounds, con
         raise InvalidReply(f"the sum is of {images} images; 0 to {held.sum()} were expected")
     if not images:
         return None
+    # a sum is rounded, so a mean accuracy may be a little above 1
+    for name, least, largest in (("loss", -MAX_METRIC, MAX_METRIC), ("accuracy", 0, SLACK)):
+        if not least <= (mean := answer.metrics.get(name, 0)) <= largest:
+            raise InvalidReply(f"the mean {name} is {mean:g}; {least:g} to {largest:g} were expected")
     for name, array in (answer.arrays | statistics).items():
         largest = MAX_VALUE if name in answer.arrays else math.inf
         if not (np.abs(array) <= largest).all():

@@ -349,16 +349,21 @@ HOLDERS = [SimpleNamespace(class_counts=np.array(counts)) for counts in ([3, 0, 
 
 
 def summed(
-    counts: Sequence[int] = (4, 2), images: int = 6, mean: float = 0.0, variance: float = 0.0, weight: float = 0.0
+    counts: Sequence[int] = (4, 2),
+    images: int = 6,
+    mean: float = 0.0,
+    variance: float = 0.0,
+    weight: float = 0.0,
+    **measured: float,
 ) -> Packet:
-    """A sum over both clients, with hgp's statistics of one feature."""
+    """A sum over both clients, with hgp's statistics of one feature, and what they have ``measured``."""
     statistics = {
         "class_ids": np.array([0, 1]),
         "counts": np.array(counts),
         "means": np.full((2, 1), mean, np.float32),
         "variances": np.full((2, 1), variance, np.float32),
     }
-    return Packet({"weight": np.float32([weight])}, statistics, {"num-examples": images})
+    return Packet({"weight": np.float32([weight])}, statistics, {"num-examples": images} | measured)
 
 
 def test_a_sum_that_honest_clients_can_have_made_is_taken() -> None:
@@ -366,6 +371,7 @@ def test_a_sum_that_honest_clients_can_have_made_is_taken() -> None:
     update = check_sum(summed(), HOLDERS, BOUNDS, config)
     assert update
     assert update.num_examples == 6
+    assert check_sum(summed(loss=9.5, accuracy=1 + 1e-6), HOLDERS, BOUNDS, config)  # all right, rounded in the sum
     assert check_sum(summed(images=0), HOLDERS, BOUNDS, config) is None
 
 
@@ -379,6 +385,9 @@ def test_a_sum_that_honest_clients_can_have_made_is_taken() -> None:
         ({"variance": -1e-3}, "the mean of variances is negative"),
         ({"variance": math.nan}, "the mean of variances holds values"),
         ({"weight": 2e6}, "the mean of weight holds values above 1e"),
+        ({"accuracy": -0.1}, "the mean accuracy is -0.1"),
+        ({"accuracy": 5e9}, r"the mean accuracy is 5e\+09"),
+        ({"loss": -1e17}, r"the mean loss is -1e\+17"),
         ({"mean": 3.1}, r"means are those of features of norm 3\.1; with this backbone none is above 2"),
     ],
 )
