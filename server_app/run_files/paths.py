@@ -58,8 +58,10 @@ def has_checkpoint(directory: Path) -> bool:
 
 
 def _other_advice(directory: Path, config: Config, checkpoints: bool) -> str:
-    finished = read_results(directory).get("status") == FINISHED
-    if checkpoints and (directory / "config.yaml").exists() and (config.class_order == APPEARING or not finished):
+    results = read_results(directory)
+    finished = results.get("status") == FINISHED
+    open_ended = config.class_order == APPEARING and results.get("num_tasks", 0) < config.num_tasks
+    if checkpoints and (directory / "config.yaml").exists() and (open_ended or not finished):
         return f", or go on there with resume={directory}"
     return "" if finished or is_locked(directory) else f", or delete {directory}"
 

@@ -370,8 +370,12 @@ def test_an_existing_run_is_never_overwritten(tiny: dict) -> None:
     with pytest.raises(ConfigError, match=r"run-name = 'run' is taken: .* already\. Give another name\.$"):
         run(tiny)
     assert results_of(folder_of(tiny)) == before
+    appearing = replace(parse(tiny), class_order="appearing")
+    with pytest.raises(ConfigError, match=r"Give another name\.$"):
+        run_directory(appearing)  # all of its tasks have come
+    (folder_of(tiny) / "results.json").write_text(json.dumps(before | {"num_tasks": 1}))
     with pytest.raises(ConfigError, match=f"or go on there with resume={folder_of(tiny)}"):
-        run_directory(replace(parse(tiny), class_order="appearing"))  # goes on with new classes
+        run_directory(appearing)  # goes on with new classes
     (folder_of(tiny) / "results.json").write_text(json.dumps(before | {"status": "failed"}))
     with pytest.raises(ConfigError, match=f"or go on there with resume={folder_of(tiny)}"):
         run(tiny)
