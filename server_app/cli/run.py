@@ -16,8 +16,8 @@ from server_app.errors import LaunchError, RunError, describe_os_error, reason_o
 from server_app.rounds.progress import summary
 from server_app.run_files.locks import lock_run
 from server_app.run_files.on_end import require_hook, tell_operator
-from server_app.run_files.paths import has_checkpoint, project_folder, require_writable, run_directory
-from server_app.run_files.status import FINISHED, INTERRUPTED, RUNNING, mark_failed, read_results
+from server_app.run_files.paths import project_folder, require_writable, run_directory
+from server_app.run_files.status import FINISHED, INTERRUPTED, RUNNING, has_checkpoint, mark_failed, read_results
 from server_app.run_files.tensorboard import require_tensorboard
 from server_app.run_keys import complete_run_keys, load_datasets, read_words, require_files, require_listed
 from server_app.simulation.cluster import ADDRESS, Cluster, cluster_address, examine_cluster

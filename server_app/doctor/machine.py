@@ -11,7 +11,7 @@ from importlib import metadata
 from server_app.doctor.finding import GB, Finding
 from server_app.errors import LaunchError
 from server_app.run_files.paths import project_folder, resolve_output_dir
-from server_app.run_files.status import INTERRUPTED, read_results
+from server_app.run_files.status import INTERRUPTED, has_checkpoint, read_results
 from task.config.schema import Config
 from task.utils.cores import cores
 from task.utils.memory import available_memory
@@ -104,4 +104,5 @@ def _interrupted(config: Config) -> Iterator[Finding]:
     """Runs below output-dir that were killed."""
     for path in sorted(resolve_output_dir(config.output_dir).glob("*/results.json")):
         if read_results(path.parent).get("status") == INTERRUPTED:
-            yield Finding("warning", f"{path.parent} was interrupted", f"go on with resume={path.parent}, or remove it")
+            resume = f"go on with resume={path.parent}, or " if has_checkpoint(path.parent) else ""
+            yield Finding("warning", f"{path.parent} was interrupted", f"{resume}remove it")

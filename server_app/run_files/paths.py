@@ -7,7 +7,7 @@ from pathlib import Path
 
 from server_app.errors import LaunchError
 from server_app.run_files.locks import is_locked
-from server_app.run_files.status import FINISHED, read_results
+from server_app.run_files.status import FINISHED, has_checkpoint, read_results
 from task.config.schema import APPEARING, Config
 from task.keys import ConfigError
 from task.utils.paths import expand_home, nearest_existing
@@ -50,11 +50,6 @@ def run_directory(config: Config) -> Path:
         advice = f"Give another name{_other_advice(directory, config, checkpoints)}."
         raise ConfigError(f"run-name = {config.run_name!r} is taken: {directory} holds results already. {advice}")
     return directory
-
-
-def has_checkpoint(directory: Path) -> bool:
-    """Whether a run's folder holds a checkpoint, whole or damaged."""
-    return any((directory / "checkpoint").glob("*.ckpt"))
 
 
 def _other_advice(directory: Path, config: Config, checkpoints: bool) -> str:

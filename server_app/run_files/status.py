@@ -14,11 +14,17 @@ RUNNING, FINISHED = "running", "finished"
 INTERRUPTED = "interrupted"  # nobody records it: :func:`true_status` finds it out
 
 
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a run's folder holds a checkpoint, whole or damaged."""
+    return any((directory / "checkpoint").glob("*.ckpt"))
+
+
 def true_status(directory: Path, results: dict[str, Any]) -> dict[str, Any]:
     """The content of results.json with the true status: a process that was killed could not record its end."""
     if results.get("status") != RUNNING or is_locked(directory):
         return results
-    error = f"its process ended without saying why, as when it is killed; go on with resume={directory}"
+    advice = f"go on with resume={directory}" if has_checkpoint(directory) else "there is no checkpoint: start it anew"
+    error = f"its process ended without saying why, as when it is killed; {advice}"
     return results | {"status": INTERRUPTED, "error": error}
 
 

@@ -147,7 +147,11 @@ def test_runs_that_were_killed_are_named(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(json.dumps({"status": status}))
     with lock_run(tmp_path / "c"):
+        [early] = machine._interrupted(parse({"output-dir": str(tmp_path)}))
+        (tmp_path / "a" / "checkpoint").mkdir()
+        (tmp_path / "a" / "checkpoint" / "000001.ckpt").touch()
         [finding] = machine._interrupted(parse({"output-dir": str(tmp_path)}))
+    assert early.advice == "remove it"  # it cannot be resumed
     assert (finding.level, finding.text) == ("warning", f"{tmp_path / 'a'} was interrupted")
     assert f"resume={tmp_path / 'a'}" in finding.advice
 

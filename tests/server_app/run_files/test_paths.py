@@ -59,7 +59,10 @@ def test_a_run_that_was_killed_is_seen_not_to_run(tmp_path):
         assert status.read_results(tmp_path) == {"status": "running"}
     results = status.read_results(tmp_path)
     assert results["status"] == "interrupted"
-    assert results["error"].endswith(f"go on with resume={tmp_path}")
+    assert results["error"].endswith("killed; there is no checkpoint: start it anew")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "000001.ckpt").touch()
+    assert status.read_results(tmp_path)["error"].endswith(f"killed; go on with resume={tmp_path}")
     assert not locks.is_locked(tmp_path)  # asking has not locked it
     (tmp_path / "results.json").write_text('{"status": "finished"}')
     assert status.read_results(tmp_path) == {"status": "finished"}
