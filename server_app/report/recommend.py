@@ -155,9 +155,10 @@ def _noise_of_images(best: Group, pairs: Sequence[tuple[SavedRun, SavedRun]]) ->
 
 
 def _same_images(run: SavedRun, their: SavedRun) -> bool:
-    """Whether two runs have as many test images of each task, and no other ones as far as was recorded."""
+    """Whether two runs have the same test images in the same order as far as was recorded: that of their classes."""
     known = {digest for r in (run, their) if (digest := r.settings.get(DIGEST))}
-    return len(known) < 2 and list(map(len, run.correct)) == list(map(len, their.correct))
+    same_sizes = list(map(len, run.correct)) == list(map(len, their.correct))
+    return len(known) < 2 and same_sizes and run.tasks == their.tasks
 
 
 def _variance(run: SavedRun, their: SavedRun) -> float:

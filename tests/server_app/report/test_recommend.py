@@ -29,6 +29,7 @@ def group(
                 "num_tasks": len(samples),
                 "seed": seed,
                 "class_names": given.get("class_names", []),
+                "tasks": given.get("tasks", []),
                 "correct_images": correct,
                 "accuracy_matrix": [[accuracy] * len(samples)] * len(samples),
                 "samples_per_task": [0 if accuracy is None else n for n in samples],
@@ -323,6 +324,15 @@ def test_differences_of_single_images_count() -> None:
     drawn = "by the draw of the 100 test images"
     roughly = f"{drawn}, roughly: it is not recorded which of the same images each classifies correctly"
     assert [noise(best, other)[1] for other in others] == [roughly, roughly, drawn]
+
+
+def test_images_of_other_class_orders_are_not_taken_for_the_same() -> None:
+    """The one that was wrong is the last image of other classes, though each task has ten images in both runs."""
+    best, other = (
+        group(name, [accuracy], 1, 1, seeds=[0], samples=[10, 10], correct=[["1" * 9 + "0"] * 2], tasks=tasks)
+        for name, accuracy, tasks in (("given", 0.92, [[0], [1]]), ("shuffled", 0.9, [[1], [0]]))
+    )
+    assert noise(best, other)[0] == pytest.approx((19.4 * 2.6 / 22**2 / 20) ** 0.5)
 
 
 def test_images_of_a_small_task_count_more_where_it_is_not_recorded_which_are_right() -> None:
