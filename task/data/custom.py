@@ -117,8 +117,12 @@ def _npz_file(path: Path) -> dict[str, np.ndarray]:
         arrays = {name: file[name] for name in _ARRAYS if name in file.files}
     if foreign := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
         raise ValueError(f"{foreign[0]!r} in it is no array")
+    return arrays | _decode_names(arrays)
+
+
+def _decode_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     names = arrays.get("class_names", np.empty(0))
-    return arrays | ({"class_names": np.char.decode(names, "utf-8")} if names.dtype.kind == "S" else {})
+    return {"class_names": np.char.decode(names, "utf-8")} if names.dtype.kind == "S" else {}
 
 
 def _check_members(members: Sequence[ZipInfo]) -> None:
@@ -138,7 +142,7 @@ def _npy_folder(path: Path) -> dict[str, np.ndarray]:
     arrays = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in files}
     if names.exists():
         arrays["class_names"] = np.array(names.read_text(encoding="utf-8").splitlines())
-    return arrays
+    return arrays | _decode_names(arrays)
 
 
 def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray, np.ndarray]:

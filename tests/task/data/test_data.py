@@ -201,6 +201,14 @@ def test_npz_with_split_and_names(tmp_path: Path) -> None:
     assert (data.test_images[np.array([3, 0])] == raw[[27, 24]]).all()
 
 
+def test_names_of_an_unpacked_npz_file_are_those_of_the_file(tmp_path: Path) -> None:
+    path = write_npz(tmp_path / "a.npz", class_names=np.array([b"ant", b"bee", b"cat", b"dog"]))
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(tmp_path / "a")
+    names = [load_dataset("npz", text, 32, 0.0, 0).class_names for text in (path, str(tmp_path / "a"))]
+    assert names == [("ant", "bee", "cat", "dog")] * 2
+
+
 def test_folder_of_arrays_is_memory_mapped(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     arrays = {"images": rng.integers(0, 256, (40, 8, 8), np.uint8), "labels": np.arange(40, dtype=np.uint8) % 4}
