@@ -130,7 +130,9 @@ class SavedRun:
         metrics, seen = {}, self.seen[: len(self.matrix)]
         if len(seen):
             metrics = summarize_measured(self.matrix, self.samples, self._new_classes)
-            metrics |= {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
+            known = {"last_accuracy": float(seen[-1]), "average_seen_accuracy": float(seen.mean())}
+            counted = bool(self.results["samples_per_task"])  # without counts the matrix does not tell these two
+            metrics |= {name: value for name, value in known.items() if is_number(value) or not counted}
         recorded = self.results["metrics"]
         if self.untested_tasks:  # an earlier version recorded what cannot be known
             recorded = {name: value for name, value in recorded.items() if name in metrics}

@@ -393,6 +393,13 @@ def test_classes_are_listed_worst_first_and_idle_clients_counted(make_run):
     assert page.row("1", "1") == ["1", "1", "2", "1", "50.0 %"]
 
 
+def test_last_accuracy_is_that_of_the_matrix_where_the_test_images_are_counted(make_run):
+    """As of other people's results, which need no accuracies over all classes: (60 + 75 + 2 * 45) / 400."""
+    run = load_run(make_run(per_task_seen_accuracy=None, samples_per_task=[100, 100, 200]))
+    assert run.metrics["last_accuracy"] == pytest.approx(0.5625)
+    assert run.metrics["average_seen_accuracy"] == pytest.approx(0.7208, abs=1e-4)
+
+
 def test_last_accuracy_is_left_out_rather_than_guessed(make_run):
     run = load_run(make_run(per_task_seen_accuracy=None))
     assert "last_accuracy" not in run.metrics
