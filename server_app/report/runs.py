@@ -28,10 +28,10 @@ OBJECTS = ("metrics", "per_class_accuracy", "federated_bias", "communication", "
 def data_name(dataset: str, data_dir: str) -> str:
     """What tables and pictures call a data set.
 
-    >>> data_name("npz", "/data/scans.npz"), data_name("folder", "/data/pets/"), data_name("digits", "")
-    ('scans', 'pets', 'digits')
+    >>> data_name("npz", "/data/scans.npz"), data_name("folder", "/data/pets.v2/"), data_name("digits", "")
+    ('scans', 'pets.v2', 'digits')
     """
-    return Path(data_dir).stem or dataset if dataset in ("npz", "folder") else dataset
+    return Path(data_dir).name.removesuffix(".npz") or dataset if dataset in ("npz", "folder") else dataset
 
 
 def name_setting(*parts: str, validation_share: float) -> str:
