@@ -229,6 +229,16 @@ def doubt_copies(groups: Sequence[Group]) -> list[str]:
     return [f"{describe_copies(copies)}."] if copies else []
 
 
+def doubt_repeats(groups: Sequence[Group]) -> list[str]:
+    """A line on each group that has several runs of one seed, which differ by less than seeds do."""
+    seeds = [[s for run in group.finished if (s := run.results.get("seed")) is not None] for group in groups]
+    return [
+        f"{group.label}: its standard deviations are not over seeds, as there are several runs of a seed."
+        for group, known in zip(groups, seeds, strict=True)
+        if len(set(known)) < len(known)
+    ]
+
+
 def _doubts(able: Sequence[Group], ranked: Sequence[Group]) -> list[str]:
     """Reasons to doubt the recommendation: guesses, other images, single seeds, unfinished runs, times by the clock."""
     lines = []

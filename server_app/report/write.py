@@ -7,7 +7,7 @@ from pathlib import Path
 
 from server_app.errors import PicturesUnavailable, ReportError
 from server_app.report.compare import Group, comparison_markdown, group_runs
-from server_app.report.recommend import doubt_copies
+from server_app.report.recommend import doubt_copies, doubt_repeats
 from server_app.report.runs import SavedRun, load_run, malformed
 from task.utils.atomic import write_atomically
 
@@ -53,7 +53,7 @@ def write_report(
         raise ReportError("no run can be read")
     number = f"{len(runs)} runs" if len(runs) == len(folders) else f"{len(runs)} of {len(folders)} runs"
     groups = group_runs(runs)
-    doubts = doubt_copies(groups)
+    doubts = [*doubt_copies(groups), *doubt_repeats(groups)]
     return write_comparison(groups, output, f"Comparison of {number}", {"Doubts": doubts} if doubts else {})
 
 

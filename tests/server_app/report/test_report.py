@@ -258,11 +258,19 @@ def test_pages_tell_of_copied_test_images(make_run, tmp_path):
     folder = make_run(copied_test_images=35)
     write_report([folder])
     assert "Copied test images: 35. They are training images too" in " ".join(page_of(folder).text.split())
-    clean = make_run("other"), make_run("third")
+    clean = make_run("other"), make_run("third", seed=1)
     write_report([folder, clean[0]], tmp_path / "both")
     assert "35 of the images to evaluate are training images too" in (tmp_path / "both" / "table.md").read_text()
     write_report(clean, tmp_path / "clean")
     assert "Doubts" not in (tmp_path / "clean" / "table.md").read_text()
+
+
+def test_a_comparison_tells_of_runs_that_repeat_a_seed(make_run, tmp_path):
+    """Typed twice, a command gives the same accuracy, and a standard deviation of 0."""
+    write_report([make_run("a"), make_run("b"), make_run("c", method="pip")], tmp_path / "out")
+    text = (tmp_path / "out" / "table.md").read_text()
+    assert "60.00 ± 0.00" in text
+    assert text.endswith("- hgp: its standard deviations are not over seeds, as there are several runs of a seed.\n")
 
 
 def test_page_names_the_classes_without_test_images(make_run):
