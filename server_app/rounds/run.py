@@ -425,7 +425,8 @@ class Run:
         self.results.status = "failed"
         self.results.error = reason_of(error)
         rounds = self.results.rounds
-        if rounds and not (rounds[-1].seconds or isinstance(error, RunError)):  # cut short, and nothing to say
+        says_why = isinstance(error, RunError) and rounds and (rounds[-1].failures or rounds[-1].dropped)
+        if rounds and not (rounds[-1].seconds or says_why):  # cut short: it would look as if all had answered
             rounds.pop()
         with contextlib.suppress(OSError):
             self.results.write()

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,8 @@ from server_app.errors import RunError
 from server_app.privacy.accountant import epsilon
 from server_app.report.runs import load_run
 from server_app.run_files.paths import run_directory
+from server_app.transport.base import Reply
+from server_app.transport.in_process import InProcessTransport
 from strategies.base import RoundContext, Update
 from task.config.parsing import parse
 from task.keys import ConfigError
@@ -243,6 +245,24 @@ def test_a_task_that_nobody_could_learn_ends_the_run(tiny: dict) -> None:
     """Idle clients answer too, so the quorum is met: of joint's three clients one has all images, and diverges."""
     with pytest.raises(RunError, match=r"task 1, round 2: no client with its images has trained in any of its rounds"):
         run(tiny | {"method": "joint", "learning-rate": 1e20, "rounds-per-task": 2})
+
+
+def test_a_round_in_which_the_answers_cannot_be_fetched_is_not_recorded(
+    tiny: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would look like one in which all clients have answered."""
+    transport = InProcessTransport(3)
+
+    def exchange(kind: Kind, packets: dict[int, Packet], *limits: float) -> Iterable[Reply]:
+        if any(packet.config.get("server-round") == 2 for packet in packets.values()):
+            raise RunError("the SuperLink does not answer")
+        return InProcessTransport.exchange(transport, kind, packets, *limits)
+
+    monkeypatch.setattr(transport, "exchange", exchange)
+    with pytest.raises(RunError, match="does not answer"):
+        run(tiny | {"method": "ncm"}, transport)
+    results = results_of(folder_of(tiny))
+    assert (results["status"], [r["task"] for r in results["rounds"]]) == ("failed", [1])
 
 
 def test_a_dropped_round_leaves_no_trace(tiny: dict, monkeypatch: pytest.MonkeyPatch) -> None:
