@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from server_app.errors import one_line
 from server_app.transport.base import Reply
 from task.data.class_names import class_ids, find_same_class
 from task.data.images import Dataset
@@ -50,9 +51,10 @@ class ClientInfo:
 
 def failure(reply: Reply) -> str:
     """Why a reply cannot be used, or an empty text."""
-    if reply.error or not reply.packet:
-        return reply.error
-    return str(reply.packet.config.get("error") or "")
+    if reply.packet and not reply.error and not reply.packet.config.get("error"):
+        return ""
+    said = reply.error or str(reply.packet.config["error"] if reply.packet else "")
+    return one_line(said) or "it failed without a reason"
 
 
 def read_hello(reply: Reply, dataset: Dataset | None) -> ClientInfo:

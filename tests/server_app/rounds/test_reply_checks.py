@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from server_app.clients.client_info import ClientInfo
+from server_app.clients.client_info import ClientInfo, failure
 from server_app.rounds.reply_checks import Bounds, InvalidReply, check_counts, check_reply, largest_answer
 from server_app.transport.base import Reply
 from strategies.base import RoundContext, Update
@@ -84,6 +84,20 @@ def test_an_evaluation_that_cannot_be_is_refused(name: str) -> None:
     change(packet)
     with pytest.raises(InvalidReply, match=re.escape(reason)):
         check_counts(reply, np.array([3, 1, 9]), [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (Reply(1, None, "", 0, 0), "it failed without a reason"),  # as of a node whose reason is blank
+        (Reply(1, Packet(config={"error": " \n"}), "", 0, 0), "it failed without a reason"),
+        (Reply(1, None, "no answer within 1 s", 0, 0), "no answer within 1 s"),
+        (Reply(1, Packet(config={"error": "no disk"}), "", 0, 0), "no disk"),
+        (Reply(1, Packet(), "", 0, 0), ""),
+    ],
+)
+def test_a_failure_has_a_reason_though_the_node_gives_none(reply: Reply, reason: str) -> None:
+    assert failure(reply) == reason
 
 
 def checked(packet: Packet, config: Config, dim: int = 4, max_norm: float = math.inf) -> Update:
