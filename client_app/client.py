@@ -19,7 +19,7 @@ from task.data.images import UnreadableImage
 from task.data.node_images import open_inventory, unreadable_classes
 from task.keys import ConfigError
 from task.message import Kind, Packet
-from task.scenario.client_data import all_client_positions, client_task_data, node_task_data
+from task.scenario.client_data import all_client_positions, client_task_data, evaluated_part, node_task_data
 from task.scenario.scenario import Scenario, build_scenario, image_size
 from task.scenario.task_plan import TaskPlan
 from task.utils.paths import nearest_existing
@@ -152,7 +152,7 @@ def _evaluate(request: Request) -> Packet:
     if config.own_data:
         positions = np.flatnonzero(labels >= 0)
     else:
-        positions = np.arange(partition_id(request.node), len(labels), config.num_clients)
+        positions = evaluated_part(partition_id(request.node), len(labels), config.num_clients)
     order = np.array(scenario.schedule.seen_classes(request.task))
     counts = _count_predictions(request, scenario, order, positions)
     if config.secure_aggregation != "off":

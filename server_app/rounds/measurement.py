@@ -18,6 +18,7 @@ from task.message import Packet
 from task.metrics import prototype_distance, response_entropy
 from task.models.evaluation import confusion_counts, count_pairs, predict_classes
 from task.models.model import Model
+from task.scenario.client_data import evaluated_part
 
 
 def count_on_server(model: Model, dataset: Dataset, context: RoundContext, results: Results) -> np.ndarray:
@@ -52,10 +53,11 @@ def sum_client_counts(
     report.bytes_down += sum(reply.bytes_down for reply in ordered)
     usable, counts = set[str](), np.zeros((len(dataset.class_names),) * 2, np.int64)
     for client, reply in zip(clients, ordered, strict=True):
-        limits = client.by_class_id(client.test_counts, dataset.class_names)
-        if not config.own_data:  # every num-clients-th image of the data set
-            part = dataset.test_labels[client.partition :: config.num_clients]
-            limits = np.bincount(part, minlength=len(dataset.class_names))
+        if config.own_data:
+            limits = client.by_class_id(client.test_counts, dataset.class_names)
+        else:
+            part = evaluated_part(client.partition, len(dataset.test_labels), config.num_clients)
+            limits = np.bincount(dataset.test_labels[part], minlength=len(dataset.class_names))
         try:
             counts += check_counts(reply, limits, context.seen_classes)
             usable.add(client.name)

@@ -21,7 +21,7 @@ def require_quorum(problem: str, report: RoundReport, ends_task: bool, results: 
     answered = participants - len(report.failures)
     if answered < config.quorum:
         problem = problem or f"{answered} of {participants} clients answered, the quorum is {config.quorum}"
-    reasons = "; ".join(_reasons([report])[:3])
+    reasons = _first_reasons([report])
     if ends_task and results.is_not_learned(report.task):
         said = "no client with its images has trained in any of its rounds: they failed, were away or not drawn"
         said += ", or the rounds were dropped" * any(r.dropped for r in results.rounds if r.task == report.task)
@@ -56,8 +56,8 @@ def require_training(rounds: Sequence[RoundReport]) -> None:
     """
     if not any(r.trained for r in rounds):
         idle = "those that were asked had no image of the classes of their round"
-        raise RunError(f"no client has trained in any round: {'; '.join(_reasons(rounds)[:3]) or idle}")
+        raise RunError(f"no client has trained in any round: {_first_reasons(rounds) or idle}")
 
 
-def _reasons(rounds: Sequence[RoundReport]) -> list[str]:
-    return [f"{failed['name']}: {failed['reason']}" for report in rounds for failed in report.failures]
+def _first_reasons(rounds: Sequence[RoundReport]) -> str:
+    return "; ".join([f"{failed['name']}: {failed['reason']}" for report in rounds for failed in report.failures][:3])

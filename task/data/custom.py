@@ -34,7 +34,7 @@ def npz(path: Path, side: int, max_pixels: int, by_content: bool = False) -> Dat
             labels, or a split that divides a group.
     """
     try:
-        arrays = _npy_folder(path) if path.is_dir() else _npz_file(path)
+        arrays = _decode_names(_npy_folder(path) if path.is_dir() else _npz_file(path))
     except Exception as error:  # of a damaged file NumPy and zipfile raise nearly any kind
         what = "folder of .npy files" if path.is_dir() else ".npz file"
         reason = " ".join(str(error).split())
@@ -117,12 +117,7 @@ def _npz_file(path: Path) -> dict[str, np.ndarray]:
         arrays = {name: file[name] for name in _ARRAYS if name in file.files}
     if foreign := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
         raise ValueError(f"{foreign[0]!r} in it is no array")
-    return arrays | _decode_names(arrays)
-
-
-def _decode_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    names = arrays.get("class_names", np.empty(0))
-    return {"class_names": np.char.decode(names, "utf-8")} if names.dtype.kind == "S" else {}
+    return arrays
 
 
 def _check_members(members: Sequence[ZipInfo]) -> None:
@@ -142,7 +137,13 @@ def _npy_folder(path: Path) -> dict[str, np.ndarray]:
     arrays = {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in files}
     if names.exists():
         arrays["class_names"] = np.array(names.read_text(encoding="utf-8").splitlines())
-    return arrays | _decode_names(arrays)
+    return arrays
+
+
+def _decode_names(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same with names of classes as text where they are bytes."""
+    names = arrays.get("class_names", np.empty(0))
+    return arrays | ({"class_names": np.char.decode(names, "utf-8")} if names.dtype.kind == "S" else {})
 
 
 def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray, np.ndarray]:

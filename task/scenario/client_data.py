@@ -45,6 +45,11 @@ def node_task_data(scenario: Scenario, task: int) -> ClientTaskData:
     return ClientTaskData(np.flatnonzero(np.isin(scenario.dataset.train_labels, classes)), classes)
 
 
+def evaluated_part(client: int, images: int, clients: int) -> np.ndarray:
+    """Positions, int64 [N], of those of a data set's test ``images`` that a client evaluates: every ``clients``-th."""
+    return np.arange(client, images, clients)
+
+
 def learnable_classes(config: Config, schedule: Schedule, task: int) -> list[int]:
     """Classes that some client may learn in a task, in stream order.
 
