@@ -23,8 +23,8 @@ from task.scenario.scenario import build_scenario
 def probe(config: Config) -> dict[str, float]:
     """Test accuracy of both classifiers on the backbone's features q(x), trained on all training images."""
     model, data = build_model(config, []), build_scenario(config).dataset
-    train = extract_features(model, data.train_images, np.arange(len(data.train_labels))).numpy()
-    test = extract_features(model, data.test_images, np.arange(len(data.test_labels))).numpy()
+    train = extract_features(model, data.train_images, np.arange(len(data.train_labels))).cpu().numpy()
+    test = extract_features(model, data.test_images, np.arange(len(data.test_labels))).cpu().numpy()
     linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000)).fit(train, data.train_labels)
     nearest = NearestCentroid().fit(train, data.train_labels)
     return {

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.probe import probe
+from task.config.parsing import parse
 from task.methods import METHODS
 from task.prompt_kinds import PROMPTS
 from tests.helpers.pretended_gpu import OnGPU, pretended_gpu
@@ -87,3 +89,11 @@ def test_a_run_is_resumed_on_another_device(method: str, tmp_path: Path) -> None
         with second():
             resumed = run({"resume": str(folder)})["accuracy_matrix"]
         assert np.array(resumed, float) == pytest.approx(np.array(whole, float), abs=0.05, nan_ok=True)
+
+
+@pytest.mark.ci
+def test_a_probe_of_features_on_a_gpu_is_that_on_the_cpu() -> None:
+    config = parse({"method": "ncm", "dataset": "synthetic", "image-size": 16})
+    expected = probe(config)
+    with pretended_gpu():
+        assert probe(config) == pytest.approx(expected, abs=0.02)
