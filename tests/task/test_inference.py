@@ -118,8 +118,17 @@ def test_arrays_of_another_form_are_refused(array: np.ndarray, predictor: Predic
         predictor.predict([array])
 
 
-@pytest.mark.parametrize("image", ["cat.jpg", Path("cat.jpg"), Image.new("RGB", (8, 8))])
-def test_one_image_is_no_list(image: str | Path | Image.Image, predictor: Predictor) -> None:
+@pytest.mark.parametrize(
+    "image",
+    [
+        "cat.jpg",
+        Path("cat.jpg"),
+        Image.new("RGB", (8, 8)),
+        np.zeros((8, 9, 3), np.uint8),
+        np.zeros((8, 9, 1), np.uint8),
+    ],
+)
+def test_one_image_is_no_list(image: str | Path | Image.Image | np.ndarray, predictor: Predictor) -> None:
     for use in (predictor.predict, predictor.pixels):
         with pytest.raises(TypeError, match=r"images must be a list: of one image, \[image\]"):
             use(image)
