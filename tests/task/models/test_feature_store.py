@@ -19,6 +19,7 @@ import safetensors.numpy
 import torch
 from flwr.app import Context, RecordDict
 
+from benchmarks.query_cache import seconds
 from client_app.app import app as client
 from server_app.app import app as server
 from server_app.cli.main import main
@@ -334,6 +335,15 @@ NEVER = [
 @pytest.mark.parametrize("keys", NEVER, ids=lambda keys: "-".join(keys.values()))
 def test_what_is_not_stored(values, feature_cache, keys):
     run({k: v for k, v in values.items() if k != "data-dir" or "dataset" not in keys} | keys, "run")
+    assert not feature_cache.exists()
+
+
+@pytest.mark.ci
+def test_what_it_saves_to_keep_features_is_measured_without_the_disk(values, passed, feature_cache):
+    assert seconds("ncm", "none", values, reuse=True) > 0
+    first = sum(passed)
+    assert seconds("ncm", "none", values, reuse=True) > 0
+    assert sum(passed) == 2 * first > 0
     assert not feature_cache.exists()
 
 
