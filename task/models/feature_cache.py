@@ -26,6 +26,7 @@ from torch import Tensor
 from task.data.images import Dataset, ImageFiles, Images, resolve_source
 from task.method_options import FedRDAOptions
 from task.models.feature_store import is_stored, stored_features
+from task.models.linear import is_amd
 from task.models.model import Model, early_features, to_arrays
 from task.models.preprocessing import prepare
 from task.models.vit import Backbone, Early
@@ -210,7 +211,8 @@ def _identity(model: Model, source: Images) -> dict[str, str]:
     """All values that the bits of stored queries depend on, beside which parts they are."""
     backbone = model.backbone
     normalisation = [backbone.mean.flatten().tolist(), backbone.std.flatten().tolist()]
-    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, threads={torch.get_num_threads()}"
+    instructions = torch.backends.cpu.get_cpu_capability() + " AMD" * is_amd()  # torch names both makers' alike
+    processor = f"{platform.machine()} {instructions}, threads={torch.get_num_threads()}"
     code = b"".join((Path(__file__).parents[1] / name).read_bytes() for name in CODE)
     return {
         "images": image_digest(source),

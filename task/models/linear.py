@@ -76,11 +76,11 @@ def by_convolution(tokens: Tensor) -> bool:
 def _has_onednn() -> bool:
     """Whether PyTorch computes convolutions by oneDNN, on an AMD processor with AVX-512."""
     enabled = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
-    return bool(enabled) and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd()
+    return bool(enabled) and torch.backends.cpu.get_cpu_capability() == "AVX512" and is_amd()
 
 
 @cache
-def _is_amd() -> bool:
+def is_amd() -> bool:
     """Whether Linux says that the processor is AMD's."""
     with suppress(OSError):
         return b"AuthenticAMD" in _PROCESSOR.read_bytes()

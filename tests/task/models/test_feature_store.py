@@ -33,6 +33,7 @@ from task.models import feature_cache, feature_store
 from task.models.evaluation import extract_features
 from task.models.feature_cache import cached_query, image_digest
 from task.models.feature_store import clear_store, list_stored, stored_features
+from task.models.linear import is_amd
 from task.models.model import Model, build_model
 from task.models.vit import Early
 from task.models.weights import build_vit
@@ -246,6 +247,7 @@ CHANGES: list[tuple[str, str, Change]] = [
     ("processor", "threads", put(torch, "get_num_threads", lambda: 99)),
     ("processor", "machine", put(platform, "machine", lambda: "another")),
     ("processor", "instructions", put(torch.backends.cpu, "get_cpu_capability", lambda: "another")),
+    ("processor", "maker", put(feature_cache, "is_amd", lambda: not is_amd())),
     *(("versions", package, put_version(package)) for package in ("torch", "timm", "pillow")),
     *(("code", path, put_code(path)) for path in ("models/preprocessing.py", "models/vit.py", "data/images.py")),
 ]

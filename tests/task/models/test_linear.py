@@ -87,7 +87,7 @@ def test_convolutions_are_for_processors_of_amd(
     monkeypatch.setattr(module, "_has_onednn", HAS_ONEDNN)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(module, "_is_amd", module._is_amd.__wrapped__)  # without what it knows of this processor
+    monkeypatch.setattr(module, "is_amd", module.is_amd.__wrapped__)  # without what it knows of this processor
     assert module.by_convolution(drawn(4, 16, 12)) == convolves
 
 
