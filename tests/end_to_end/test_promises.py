@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 
+from benchmarks.memory import measure_run
 from benchmarks.probe import probe
 from server_app.rounds.run import run_experiment
 from server_app.transport.in_process import InProcessTransport
@@ -33,6 +34,12 @@ def test_one_backbone_and_one_copy_of_the_data_serve_all_clients(tiny: dict) -> 
     backbones, data_sets = count()
     assert backbones == few[0]
     assert data_sets <= few[1] + 1
+
+
+@pytest.mark.ci
+def test_a_run_whose_memory_cannot_be_measured_says_why() -> None:
+    with pytest.raises(SystemExit, match=r"run key 'hgp-epoch' does not exist\. Did you mean 'hgp-epochs'"):
+        measure_run({"hgp-epoch": "1"})
 
 
 def saved_bytes(module: torch.nn.Module, weights: torch.nn.Module, images: torch.Tensor) -> int:
