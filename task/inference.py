@@ -169,7 +169,7 @@ def _read(file: Path) -> tuple[Arrays, ModelMetadata, Config]:
             "file of fcil export."
         ) from error
     except ConfigError as error:
-        raise ModelError(f"{file} is of another version: {error}") from error
+        raise ModelError(f"{file} is of another version, or of a method that is not here: {error}") from error
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{file} is damaged or no model of fcil run or fcil export ({error!r}).") from error
 

@@ -195,6 +195,13 @@ def test_what_is_no_model_is_named(tiny: dict, tmp_path: Path) -> None:
         load_predictor(directory)
 
 
+def test_a_method_that_is_not_here_is_no_other_version(predictor: Predictor, tmp_path: Path) -> None:
+    foreign = replace(predictor.metadata, config=predictor.metadata.config | {"method": "absent:ROW"})
+    write_model(tmp_path / "foreign", predictor.model.export(), foreign)
+    with pytest.raises(ModelError, match=r"or of a method that is not here: method = 'absent:ROW'.*PYTHONPATH"):
+        load_predictor(tmp_path / "foreign")
+
+
 def test_names_that_the_terminal_cannot_show_end_no_prediction(
     tiny: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
