@@ -29,12 +29,14 @@ def write_checkpoint(folder: Path, server_round: int, state: dict[str, Any]) -> 
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """The state that :func:`find_checkpoint` finds.
+    """The state that :func:`find_checkpoint` finds; the log names damaged ones that are newer.
 
     Raises:
         ConfigError: none is found, or it was written by other code.
     """
     path, content = find_checkpoint(folder)
+    for damaged in sorted(later for later in folder.glob("*.ckpt") if later > path):
+        log.warning("%s is damaged: going back to the round before it", damaged)
     try:
         state = pickle.loads(content)
         if missing := PARTS - state.keys():
@@ -47,7 +49,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def find_checkpoint(folder: Path) -> tuple[Path, bytes]:
-    """Path and pickle of the newest undamaged state; the log names those passed over.
+    """Path and pickle of the newest undamaged state.
 
     Raises:
         ConfigError: there is none, or it cannot be read.
@@ -60,7 +62,6 @@ def find_checkpoint(folder: Path) -> tuple[Path, bytes]:
         digest, content = raw[:32], raw[32:]
         if hashlib.sha256(content).digest() == digest:
             return path, content
-        log.warning("%s is damaged: going back to the round before it", path)
     raise ConfigError(
         f"resume: {folder} holds no whole checkpoint: its first round never ended, or all are damaged. Start it anew."
     )

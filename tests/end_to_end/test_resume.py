@@ -128,9 +128,13 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert [p.name for p in kept] == ["000002.ckpt", "000003.ckpt"]
     raw = kept[1].read_bytes()
     kept[1].write_bytes({"truncated": raw[:-100], "empty": b"", "flipped": raw[:-1] + bytes([raw[-1] ^ 1])}[damage])
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         run({"resume": str(folder)})
-    assert "000003.ckpt is damaged" in caplog.text
+    said = [record.getMessage() for record in caplog.records]
+    assert [line for line in said if "ckpt is damaged" in line] == [
+        f"{kept[1]} is damaged: going back to the round before it"
+    ]
+    assert said[0] == f"results go to {folder}"
     assert all_of(folder) == all_of(folder.with_name("whole"))
 
 
