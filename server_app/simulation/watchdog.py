@@ -20,6 +20,7 @@ def start_watchdog(mark: str, folder: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", __name__, mark, str(folder)]
     return subprocess.Popen(
         command,
+        cwd=Path(__file__).parents[2],  # python -m looks for the package in the working directory first
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from server_app.run_files.status import mark_failed
 from server_app.simulation import cluster, processes
 from server_app.simulation import superlink as launcher
 from server_app.simulation.cluster import Cluster
+from server_app.simulation.watchdog import start_watchdog
 from task.config.parsing import parse
 from task.config.schema import defaults
 from task.utils.versions import code_sha256
@@ -404,6 +405,16 @@ start_watchdog(f"MARK={mark}", Path(folder))
 command = [sys.executable, "-c", sys.stdin.read()]
 subprocess.Popen(command, env={**os.environ, "MARK": mark}, start_new_session=True).wait()
 """
+
+
+def test_the_watchdog_is_this_projects_also_in_the_folder_of_another_flower_app(tmp_path, monkeypatch):
+    (tmp_path / "server_app.py").touch()
+    (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
+    watchdog = start_watchdog(f"MARK={uuid.uuid4().hex}", tmp_path / "home")
+    watchdog.communicate()
+    assert watchdog.returncode == 0
+    assert not (tmp_path / "home").exists()
 
 
 @pytest.mark.ci
