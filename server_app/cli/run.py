@@ -95,6 +95,8 @@ def _cluster_address(args: argparse.Namespace) -> str:
     Raises:
         LaunchError: options that do not go together.
     """
+    if args.in_process and args.workers:
+        raise LaunchError("--workers is for Flower's simulation; with --in-process one client trains after another.")
     address = "" if args.in_process else cluster_address()
     if address and args.workers:
         raise LaunchError(

@@ -181,13 +181,14 @@ def test_a_server_that_cannot_run_it_is_named_and_no_node_is_asked(tiny, monkeyp
     ("address", "words", "said"),
     [
         ("head:6379", ["run", "--workers", "2"], "--workers is for one machine"),
+        ("", ["run", "--in-process", "--workers", "2"], "--workers is for Flower's simulation"),
         ("", ["run", "--gpus-per-client", "0.5"], "--gpus-per-client is for a Ray cluster"),
         ("head:6379", ["run", "--in-process", "--gpus-per-client", "0.5"], "--gpus-per-client is for a Ray cluster"),
         ("head:6379", ["bench", "suites/digits.yaml", "--flower", "--jobs", "2"], "--jobs 2: each run takes all"),
         ("head:6379", ["bench", "suites/digits.yaml", "--gpus-per-client", "1"], "--gpus-per-client is for a Ray"),
     ],
 )
-def test_options_that_do_not_go_with_a_cluster(address, words, said, monkeypatch, capsys):
+def test_options_that_do_not_go_together(address, words, said, monkeypatch, capsys):
     monkeypatch.setenv("RAY_ADDRESS", address)
     assert main(words) == 1
     assert said in capsys.readouterr().err
