@@ -22,7 +22,7 @@ from task.data.node_images import Inventory, open_inventory, scan_images
 from task.keys import ConfigError
 from task.message import Packet
 from task.methods import load_class
-from task.models.device import has_unusable_gpu, resolve_device
+from task.models.device import gpus_are_hidden, has_unusable_gpu, resolve_device
 from task.models.load import configured_backbone
 from task.models.model import Model, build_model
 from task.models.preprocessing import prepare
@@ -71,8 +71,10 @@ def _check_device(config: Config) -> Finding:
         free, total = torch.cuda.mem_get_info(device)
         name = torch.cuda.get_device_name(device)
         return Finding("ok", f"device {device}: {name}, {free / GB:.1f} of {total / GB:.1f} GB free")
-    if has_unusable_gpu():
+    if config.device == "auto" and has_unusable_gpu():
         advice = "this torch was built without CUDA or for another driver: pytorch.org/get-started names the right one"
+        if gpus_are_hidden():
+            advice = "CUDA_VISIBLE_DEVICES hides it: unset it to use the GPU"
         return Finding("warning", "device cpu, though the machine seems to have a GPU", advice)
     return Finding("ok", f"device {device}, {config.threads} threads")
 

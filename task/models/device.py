@@ -1,6 +1,7 @@
 """The torch device of the run key ``device``, or an error."""
 
 import logging
+import os
 import re
 import shutil
 from functools import lru_cache
@@ -38,9 +39,15 @@ def has_unusable_gpu() -> bool:
     return not torch.cuda.is_available() and shutil.which("nvidia-smi") is not None
 
 
+def gpus_are_hidden() -> bool:
+    """Whether a person, or Ray for a client that it gives no share of a GPU, hides all of them from this process."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+
+
 @lru_cache
 def _warn_of_unusable_gpu() -> None:
-    log.warning("PyTorch cannot use this machine's GPU (too old a driver?) and computes on the CPU: fcil doctor")
+    reason = "CUDA_VISIBLE_DEVICES hides it" if gpus_are_hidden() else "too old a driver?"
+    log.warning("PyTorch cannot use this machine's GPU (%s) and computes on the CPU: fcil doctor", reason)
 
 
 @lru_cache

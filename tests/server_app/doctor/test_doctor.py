@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+import torch
 from packaging.requirements import Requirement
 from PIL import Image
 
@@ -109,6 +110,23 @@ def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert levels["flwr"] == "warning"
     assert [f.advice for f in findings if f.text.startswith("torch ")] == ["pip install 'torch>=2.5'"]
     assert not [f for f in findings if f.text.startswith("device")]  # nothing is tried with such packages
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "said"),
+    [
+        ("auto", None, "though the machine seems to have a GPU; this torch was built without CUDA"),
+        ("auto", "", "though the machine seems to have a GPU; CUDA_VISIBLE_DEVICES hides it"),
+        ("cpu", None, "ok       device cpu, 1 threads"),
+    ],
+)
+def test_a_gpu_that_is_not_used(device: str, visible: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(dry_run, "resolve_device", lambda name: torch.device("cpu"))  # this machine may have one
+    monkeypatch.setattr(dry_run, "has_unusable_gpu", lambda: True)
+    assert said in str(dry_run._check_device(parse({"device": device})))
 
 
 def test_every_dependency_is_looked_at() -> None:

@@ -22,16 +22,23 @@ def test_auto_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) ->
         assert resolve_device("auto") == torch.device("cuda")
 
 
-def test_a_gpu_without_its_driver_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("visible", "reason"),
+    [(None, "too old a driver?"), ("0", "too old a driver?"), ("", "CUDA_VISIBLE_DEVICES hides it")],
+)
+def test_a_gpu_that_is_hidden_or_without_its_driver_is_warned_of(
+    visible: str | None, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(device.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(device, "has_unusable_gpu", device.has_unusable_gpu.__wrapped__)
     device._warn_of_unusable_gpu.cache_clear()
     assert resolve_device("auto") == torch.device("cpu")
-    assert "cannot use this machine's GPU" in caplog.text
+    assert f"cannot use this machine's GPU ({reason})" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["auto", "cuda:0"])
