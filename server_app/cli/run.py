@@ -110,7 +110,10 @@ def _cluster_address(args: argparse.Namespace) -> str:
 def _join(address: str, values: dict[str, Scalar], config: Config, gpus: float) -> Cluster:
     say(f"asking every node of the Ray cluster {address} for its code, versions, weights and data")
     with interruptible() as check:
-        return examine_cluster(address, values, (config.threads, gpus), project_folder(), check)
+        cluster = examine_cluster(address, values, (config.threads, gpus), project_folder(), check)
+    if cluster.gpus and not gpus and config.device != "cpu":
+        say("no client is given a GPU of the cluster: --gpus-per-client does so")
+    return cluster
 
 
 def _run_here(values: dict[str, Scalar], progress: Progress) -> int:

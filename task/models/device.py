@@ -27,7 +27,9 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device = {name!r} is not possible: it must be auto, cpu, cuda or cuda:N.")
     device = torch.device(name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device = {name!r} is not there: this machine has {torch.cuda.device_count()} CUDA devices.")
+        hidden = ", as CUDA_VISIBLE_DEVICES hides them (Ray sets it: --gpus-per-client)" * gpus_are_hidden()
+        found = f"{torch.cuda.device_count()} CUDA devices{hidden}"
+        raise ConfigError(f"device = {name!r} is not there: this machine has {found}.")
     if device.type == "cuda":
         _require_kernels(device)
     return device

@@ -253,6 +253,18 @@ def test_ray_that_does_not_start_in_time_is_started_once_more(ends, code, said, 
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"), [([], True), (["device=cpu"], False), (["--gpus-per-client", "0.25"], False)]
+)
+def test_gpus_of_a_cluster_that_nobody_uses_are_named(words, said, tiny, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    monkeypatch.setattr("server_app.cli.run.examine_cluster", lambda *_: CLUSTER)
+    monkeypatch.setattr(FakeRun, "ends", [DONE], raising=False)
+    monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
+    assert main(["run", *(f"{name}={value}" for name, value in tiny.items() if name != "device"), *words]) == 0
+    assert ("no client is given a GPU of the cluster: --gpus-per-client" in capsys.readouterr().out) == said
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_the_operator_is_told_of_a_run_that_a_signal_ends(told, tiny, tmp_path, monkeypatch):
     def be_stopped(run: FakeRun, *_: object) -> None:

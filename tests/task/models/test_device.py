@@ -15,6 +15,13 @@ def test_a_device_that_is_not_there_is_named(name: str) -> None:
         resolve_device(name)
 
 
+def test_devices_that_are_hidden_are_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"0 CUDA devices, as CUDA_VISIBLE_DEVICES hides them \(Ray sets it"):
+        resolve_device("cuda")
+
+
 def test_auto_takes_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # this machine may have one
     assert resolve_device("auto") == torch.device("cpu")
