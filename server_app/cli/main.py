@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except ConfigError as error:
         return complain(str(error), MISTAKE)
+    except KeyboardInterrupt:  # runs, and what they leave, are seen to in run and bench
+        return complain("stopped", 128 + signal.SIGINT)
     except BrokenPipeError as error:
         return OK if output_is_closed() else complain(str(error), FAILED)
     except (ExportError, LaunchError, ModelError, OSError, PicturesUnavailable, ReportError) as error:

@@ -125,6 +125,12 @@ def test_a_run_that_fails_in_process(tmp_path, capsys, monkeypatch):
     assert "fcil: the run failed: " in capsys.readouterr().err
 
 
+def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("server_app.doctor.machine.examine", lambda config: signal.raise_signal(signal.SIGINT))
+    assert cli.main(["doctor"]) == 130
+    assert capsys.readouterr().err == "fcil: stopped\n"
+
+
 def test_a_signal_while_the_last_pictures_are_drawn_advises_no_resume(tmp_path, capsys, monkeypatch):
     def stop(self):
         raise Interrupted(signal.SIGTERM)
