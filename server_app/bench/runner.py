@@ -22,6 +22,7 @@ from server_app.report.runs import SavedRun, flat, load_run
 from server_app.report.write import write_comparison
 from server_app.run_files.checkpoints import find_checkpoint
 from server_app.run_files.locks import lock_folder
+from server_app.run_files.on_end import SUITE
 from server_app.run_files.status import FINISHED, mark_failed
 from server_app.run_files.writers import origin
 from server_app.run_keys import require_files, run_path
@@ -39,7 +40,6 @@ from task.config.schema import FROM_PATH, MAY_CHANGE, SAME_RESULT, defaults, key
 from task.keys import ConfigError
 from task.message import Scalar
 
-MARK = "FCIL_BENCH"  # environment variable of all processes of a suite
 PATIENCE = 40.0  # seconds in which a run that is stopped can save its state and tell the operator
 
 
@@ -79,7 +79,7 @@ class Bench:
     ) -> None:
         self._suite, self._jobs, self._options, self._say, self._resume = suite, jobs, options, say, resume
         # every run of this folder's suites has this in its environment, so that a run that outlives its suite is found
-        self._mark = f"{MARK}={hashlib.sha256(str(suite.folder).encode()).hexdigest()[:16]}"
+        self._mark = f"{SUITE}={hashlib.sha256(str(suite.folder).encode()).hexdigest()[:16]}"
         self._running: dict[subprocess.Popen[bytes], PlannedRun] = {}
         self._started_at: dict[str, float] = {}  # by name of the run, in seconds of the monotonic clock
         self._waiting: list[PlannedRun] = []
@@ -171,7 +171,7 @@ class Bench:
             shutil.rmtree(run.directory)
             told = f", not resumed: {obstacle}" if self._resume or loses_rounds else ""
         run.directory.mkdir(parents=True, exist_ok=True)
-        environment, log = {**os.environ, MARK: self._mark.partition("=")[2]}, run.directory / "run.log"
+        environment, log = {**os.environ, SUITE: self._mark.partition("=")[2]}, run.directory / "run.log"
         process = start_process(self._command(run, not obstacle), Path(__file__).parents[2], environment, log)
         self._running[process], self._started_at[run.name] = run, time.monotonic()
         self._say(f"started   {run.name}{told}" if obstacle else f"resumed   {run.name}")

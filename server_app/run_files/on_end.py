@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 PATIENCE = 30.0  # seconds for the operator's command or URL
 # environment variable of the processes of fcil run: it sees how all of them end, and tells in their place
 SUPERVISED = "FCIL_SUPERVISED"
+# environment variable of all processes of a suite, by which fcil bench finds and ends them
+SUITE = "FCIL_BENCH"
 _WEB = ("http://", "https://")
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{(\w+)\})")
 _QUOTED = 250  # bytes that are quoted of a command's output: the last, where programs put the reason
@@ -106,9 +108,10 @@ def _run_command(words: list[str], content: bytes, quotes_errors: bool) -> None:
     Its error output goes to a file: a process that it leaves running would keep a pipe open. Error output may repeat
     what the command was given, so it becomes a part of the message only with ``quotes_errors``.
     """
+    own = {name: value for name, value in os.environ.items() if name != SUITE}  # what it leaves running is no run's
     with TemporaryFile() as errors:
         command = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+            words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, env=own, start_new_session=True
         )
         try:
             command.communicate(content, PATIENCE)

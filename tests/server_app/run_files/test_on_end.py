@@ -297,3 +297,15 @@ def test_what_a_command_says_of_a_secret_stays_out_of_the_log(
     tell_operator("sh -c 'no-such-$SECRET_HOOK'", tmp_path)
     assert "did not work: exit code 127. What it said may hold secrets." in caplog.text
     assert "token-123" not in caplog.text
+
+
+def test_what_the_command_leaves_running_is_not_taken_for_a_run_of_the_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bench ends all processes with its mark."""
+    monkeypatch.setenv("FCIL_BENCH", "mark")
+    monkeypatch.setenv("OTHER", "kept")
+    tell_operator(f"sh -c 'env > {tmp_path}/environment'", tmp_path)
+    lines = (tmp_path / "environment").read_text().splitlines()
+    assert "OTHER=kept" in lines
+    assert "FCIL_BENCH=mark" not in lines
