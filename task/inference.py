@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from task.config.parsing import parse
 from task.config.schema import Config
-from task.data.images import MAX_PIXELS, fit_image, read_rgb, to_rgb
+from task.data.images import fit_image, read_rgb, to_rgb
 from task.keys import ConfigError, ModelError
 from task.message import Arrays
 from task.models.device import resolve_device
@@ -90,7 +90,7 @@ class Predictor:
             ConfigError: a file that is missing or no image; names it.
             ValueError: an array of another type or shape.
         """
-        max_pixels = int(self.metadata.config.get("max-image-pixels", MAX_PIXELS))  # models of earlier versions lack it
+        max_pixels = int(self.metadata.config["max-image-pixels"])
         return fit_image(_rgb(image, max_pixels), *self.metadata.image_shape)
 
     def pixels(self, images: Sequence[Picture] | np.ndarray) -> Tensor:

@@ -37,7 +37,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "words", nargs="*", default=[], metavar="KEY=VALUE", help="run keys for all runs, such as data-dir=..."
     )
     parser.add_argument("--jobs", type=positive, default=1, metavar="N", help="runs at a time (default: 1)")
-    parser.add_argument("--flower", action="store_true", help="every run through Flower's simulation")
+    parser.add_argument("--flower", action="store_true", help="every run through Flower's simulation, on all cores")
     parser.add_argument(
         "--gpus-per-client", type=share, metavar="X", help="with --flower on a Ray cluster: as for fcil run"
     )

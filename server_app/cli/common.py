@@ -23,10 +23,10 @@ def positive(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """Parse a number above 0 of the command line."""
+    """Parse GPUs of a client on the command line: a share of one up to 1, or a whole number; Ray takes no others."""
     number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    if not 0 < number < 1 and not (number > 0 and number.is_integer()):
+        raise argparse.ArgumentTypeError(f"{text} is no share of a GPU up to 1 and no whole number above it")
     return number
 
 

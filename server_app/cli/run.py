@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from server_app.cli.common import FAILED, OK, complain, positive, share
@@ -139,11 +140,11 @@ def _run_here(values: dict[str, Scalar], progress: Progress) -> int:
 
 def _report_stop(directory: Path, stop: Interrupted, config: Config, options: str = "") -> int:
     if config.class_order != APPEARING and read_results(directory).get("status") == FINISHED:
-        advice = f"stopped after the run had finished; its pictures are drawn by: fcil report {directory}"
+        advice = f"stopped after the run had finished; its pictures are drawn by: fcil report {quote(str(directory))}"
         return complain(advice, 128 + stop.number)
     saved = f"what was saved is in {directory}" if directory.exists() else "before the run began"
     if has_checkpoint(directory):
-        saved += f"; go on with: fcil run {options}resume={directory}"
+        saved += f"; go on with: fcil run {options}{quote(f'resume={directory}')}"
     return complain(f"stopped; {saved}", 128 + stop.number)
 
 

@@ -181,6 +181,12 @@ def test_nothing_is_overwritten(tmp_path, there):
     assert (tmp_path / there).read_text() == "precious"
 
 
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match=r"file/keys cannot be written: Not a directory\. Give another folder\."):
+        make_keys.main([str(tmp_path / "file" / "keys")])
+
+
 def test_how_to_go_on_is_said(tmp_path, capsys):
     make_keys.main([str(tmp_path), "--nodes", "3"])
     said = capsys.readouterr().out.splitlines()

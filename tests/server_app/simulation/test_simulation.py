@@ -265,6 +265,13 @@ def test_gpus_of_a_cluster_that_nobody_uses_are_named(words, said, tiny, monkeyp
     assert ("no client is given a GPU of the cluster: --gpus-per-client" in capsys.readouterr().out) == said
 
 
+@pytest.mark.parametrize("gpus", ["0", "-1", "1.5", "nan", "inf"])
+def test_gpus_that_ray_gives_to_no_client_are_refused(gpus, capsys):
+    with pytest.raises(SystemExit):
+        main(["run", f"--gpus-per-client={gpus}"])
+    assert f"{gpus} is no share of a GPU up to 1 and no whole number above it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_the_operator_is_told_of_a_run_that_a_signal_ends(told, tiny, tmp_path, monkeypatch):
     def be_stopped(run: FakeRun, *_: object) -> None:
@@ -287,7 +294,7 @@ def test_the_operator_is_told_of_a_resumed_run_that_a_signal_ends_before_it_goes
     options, tiny, tmp_path, monkeypatch, capsys
 ):
     """Its results.json says failed already, of the first time."""
-    folder = interrupt(tiny | {"output-dir": str(tmp_path), "run-name": "run"}, cut_in_round=2)
+    folder = interrupt(tiny | {"output-dir": str(tmp_path), "run-name": "a run"}, cut_in_round=2)
     mark_failed(folder, "a power cut")
 
     def be_stopped(run: FakeRun | Progress, *_: object) -> None:
@@ -301,7 +308,7 @@ def test_the_operator_is_told_of_a_resumed_run_that_a_signal_ends_before_it_goes
     monkeypatch.setattr("server_app.cli.run.FlowerRun", FakeRun)
     words = [f"resume={folder}", f"on-end=sh -c 'cat >> {tmp_path}/event'"]
     assert main(["run", *options, *words]) == 128 + signal.SIGTERM
-    assert f"; go on with: fcil {' '.join(['run', *options])} resume={folder}\n" in capsys.readouterr().err
+    assert f"; go on with: fcil {' '.join(['run', *options])} 'resume={folder}'\n" in capsys.readouterr().err
     assert json.loads((tmp_path / "event").read_text())["error"] == "stopped by SIGTERM"
 
 
