@@ -137,8 +137,14 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
     arrays, metadata, config = _read(file)
     exported = "backbone.mean" in arrays
     replaced = exported or config.trains_backbone  # by the file's own weights, so that none are fetched
-    weights = "random" if replaced else config.backbone_weights
-    backbone = build_backbone(config.backbone, weights, config.image_size, str(resolve_device(device)), config.seed)
+    weights, used = "random" if replaced else config.backbone_weights, str(resolve_device(device))
+    try:
+        backbone = build_backbone(config.backbone, weights, config.image_size, used, config.seed)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} A model needs the weights that it was trained with, where they were then; a file of fcil export "
+            "has them."
+        ) from error
     if not replaced and backbone.sha256 != metadata.backbone_sha256:
         raise ModelError(
             f"backbone-weights = {weights!r} of {config.backbone!r} have the SHA-256 {backbone.sha256[:12]}, but the "

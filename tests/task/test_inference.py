@@ -20,6 +20,7 @@ from server_app.transport.in_process import InProcessTransport
 from task.config.parsing import parse
 from task.data.images import decode
 from task.inference import ModelError, Predictor, load_predictor
+from task.keys import ConfigError
 from task.models.metadata import MODEL, ModelMetadata
 from task.models.model import build_model
 from task.models.preprocessing import prepare
@@ -151,6 +152,9 @@ def test_another_backbone_is_refused(tiny: dict, tmp_path: Path) -> None:
             directory = untrained(tmp_path / "model", tiny | {"backbone-weights": str(weights)}, [6, 6])
             load_predictor(directory)
     with pytest.raises(ModelError, match=r"vit\.safetensors.*put those weights back"):
+        load_predictor(directory)
+    weights.unlink()
+    with pytest.raises(ConfigError, match=r"vit\.safetensors': there is no such file.* a file of fcil export has them"):
         load_predictor(directory)
 
 
