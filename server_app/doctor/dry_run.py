@@ -15,6 +15,7 @@ from client_app.training import train_locally
 from server_app.doctor.finding import GB, Finding
 from server_app.simulation.superlink import fitting_workers
 from strategies.base import RoundContext
+from task.config.checks import doubt_backbone
 from task.config.schema import Config
 from task.data.digests import count_copies, describe_copies
 from task.data.load import default_augmentation, load_dataset, require_readable
@@ -83,7 +84,8 @@ def _load_weights(config: Config) -> Finding:
     backbone = configured_backbone(config)
     size = sum(p.numel() for p in backbone.parameters()) / 1e6
     text = f"backbone {config.backbone}: {size:.1f} million weights, {backbone.image_size} pixels"
-    return Finding("ok", f"{text}, SHA-256 {backbone.sha256[:12]}")
+    doubt = doubt_backbone(config.flat())
+    return Finding("warning" if doubt else "ok", f"{text}, SHA-256 {backbone.sha256[:12]}", doubt)
 
 
 def _read_data(config: Config) -> Finding:

@@ -212,6 +212,7 @@ def test_a_nodes_class_may_have_test_images_alone(train: tuple[int, int], counts
     keys = {"dataset": "own", "data-dir": str(tmp_path / "node.npz"), "evaluate": "clients", "class-order": "given"}
     config = parse(keys | {"num-tasks": 3, "device": "cpu"})
     assert dry_run._read_data(config).text.endswith(f"4 training and 6 test images, {counts}")
+    assert "is for digits" in str(dry_run._load_weights(config))
     finding = dry_run._time_step(config)
     assert finding.level == ("warning" if train[0] else "ok")
     assert finding.text.startswith("no training image" if train[0] else "a local step of 2 images")
