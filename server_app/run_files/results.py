@@ -146,12 +146,19 @@ class Results:
         self.holders = {name: (n, held) for name, (n, held) in self.holders.items() if n not in nodes} | dict(holders)
 
     def note_clients(self, clients: Sequence[tuple[str, np.ndarray]]) -> None:
-        """Note names and training images of each class; the log tells of clients that have others than before."""
-        before = {client["name"]: client["class_counts"] for client in self.clients}
-        self.clients = [{"name": name, "class_counts": counts.tolist()} for name, counts in clients]
+        """Note names and training images of each class; the log tells of clients that have others than before.
+
+        Holders of images that a resumed run goes on without are still named.
+        """
+        before = {client["name"]: np.array(client["class_counts"], np.int64) for client in self.clients}
+        for known in before.values():
+            known.resize(len(self.class_names), refcheck=False)  # classes may have come since
+        now = dict(clients)
+        away = {name: known for name, known in before.items() if name in self.holders and name not in now}
+        both = sorted((now | away).items())
+        self.clients = [{"name": name, "class_counts": counts.tolist()} for name, counts in both]
         for name, counts in clients:
-            known = np.array(before.get(name, counts))
-            known.resize(len(counts))  # classes may have come since
+            known = before.get(name, counts)
             if (known != counts).any():
                 log.info(
                     "%s has other images than before: %d to train on, they were %d", name, counts.sum(), known.sum()

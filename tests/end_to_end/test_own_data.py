@@ -721,6 +721,9 @@ def test_a_run_is_resumed_without_a_node_whose_disk_is_gone(keys: Values, nodes:
     assert {node["name"] for node in said if node["absent"]} == {"south"}
     assert sorted(node["name"] for node in said) == ["north", "south", "west"]  # fcil nodes knows it still
     assert results["absent"][0]["reason"].startswith("it has no image")
+    counts = {c["name"]: sum(c["class_counts"]) for c in results["clients"]}
+    assert list(counts) == ["north", "south", "west"]  # who has trained, though south is away
+    assert counts["south"] > 0
 
 
 def test_rounds_of_adaptation_are_those_of_the_nodes_images(
@@ -914,6 +917,20 @@ def test_a_second_node_of_one_name_has_to_wait(keys: Values) -> None:
 
 def appearing(keys: Values) -> Values:
     return keys | {"class-order": "appearing", "num-tasks": 3, "rounds-per-task": 2}
+
+
+def test_a_node_that_is_away_on_resume_is_a_client_still_when_classes_come(
+    keys: Values, nodes: Path, patterns: list[np.ndarray]
+) -> None:
+    with pytest.raises(PowerCutError):
+        run(appearing(keys), Changing({2: cut}))
+    store(nodes / "north", 4, patterns[4])
+    folder, transport = Path(keys["output-dir"]) / "run", Changing()
+    transport.hidden.add(1)
+    results = run({"resume": str(folder), "start-timeout": 0.1}, transport)
+    assert results["class_names"][-1] == "elk"
+    assert [len(c["class_counts"]) for c in results["clients"]] == [5, 5, 5]
+    assert load_run(folder).client_counts["south"].tolist()[3:] == [0, 0]
 
 
 def test_classes_that_appear_become_tasks(keys: Values, nodes: Path, patterns: list[np.ndarray]) -> None:
