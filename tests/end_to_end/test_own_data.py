@@ -919,6 +919,7 @@ def appearing(keys: Values) -> Values:
     return keys | {"class-order": "appearing", "num-tasks": 3, "rounds-per-task": 2}
 
 
+@pytest.mark.ci
 def test_a_node_that_is_away_on_resume_is_a_client_still_when_classes_come(
     keys: Values, nodes: Path, patterns: list[np.ndarray]
 ) -> None:
