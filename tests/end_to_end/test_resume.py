@@ -204,19 +204,22 @@ def test_a_run_goes_on_without_a_node_that_is_gone_and_with_it_when_it_returns(
     values = tiny | {"rounds-per-task": 2, "quorum": 2, "start-timeout": 0.2}
     folder = interrupt(values, cut_in_round=2)
     config = parse(load_resumed_keys({"resume": str(folder)}))
-    transport, connected = InProcessTransport(3), [0, 2]
+    transport, connected, noted = InProcessTransport(3), [0, 2], []
     monkeypatch.setattr(transport, "nodes", lambda: list(connected))
     original = transport.exchange
 
     def exchange(kind: Kind, packets: Mapping[int, Packet], timeout: float, largest_answer: int = 0) -> Iterable[Reply]:
         if kind == "train":
             connected[:] = [0, 1, 2]
+            noted.append(json.loads((folder / "results.json").read_text())["clients"])
         return original(kind, packets, timeout)
 
     monkeypatch.setattr(transport, "exchange", exchange)
     run_experiment(config, transport)
     rounds = json.loads((folder / "results.json").read_text())["rounds"]
     assert [len(r["participants"]) for r in rounds] == [3, 2, 3, 3]
+    assert noted == [noted[-1]] * 3  # one that is away is named still
+    assert len(noted[0]) == 3
     connected[:] = [0, 2]
     with pytest.raises(RunError, match="num-clients = 3, but 2 nodes are connected"):
         run_experiment(parse(values | {"run-name": "fresh"}), transport)
