@@ -27,14 +27,14 @@ def measure_run(settings: dict[str, str]) -> tuple[float, float]:
     """MiB at the peak of one run in a fresh process, and MiB that its clients sent in the largest round.
 
     Raises:
-        SystemExit: the run failed; with what it wrote of that.
+        SystemExit: the run failed; says why.
     """
     with tempfile.TemporaryDirectory() as folder:
         words = [f"{name}={value}" for name, value in (settings | {"output-dir": folder, "run-name": "run"}).items()]
         command = [sys.executable, "-m", "benchmarks.memory", "--one", *words]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(done.stderr)
+            raise SystemExit(f"{done.stderr}the run ended with {done.returncode}")
         peak = float(done.stdout.split()[-1])
         results = json.loads((Path(folder) / "run" / "results.json").read_text())
     return peak, max(r["bytes_up"] for r in results["rounds"]) / 2**20

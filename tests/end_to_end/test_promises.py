@@ -2,6 +2,8 @@
 
 import gc
 import json
+from subprocess import CompletedProcess
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -40,6 +42,9 @@ def test_one_backbone_and_one_copy_of_the_data_serve_all_clients(tiny: dict) -> 
 def test_a_run_whose_memory_cannot_be_measured_says_why() -> None:
     with pytest.raises(SystemExit, match=r"run key 'hgp-epoch' does not exist\. Did you mean 'hgp-epochs'"):
         measure_run({"hgp-epoch": "1"})
+    killed = CompletedProcess([], -9, "", "")
+    with patch("subprocess.run", return_value=killed), pytest.raises(SystemExit, match="the run ended with -9"):
+        measure_run({})
 
 
 def saved_bytes(module: torch.nn.Module, weights: torch.nn.Module, images: torch.Tensor) -> int:
