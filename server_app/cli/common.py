@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 DEVICES = "auto, cpu, cuda or cuda:N (default: auto)"
 MODELS = "a run's folder, or a file that fcil export wrote"
-OK, FAILED, MISTAKE = 0, 1, 2  # exit codes; 128 + the signal's number when one ended the run
+OK, FAILED, MISTAKE = 0, 1, 2  # exit codes; 128 + the signal's number when one ended it
 
 
 def positive(text: str) -> int:
@@ -23,10 +23,10 @@ def positive(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """Parse GPUs of a client on the command line: a share of one up to 1, or a whole number; Ray takes no others."""
+    """Parse GPUs of a client on the command line: a share of one, or a whole number; Ray takes no others."""
     number = float(text)
-    if not 0 < number < 1 and not (number > 0 and number.is_integer()):
-        raise argparse.ArgumentTypeError(f"{text} is no share of a GPU up to 1 and no whole number above it")
+    if not 0.0001 <= number < 1 and not (number > 0 and number.is_integer()):
+        raise argparse.ArgumentTypeError(f"{text} is no share of a GPU from 0.0001 to 1, no whole number")
     return number
 
 

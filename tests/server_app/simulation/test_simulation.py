@@ -265,11 +265,11 @@ def test_gpus_of_a_cluster_that_nobody_uses_are_named(words, said, tiny, monkeyp
     assert ("no client is given a GPU of the cluster: --gpus-per-client" in capsys.readouterr().out) == said
 
 
-@pytest.mark.parametrize("gpus", ["0", "-1", "1.5", "nan", "inf"])
+@pytest.mark.parametrize("gpus", ["0", "0.00009", "-1", "1.5", "nan", "inf"])
 def test_gpus_that_ray_gives_to_no_client_are_refused(gpus, capsys):
     with pytest.raises(SystemExit):
         main(["run", f"--gpus-per-client={gpus}"])
-    assert f"{gpus} is no share of a GPU up to 1 and no whole number above it" in capsys.readouterr().err
+    assert f"{gpus} is no share of a GPU from 0.0001 to 1, no whole number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("told", [True, False])
