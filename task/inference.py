@@ -116,8 +116,8 @@ class Predictor:
 
 
 def _require_list(images: object) -> None:
-    # a grey image is hardly ever 1 or 3 pixels wide: an array [N, H, W] that seems so is one image [H, W, 3 or 1]
-    one_array = isinstance(images, np.ndarray) and images.shape[2:] in ((1,), (3,))
+    # grey images are hardly ever so narrow: an array [N, H, 1, 3 or 4] is one image [H, W, 1, 3 or 4]
+    one_array = isinstance(images, np.ndarray) and images.shape[2:] in ((1,), (3,), (4,))
     if one_array or isinstance(images, str | Path | Image.Image):
         raise TypeError("images must be a list: of one image, [image]")
 

@@ -127,6 +127,7 @@ def test_arrays_of_another_form_are_refused(array: np.ndarray, predictor: Predic
         Image.new("RGB", (8, 8)),
         np.zeros((8, 9, 3), np.uint8),
         np.zeros((8, 9, 1), np.uint8),
+        np.zeros((8, 9, 4), np.uint8),
     ],
 )
 def test_one_image_is_no_list(image: str | Path | Image.Image | np.ndarray, predictor: Predictor) -> None:
