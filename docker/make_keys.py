@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except FileExistsError as error:
         sys.exit(f"{error.filename} exists: nothing was written. Give another folder, or move the old keys away.")
     except OSError as error:
-        sys.exit(f"{error.filename} cannot be written: {error.strerror}. Give another folder.")
+        sys.exit(f"{error.filename or folder} cannot be written: {error.strerror}. Give another folder.")
     print(_NEXT.format(folder=folder), end="")
     for node in range(given.nodes):
         print(f"flwr supernode register {folder}/node-{node}.pub fcil --name node-{node}")

@@ -181,10 +181,14 @@ def test_nothing_is_overwritten(tmp_path, there):
     assert (tmp_path / there).read_text() == "precious"
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(SystemExit, match=r"file/keys cannot be written: Not a directory\. Give another folder\."):
         make_keys.main([str(tmp_path / "file" / "keys")])
+    full = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setattr(make_keys.os, "open", lambda *_: full)
+    with pytest.raises(SystemExit, match="keys cannot be written: No space left on device"):
+        make_keys.main([str(tmp_path / "keys")])
 
 
 def test_how_to_go_on_is_said(tmp_path, capsys):
