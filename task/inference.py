@@ -141,6 +141,8 @@ def load_predictor(path: str | Path, device: str = "auto") -> Predictor:
     try:
         backbone = build_backbone(config.backbone, weights, config.image_size, used, config.seed)
     except ConfigError as error:
+        if replaced:
+            raise
         raise ConfigError(
             f"{error} A model needs the weights that it was trained with, where they were then; a file of fcil export "
             "has them."
