@@ -351,7 +351,8 @@ class Run:
 
     def _note_clients(self) -> None:
         clients, absent = self.registry.clients, self.registry.absent.values()
-        names = self.scenario.dataset.class_names
+        # of other data no test images are a client's own
+        names = self.scenario.dataset.class_names if self.config.own_data else ()
         self.results.note_holders({c.name: (c.node, c.by_class_id(c.test_counts, names)) for c in clients})
         self.results.absent = [{"name": node.name, "reason": node.reason} for node in absent]
         write_nodes(self.directory, clients, absent)
