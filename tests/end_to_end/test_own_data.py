@@ -227,6 +227,7 @@ def test_a_node_without_any_image_stops_a_new_run_that_counts_on_it(keys: Values
         run(keys | {"num-clients": 4})
 
 
+@pytest.mark.ci
 def test_a_run_of_as_many_nodes_as_connect_begins_without_those_that_cannot_take_part(
     keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -253,6 +254,7 @@ def test_a_run_of_as_many_nodes_as_connect_begins_without_those_that_cannot_take
     ]
 
 
+@pytest.mark.ci
 def test_a_node_with_another_nodes_name_takes_part_as_little_as_that_one(keys: Values) -> None:
     """Nobody can tell which of them is right; but a node that has other code besides takes no name away."""
     reason = "it has the name of another node: give each its own name or partition-id"
@@ -266,6 +268,7 @@ def test_a_node_with_another_nodes_name_takes_part_as_little_as_that_one(keys: V
     assert ["another copy of the code" in a["reason"] for a in results["absent"]] == [True]
 
 
+@pytest.mark.ci
 def test_a_node_whose_twin_in_name_has_gone_takes_part(keys: Values) -> None:
     transport = lying(keys, 1, {"name": "north"})
     transport.before = {1: lambda: transport.hidden.add(1)}
@@ -726,6 +729,7 @@ def test_a_run_is_resumed_without_a_node_whose_disk_is_gone(keys: Values, nodes:
     assert counts["south"] > 0
 
 
+@pytest.mark.ci
 def test_rounds_of_adaptation_are_those_of_the_nodes_images(
     keys: Values, nodes: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

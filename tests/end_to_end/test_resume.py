@@ -487,6 +487,7 @@ def test_a_method_from_outside_keeps_its_keys_in_another_process(tiny: Values) -
         METHODS.pop(name, None)
 
 
+@pytest.mark.ci
 def test_a_method_from_outside_that_adapts_keeps_its_number_of_rounds(tiny: Values) -> None:
     name = "tests.strategies.adapting_method:ROW"
     try:

@@ -157,6 +157,7 @@ def test_the_shrinkage_is_chosen_from_the_images_of_all_clients(partition: str, 
     assert run.results["rounds"][-1]["server"] == {"shrinkage": pytest.approx(expected)}
 
 
+@pytest.mark.ci
 def test_the_order_of_classes_does_not_change_the_shrinkage() -> None:
     """Three images of each of 12 classes, so few that other draws choose other shrinkages."""
     rng = np.random.default_rng(0)

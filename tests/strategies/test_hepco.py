@@ -493,6 +493,7 @@ def torch_threads():
     torch.set_num_threads(before)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("threads", [1, 2])
 def test_blocks_that_are_distilled_side_by_side_learn_the_same(threads, monkeypatch, torch_threads):
     torch_threads(threads)

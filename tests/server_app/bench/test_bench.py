@@ -734,6 +734,7 @@ def test_a_run_that_outlives_its_suite_keeps_the_folder(write, quick, tmp_path, 
     assert (folder / "run.log").read_text() == "up\n"
 
 
+@pytest.mark.ci
 def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path, request):
     program = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     program += "open(sys.argv[2], 'w').write('{\"status\": \"running\"}')\n"

@@ -154,6 +154,7 @@ def test_the_command_leaves_a_table_and_a_picture(method: str, tiny: dict, capsy
     assert (Path(folder) / "privacy.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.ci
 def test_what_cannot_be_attacked_is_named(tiny: dict, capsys: pytest.CaptureFixture) -> None:
     run(tiny | {"method": "fppl", "run-name": "means"})
     run(tiny | {"method": "fedavg", "run-name": "nothing"})

@@ -254,6 +254,7 @@ def test_a_folder_below_a_home_that_is_not_there_does_not_end_a_report(make_run,
     assert (tmp_path / "out" / "table.md").exists()
 
 
+@pytest.mark.ci
 def test_pages_tell_of_copied_test_images(make_run, tmp_path):
     folder = make_run(copied_test_images=35)
     write_report([folder])
@@ -436,6 +437,7 @@ TAGS = ["<script>alert(1)</script>", '"><img src=x onerror=y>', "&lt;b&gt;", "'-
 HOSTILE = TEXT | st.sampled_from(TAGS)
 
 
+@pytest.mark.ci
 @given(name=HOSTILE, reason=HOSTILE, key=HOSTILE)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_a_run_is_called_comes_back_as_text(tmp_path, name, reason, key):
@@ -999,6 +1001,7 @@ def test_the_legend_reads_as_the_curves_end(make_run):
     assert [text.get_text() for text in legend.get_texts()] == ["high", "middle", "low", "hgp"]
 
 
+@pytest.mark.ci
 def test_core_minutes_fall_back_to_the_clock_and_say_so(make_run, tmp_path):
     runs = [costly(make_run, "measured", 0.5, 1, 2.5), costly(make_run, "clocked", 0.6, 1)]
     runs.append(costly(make_run, "neither", 0.7, 1))

@@ -78,6 +78,7 @@ def test_tensorboard_has_what_the_results_have(tiny: Values) -> None:
     assert not logged
 
 
+@pytest.mark.ci
 def test_tensorboard_of_a_resumed_run_is_that_of_a_whole_one(tiny: Values) -> None:
     values = tiny | {"tensorboard": True, "rounds-per-task": 2}
     run(values | {"run-name": "whole"})
@@ -128,6 +129,7 @@ def drawing_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("report")]
 
 
+@pytest.mark.ci
 def test_slow_pictures_hold_up_nothing_and_end_with_the_run(
     tiny: Values, drawings: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

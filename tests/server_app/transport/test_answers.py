@@ -170,6 +170,7 @@ def in_crumbs(objects: Objects) -> Objects:
     return Objects(tree, crumbs | objects.contents)
 
 
+@pytest.mark.ci
 def test_an_answer_of_very_many_objects_does_not_hold_up_the_others(monkeypatch):
     """All of them are there, and fetching one takes a millisecond: 20 s."""
     monkeypatch.setattr(flower_grid, "_TURN", 0.3)

@@ -274,6 +274,7 @@ def test_a_backbone_that_trains_has_no_known_query():
     assert model.features(queries.prepare(images, model.backbone)).requires_grad
 
 
+@pytest.mark.ci
 def test_a_hundred_clients_keep_no_more_queries_than_ten(tiny, cache):
     """All training and test images once, in however many parts."""
     sizes = []

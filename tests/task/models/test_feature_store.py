@@ -128,6 +128,7 @@ def test_the_file_of_images_that_are_gone_is_let_go(values):
     assert len(feature_cache._TABLES) == 1
 
 
+@pytest.mark.ci
 def test_two_methods_in_a_process_take_each_its_own_features(values, monkeypatch):
     run(values | {"method": "fedrda", "prompt": "none"}, "other")
     after = run(values | LORA, "after")  # which takes one of the other's three, see below
@@ -137,6 +138,7 @@ def test_two_methods_in_a_process_take_each_its_own_features(values, monkeypatch
     assert [file.about["blocks"] for file in list_stored()] == ["2 (patches)"]
 
 
+@pytest.mark.ci
 def test_all_methods_and_splits_share_one_pass(values, passed):
     for number, keys in enumerate(
         [*PLAIN, LORA, {"method": "ncm", "validation-share": 0.25}, {"method": "ncm", "seed": 3}]

@@ -228,6 +228,7 @@ def test_runs_with_noise_refuse_nothing_and_name_their_epsilon(method: str, tiny
     assert privacy["seeded"] is True
 
 
+@pytest.mark.ci
 def test_seeded_noise_is_the_same_again_and_the_systems_is_not(tiny: dict) -> None:
     values = tiny | PRIVATE | {"num-tasks": 1}
     first, again = (run(values | {"run-name": name}) for name in ("first", "again"))

@@ -211,6 +211,7 @@ def test_one_task_of_joint_is_one_client_that_has_everything(tiny: dict) -> None
     assert pooled["rounds"][0]["train_loss"] == alone["rounds"][0]["train_loss"]
 
 
+@pytest.mark.ci
 def test_joint_is_a_ceiling_of_fedavg_whoever_takes_part(tiny: dict) -> None:
     values = tiny | {"num-clients": 6, "clients-per-round": 2, "rounds-per-task": 2, "local-epochs": 3}
     joint, fedavg = (run(values | {"method": method, "run-name": method}) for method in ("joint", "fedavg"))
