@@ -30,7 +30,7 @@ def describe(parser: argparse.ArgumentParser) -> None:
         "Run the variants, partitions and seeds of a suite, each without Flower in a process of its own, and write "
         "table.md, report.html and pictures after each. A suite with an entry select first chooses keys on validation "
         "images. Finished runs are skipped and unfinished ones go on, so that a suite that was ended is continued by "
-        "the same command. Exit code 0 if all finished, 1 if one failed, 2 if something in the suite cannot be."
+        "the same command. Exit code 0 if all finished, 1 if one failed, 2 if the suite cannot be run."
     )
     parser.add_argument("suite", type=Path, metavar="SUITE.yaml", help="such as suites/digits.yaml")
     parser.add_argument(

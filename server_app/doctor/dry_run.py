@@ -77,7 +77,7 @@ def _check_device(config: Config) -> Finding:
         if gpus_are_hidden():
             advice = "CUDA_VISIBLE_DEVICES hides it: unset it to use the GPU"
         return Finding("warning", "device cpu, though the machine seems to have a GPU", advice)
-    return Finding("ok", f"device {device}, {config.threads} threads")
+    return Finding("ok", f"device {device}, threads={config.threads}")
 
 
 def _load_weights(config: Config) -> Finding:

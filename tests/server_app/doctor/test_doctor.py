@@ -42,7 +42,7 @@ def test_a_machine_that_can(capsys: pytest.CaptureFixture) -> None:
     text = "\n".join(lines)
     for part in (
         f"ok       torch {version('torch')}",
-        "device cpu, 1 threads",
+        "device cpu, threads=1",
         "backbone vit_glyphs: 0.9 million weights, 16 pixels",
         "384 training and 96 test images, pattern 0: 32, pattern 1: 32",
         "2 tasks; in the first, 2 clients learn from",
@@ -117,7 +117,7 @@ def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("auto", None, "though the machine seems to have a GPU; this torch was built without CUDA"),
         ("auto", "", "though the machine seems to have a GPU; CUDA_VISIBLE_DEVICES hides it"),
-        ("cpu", None, "ok       device cpu, 1 threads"),
+        ("cpu", None, "ok       device cpu, threads=1"),
     ],
 )
 def test_a_gpu_that_is_not_used(device: str, visible: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
