@@ -190,15 +190,13 @@ def folder(path: Path, side: int, max_pixels: int) -> Dataset:
 
 def _scan(path: Path, side: int, max_pixels: int) -> tuple[tuple[str, ...], ImageFiles, np.ndarray]:
     folders = class_folders(path)
+    names = tuple(p.name for p in folders)
     require_classes(folders)
-    require_printable([p.name for p in folders], str(path))
+    require_printable(names, str(path))
     images, labels = images_by_class(folders, side, max_pixels)
-    empty = [p.name for p, count in zip(folders, np.bincount(labels, minlength=len(folders)), strict=True) if not count]
-    if not folders or empty:
-        what = (
-            f"the classes {empty} hold no image file: fill or remove these folders"
-            if empty
-            else "it holds no class folder"
-        )
+    empty = [names[c] for c in np.setdiff1d(np.arange(len(names)), labels)]
+    if not names or empty:
+        problem = f"the classes {empty} hold no image file: fill or remove these folders"
+        what = problem if empty else "it holds no class folder"
         raise ConfigError(f"data-dir = {str(path)!r} must hold one folder of images per class, but {what}.")
-    return tuple(p.name for p in folders), images, labels
+    return names, images, labels
