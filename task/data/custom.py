@@ -153,10 +153,10 @@ def _check_arrays(arrays: dict[str, np.ndarray], path: Path) -> tuple[np.ndarray
     if not arrays and path.is_dir():
         raise ConfigError(f"data-dir = {str(path)!r} is a folder without .npy files: of images it is dataset=folder.")
     if not fits or not images.size or labels.shape != images.shape[:1] or labels.dtype.kind not in "iu":
+        held = ", ".join(f"{n} {a.dtype} {list(a.shape)}" for n, a in arrays.items())
         raise ConfigError(
             f"data-dir = {str(path)!r} needs 'images', uint8 [N, H, W, 3], and 'labels', whole numbers [N]; it holds "
-            + (", ".join(f"{n} {a.dtype} {list(a.shape)}" for n, a in arrays.items()) or "nothing")
-            + "."
+            f"{held}."
         )
     # without names, the classes are those of the labels
     if labels.min() < 0 or labels.max() >= arrays.get("class_names", labels).size:
