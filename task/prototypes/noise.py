@@ -116,8 +116,7 @@ class GaussianMechanism:
         """Class means [K, D] of ``counts`` [K] images with their noise, none beyond norm B; float64 if noised."""
         if not self.noise:
             return means
-        noised = self.add(means, self.feature_clip, counts)
-        return noised * (self.feature_clip / noised.norm(dim=1, keepdim=True)).clamp(max=1)
+        return self.features(self.add(means, self.feature_clip, counts))
 
     def squares(self, squares: Tensor, counts: Tensor | int = 1) -> Tensor:
         """Mean squares, or packed mean outer products, [K, S] with their noise; counts [K], or 1 for sums; float64."""
