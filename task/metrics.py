@@ -148,8 +148,7 @@ def crop_to_finished(accuracy_matrix: Matrix, samples_per_task: Sequence[int] = 
     """
     matrix = _square(accuracy_matrix)
     begun = np.flatnonzero(~np.isnan(matrix).all(axis=1))
-    k = int(begun[-1]) + 1 if begun.size else 0
-    k = max(k, len(samples_per_task))
+    k = max(int(begun.max(initial=-1)) + 1, len(samples_per_task))
     block = matrix[:k, :k]
     if samples_per_task:
         fold(block, samples_per_task)  # it checks
