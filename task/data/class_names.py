@@ -22,7 +22,8 @@ def normal_form(name: str) -> str:
 def choose_spellings(names: Iterable[str]) -> dict[str, str]:
     """Normal form and name of each class: the spelling that comes most often, or the first in sorted order of those.
 
-    Of blanks only single ones between words are left, but in a name of punctuation alone, which they are a part of.
+    Each run of white space becomes one blank, and none is left at the ends. A name of punctuation alone stays as it is:
+    its white space is a part of its normal form.
     """
     counts = Counter(names)
     spellings: dict[str, str] = {}
