@@ -9,9 +9,9 @@ class PromptKind:
 
     Attributes:
         path: module:class.
-        length: L_p where the run key prompt-length is "auto"; so are the next two.
-        pool: prompts in the pool.
-        learning_rate: local step size.
+        length: default of the run key prompt-length, L_p.
+        pool: default of prompt-pool, the number of prompts in the pool.
+        learning_rate: default of learning-rate, the local step size; a method's row may have another one.
         fewest_blocks: how many blocks must be prompted at least.
         shared_out: whether each task takes its own part of the pool.
     """

@@ -132,7 +132,7 @@ def ignored_keys(config: Config) -> list[str]:
 
 
 def reads_key(values: Mapping[str, Scalar], name: str, choices: Sequence[Scalar]) -> bool:
-    """Whether a run reads a key that may take two values or more; ``values`` are its other keys.
+    """Whether a run reads the key ``name``, of which there are two ``choices`` or more; ``values`` are its other keys.
 
     Raises:
         ConfigError: the run is not possible with one of the values.

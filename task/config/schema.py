@@ -324,12 +324,12 @@ class Config:
 
     @property
     def adaptation_rounds(self) -> int:
-        """Rounds of the first task, before all others, in which a method that adapts trains; 1 until that is chosen."""
+        """The first rounds of the run, in which a method that adapts trains; 1 until their number is chosen."""
         return max(self.options.adaptation_rounds, 1) if self.adapts else 0
 
     @property
     def leaves_adaptation_open(self) -> bool:
-        """Whether the server is still to choose the number of these rounds, by the clients' images."""
+        """Whether the server has yet to choose the number of rounds of adaptation, by the clients' images."""
         return self.adapts and not self.options.adaptation_rounds
 
     def trains_in(self, server_round: int) -> bool:

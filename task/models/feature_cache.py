@@ -82,7 +82,7 @@ class BatchCache:
     ) -> Tensor:
         """What ``compute`` gives for the images at ``positions``, int64 [B] -> [B, width]; read only.
 
-        ``prompt`` tells prompts apart, where it depends on them.
+        ``prompt`` is a digest of the prompt, where the features depend on it.
         """
         digest = hashlib.sha256(positions.tobytes()).digest() + prompt
         key = (id(images), id(model.backbone), model.precision, model.query_parts, digest)
@@ -175,8 +175,8 @@ def _kept_on_disk(model: Model, source: Images) -> bool:
 def _stored_parts(model: Model, identity: dict[str, str]) -> tuple[Early, ...]:
     """The features that are stored: one file for all models that read no others than the last and those beside it.
 
-    A model that does not read the last one needs less than a whole pass, and has a file of its own if that one is not
-    there.
+    A model that does not read the last one needs less than a whole pass. It has a file of its own if the shared file is
+    not there.
     """
     last, parts = model.backbone.last, model.query_parts
     shared = (last, *early_features(EARLY_DEPTHS, True, model.backbone))

@@ -4,9 +4,9 @@ Arrays of one message about N images of K classes, features of length M; all but
 
 - means [K, M]
 - factors [F, M], where the head wants class covariances: of class c the min(n_c - 1, rank) principal directions, scaled
-  so that factors^T factors is their part of the scatter; classes in the order of class_ids
+  so that factors^T factors is their part of the scatter; one row of zeros if n_c = 1; classes in the order of class_ids
 - scatter: what the factors leave out, over all classes together, in one of three forms: rows R [m, M] with
-  R^T R = scatter, m = sum_c max(min(n_c - 1, M) - rank, 0); or, if m > (M + 1) / 2, the upper triangle
+  R^T R = scatter, m = sum_c max(min(n_c - 1, M) - rank, 0), at least 1; or, if m > (M + 1) / 2, the upper triangle
   [1, M (M + 1) / 2]; or, where a sketch is smaller than both, (scatter Omega)^T [r, M] with Omega [M, r] drawn from
   N(0, 1), the same in every run
 """
