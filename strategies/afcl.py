@@ -63,9 +63,9 @@ class AFCL(Strategy):
     see ``solve_discriminant`` and ``solve_regularised``; all they need is in ClassSums.
 
     A sum has no order, so the partition and the order of clients and tasks do not matter: the head is that of all
-    reported images in one place. (Class covariances are cut to their largest directions, which depends on the order a
-    little where a class has more.) Only the first report of a client in a task counts. A client that is never drawn in
-    a task is missing from the result, and so are the images that a client gets after its report.
+    reported images in one place. (Class covariances are cut to their largest directions. What is cut depends a little
+    on the order.) Only the first report of a client in a task counts. A client that is never drawn in a task is missing
+    from the result, and so are the images that a client gets after its report.
 
     Features are those of the frozen backbone, or of a prompt that FedAvg trains in the first task's first rounds and
     that is frozen then (first-session adaptation: McDonnell et al. 2023, RanPAC; STSA, arXiv 2506.01327).

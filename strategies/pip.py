@@ -51,7 +51,7 @@ class PIP(Strategy):
 
 
 def _merge_reports(updates: Sequence[Update], weights: np.ndarray) -> Arrays:
-    """One prototype per class; a class of which a client has one image borrows its variance there."""
+    """One prototype per class; the variance of a client's only image of a class is that of ``fill_singletons``."""
     joined = join_statistics(u.statistics for u in updates)
     variances = fill_singletons(joined["class_ids"], joined["counts"], joined["variances"])
     per_row = np.repeat(weights, [len(u.statistics["class_ids"]) for u in updates])

@@ -17,7 +17,10 @@ from task.models.model import Model
 
 @dataclass(frozen=True)
 class LocalData:
-    """Images of one client and task: N positions in ``images``, and the head row of each, int64 [N]."""
+    """Images of one client and task: N positions in ``images``, and the head row of each, int64 [N].
+
+    ``augmentation`` as in :func:`task.models.preprocessing.prepare`.
+    """
 
     images: Images
     positions: np.ndarray

@@ -18,13 +18,13 @@ class FedProKObjective(Objective):
     objective is the base's.
 
     For an old class o and the local class c whose mean mu_c is nearest to o's prototype mu_o, each image x of c gives
-    one pseudo feature f(x) + mu_o - mu_c.
-    So an epoch has as many of an old class as its nearest class has images, without another pass through the backbone.
-    Pseudo features are constants: they train the head and not the prompt (as in FeTrIL; the paper does not say).
+    one pseudo feature f(x) + mu_o - mu_c. So in an epoch an old class has as many pseudo features as its nearest local
+    class has images, without another pass through the backbone. Pseudo features are constants: they train the head and
+    not the prompt (as in FeTrIL; the paper does not say).
 
-    In an asynchronous run two more cases occur. Of a class that is old to the server this client may have images; such
-    a class is not translated. A class of the current task that other clients have and this one has not is unknown here;
-    its head row takes no part.
+    In an asynchronous run two more cases occur. This client may have images of a class that is old to the server: such
+    a class is not translated. Other clients may have a class of the current task that this one has not: its head row
+    takes no part here.
     """
 
     def begin_epoch(self, model: Model, data: LocalData, epoch: int, rng: torch.Generator) -> None:
