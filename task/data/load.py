@@ -14,6 +14,7 @@ from task.data.published import IncompleteError
 from task.data.registry import SOURCES, Source
 from task.data.splits import split_validation
 from task.keys import ConfigError
+from task.utils.paths import expand_home
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ def load_dataset(
         ConfigError: the path is missing, empty, incomplete or not in the expected form, or has one class.
     """
     try:
-        dataset = read_source(SOURCES[name], Path(data_dir).expanduser(), image_size, max_image_pixels)
-    except (OSError, RuntimeError) as error:  # such as a path that is too long, an unknown user, no right to read
+        dataset = read_source(SOURCES[name], expand_home(data_dir, "data-dir"), image_size, max_image_pixels)
+    except OSError as error:  # such as a path that is too long, or no right to read
         raise ConfigError(f"data-dir = {data_dir!r} cannot be read: {error}.") from error
     if len(dataset.class_names) < 2:
         raise ConfigError(

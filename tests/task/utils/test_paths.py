@@ -9,6 +9,7 @@ from client_app.node import Node, state_dir
 from server_app.run_files.resume import load_resumed_keys
 from server_app.run_keys import complete_run_keys
 from task.config.parsing import parse
+from task.data.load import load_dataset
 from task.data.node_images import load_inventory
 from task.keys import ConfigError
 from task.models.feature_store import store_folder
@@ -19,6 +20,7 @@ NOBODY = "~nobody-here/x"
 ASKING: list[tuple[str, Callable[[], object]]] = [
     ("data-dir", lambda: complete_run_keys({"dataset": "own", "evaluate": "clients", "data-dir": NOBODY})),
     ("data-dir", lambda: load_inventory(NOBODY, Path())),
+    ("data-dir", lambda: load_dataset("npz", NOBODY, 8, 0.0, 0)),
     ("resume", lambda: complete_run_keys({"resume": NOBODY})),
     ("resume", lambda: load_resumed_keys({"resume": NOBODY})),
     ("state-dir", lambda: state_dir(OWN, Node({"name": "north", "data-dir": "/data", "state-dir": NOBODY}))),
