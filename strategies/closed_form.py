@@ -14,7 +14,7 @@ from task.utils.seeding import torch_rng
 RIDGES = torch.logspace(-10, 1, 45, dtype=torch.float64)  # that are tried, in shares of the largest eigenvalue
 SHRINKAGES = torch.logspace(-5, 1, 13, dtype=torch.float64)  # that are tried
 FOLDS = 5  # of the cross-validation
-DRAWN_AGAIN_UP_TO = 2000  # features in all: few images are drawn again while that makes no more
+DRAWN_AGAIN_UP_TO = 2000  # features in all, at most, where few images are drawn several times
 USUAL_SHRINKAGE = 0.01  # the shrinkage where it is not chosen by cross-validation
 MAX_DRAWN = 20_000_000  # numbers in the drawn features, at most
 
@@ -86,8 +86,8 @@ def choose_ridge(gram: Spectrum, sums: Tensor, images: float) -> float:
 def choose_shrinkage(counts: Tensor, means: Tensor, scatter: Spectrum) -> float:
     """The s of SHRINKAGES with which a linear discriminant is right most often, by cross-validation without images.
 
-    The folds are those of drawn features, see :func:`draw_features`; with few images they are drawn again, as often as
-    gives DRAWN_AGAIN_UP_TO in all at most. Among the s within half a standard error of the best, the one nearest to the
+    The folds are those of drawn features, see :func:`draw_features`. With few images they are drawn several times, up
+    to DRAWN_AGAIN_UP_TO features in all. Among the s within half a standard error of the best, the one nearest to the
     usual s is taken: USUAL_SHRINKAGE, or 1 if there are fewer images than features. This rule is ours. The standard
     error of e errors is sqrt(e + 1), that of a Poisson count but never 0. If no class has two images there is no
     scatter, and with more than MAX_DRAWN numbers it is known well: then nothing is drawn and the usual s is taken.
@@ -132,7 +132,7 @@ def _cross_validate(features: Tensor, classes: Tensor, number: int) -> Tensor:
     """How many features [N, M] each of SHRINKAGES classifies wrongly, each held out in one of FOLDS."""
     # the classes begin with different folds: where each has two images, no fold takes the scatter of all away
     fold = torch.cat([torch.arange(c, c + int(n)) for c, n in enumerate(classes.bincount())]) % FOLDS
-    # where images are many: each fold then needs its own product alone, not that of the others
+    # with many images: the product of a fold's other features is that of all less its own, which is cheaper
     product = features.T @ features if len(features) > features.shape[1] else None
     wrong = torch.zeros(len(SHRINKAGES), dtype=torch.int64)
     for held_out in range(FOLDS):

@@ -195,7 +195,7 @@ class Model(nn.Module):
     def query(self, images: Tensor, parts: Sequence[Early] | None = None) -> Tensor:
         """q(x): normalised images [B, 3, H, W] -> features without prompt [B, D * query_parts]; no gradient.
 
-        A prompt reads its first D numbers only. ``parts``, if given, replaces ``query_parts``; one of them is needed.
+        A prompt reads its first D numbers only. ``parts``, at least one, replaces ``query_parts`` if given.
         """
         return self._unprompted_features(images, parts or self.query_parts)
 

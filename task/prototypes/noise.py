@@ -125,8 +125,8 @@ class GaussianMechanism:
     def moments(self, means: Tensor, spread: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Class means [K, D] and variances, or packed covariances, [K, S] with noise in means and mean squares.
 
-        ``spread`` is divided by n = ``counts`` [K] before and after; what is returned is not negative, or positive
-        semi-definite, and zero for a class of one image.
+        ``spread`` is a sum over the class's images divided by n = ``counts`` [K], as it is given and as it is returned.
+        What is returned is not negative, or positive semi-definite, and zero for a class of one image.
         """
         if not self.noise:
             return means, spread
