@@ -251,9 +251,9 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def _read_tags(file: Image.Image, picture: Image.Image) -> Image.Image:
-    """The ``picture`` of a file, or, of a TIFF with grey of more than 8 bits, what its tags mean: Pillow ignores them.
+    """The ``picture`` of a file; that of a TIFF with grey of more than 8 bits is read as its tags say.
 
-    White may be the lowest number, and numbers of 32 bits may have no sign.
+    Pillow ignores these tags: white may be the lowest number, and numbers of 32 bits may have no sign.
     """
     if not isinstance(file, TiffImagePlugin.TiffImageFile) or not file.mode.startswith(("I", "F")):
         return picture
@@ -267,9 +267,8 @@ def _read_tags(file: Image.Image, picture: Image.Image) -> Image.Image:
 def to_rgb(image: Image.Image) -> Image.Image:
     """An image in RGB, the way up that viewers show it, on white where it is transparent.
 
-    Grey of more than 8 bits is scaled to span 0 .. 255.
-
-    (Scanners use any part of 16 bits, and Pillow's own conversion clips at 255.)
+    Grey of more than 8 bits is scaled to span 0 .. 255: scanners use any part of 16 bits, and Pillow's own conversion
+    clips at 255.
 
     Raises:
         ValueError: it holds NaN or infinite values.
