@@ -34,7 +34,7 @@ from task.config.parsing import parse
 from task.config.schema import Config
 from task.message import Arrays, Scalar
 from task.method_options import HePCoOptions
-from task.models.model import Head
+from task.models.head import Head
 from task.prompts.decomposed import DecomposedPrompt
 from task.scenario.class_stream import Schedule
 from task.utils.cores import cores

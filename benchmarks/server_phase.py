@@ -28,7 +28,7 @@ from strategies.base import RoundContext, Update, join_statistics
 from strategies.hgp import HGP
 from task.config.parsing import parse
 from task.message import Arrays
-from task.models.model import Head
+from task.models.head import Head
 from task.prototypes.gaussians import Gaussians, pack_symmetric, prepare_gaussians
 from task.scenario.class_stream import Schedule
 from task.utils.memory import peak_memory

@@ -11,7 +11,8 @@ from strategies.base import RoundContext, Strategy, Update, join_statistics, rep
 from task.config.schema import Config
 from task.message import Arrays
 from task.method_options import FPPLOptions
-from task.models.model import Head, Model
+from task.models.head import Head
+from task.models.model import Model
 from task.prototypes.gaussians import class_means
 from task.utils.seeding import torch_rng
 

@@ -16,7 +16,8 @@ from task.config.schema import Config
 from task.keys import ConfigError
 from task.message import Arrays
 from task.method_options import HePCoOptions
-from task.models.model import Head, Model, prompt_of
+from task.models.head import Head
+from task.models.model import Model, prompt_of
 from task.prompts.decomposed import DecomposedPrompt, cosines
 from task.utils.memory import available_memory
 from task.utils.seeding import torch_rng

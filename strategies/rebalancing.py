@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from task.method_options import Options
-from task.models.model import Head
+from task.models.head import Head
 from task.prototypes.gaussians import Gaussians
 
 

@@ -22,7 +22,8 @@ from task.message import Packet
 from task.models import feature_cache
 from task.models.evaluation import confusion_counts, extract_features
 from task.models.feature_cache import Inputs
-from task.models.model import Head, Model
+from task.models.head import Head
+from task.models.model import Model
 from task.models.preprocessing import prepare, random_crop, random_flip
 from task.models.vit import Early, ViT
 from task.prompts.base import Prompt

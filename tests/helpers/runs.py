@@ -24,6 +24,8 @@ from tests.conftest import TINY
 Values = dict[str, Any]
 Change = Callable[[Packet], object]  # of a client's answer, in place
 TWO: Values = TINY | {"num-clients": 2}
+# noise, the same in every run
+PRIVATE: Values = {"privacy-clip": 1.0, "privacy-noise": 1.0, "privacy-feature-clip": 10.0, "privacy-seeded": True}
 
 
 def settings(folder: Path, name: str) -> Values:

@@ -4,7 +4,8 @@ import numpy as np
 import torch
 from timm.models import VisionTransformer
 
-from task.models.model import Head, Model
+from task.models.head import Head
+from task.models.model import Model
 from task.models.vit import ViT
 from task.prompts.base import Prompt
 from tests.helpers.prompts import prompt_config

@@ -20,8 +20,9 @@ from task.config.schema import Config
 from task.data.load import load_dataset
 from task.inference import Classifier, ModelError, Predictor, load_predictor
 from task.methods import load_class
+from task.models.head import Head
 from task.models.metadata import MODEL, ModelMetadata
-from task.models.model import Head, Model, build_model
+from task.models.model import Model, build_model
 from task.models.vit import ViT
 from task.models.weights import build_vit
 from task.prompt_kinds import PROMPTS

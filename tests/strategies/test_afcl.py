@@ -14,7 +14,8 @@ from strategies.base import RoundContext, Update
 from strategies.closed_form import RIDGES, Spectrum, choose_shrinkage
 from task.config.parsing import parse
 from task.method_options import AFCLOptions
-from task.models.model import Head, build_model
+from task.models.head import Head
+from task.models.model import build_model
 from task.prompt_kinds import PROMPTS
 from task.prototypes.scatter import ScatterStatistics, sketch_matrix
 from task.scenario.class_stream import Schedule

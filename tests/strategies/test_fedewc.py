@@ -14,7 +14,8 @@ from strategies.fedewc import FedEWC
 from task.config.parsing import parse
 from task.message import Packet
 from task.models.feature_cache import Inputs
-from task.models.model import Head, Model
+from task.models.head import Head
+from task.models.model import Model
 from task.models.resnet import load_resnet18
 from task.prompts.base import Prompt
 from task.prototypes import statistics

@@ -13,7 +13,8 @@ from task.config.parsing import parse
 from task.message import Packet
 from task.method_options import FPPLOptions
 from task.models.feature_cache import Inputs
-from task.models.model import Head, build_model
+from task.models.head import Head
+from task.models.model import build_model
 from task.prompts.fused import FusedPrompt
 from task.scenario.class_stream import Schedule
 from tests.helpers.prompts import prompt_config

@@ -40,7 +40,8 @@ from strategies.hepco_generator import (
 from task.config.parsing import parse
 from task.keys import ConfigError
 from task.method_options import HePCoOptions
-from task.models.model import Head, build_model
+from task.models.head import Head
+from task.models.model import build_model
 from task.prompts.decomposed import DecomposedPrompt
 from task.prototypes.statistics import CountStatistics
 from task.scenario.class_stream import Schedule

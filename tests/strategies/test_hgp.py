@@ -16,7 +16,8 @@ from strategies.rebalancing import (
     replace_class_gaussians,
 )
 from task.config.parsing import parse
-from task.models.model import Head, Model
+from task.models.head import Head
+from task.models.model import Model
 from task.prototypes.gaussians import Gaussians
 from task.scenario.class_stream import Schedule
 from tests.helpers.small_models import frozen_model

@@ -10,7 +10,8 @@ from task.config.parsing import parse
 from task.keys import ConfigError
 from task.message import Packet
 from task.models.evaluation import extract_features
-from task.models.model import Head, Model, build_model
+from task.models.head import Head
+from task.models.model import Model, build_model
 from task.models.resnet import load_resnet18
 from task.prompts.base import Prompt
 from tests.helpers.prompts import prompt_config

@@ -12,7 +12,7 @@ from server_app.privacy.accountant import epsilon
 from server_app.run_files.results import RoundReport
 from task.config.parsing import parse
 from task.keys import ConfigError
-from tests.helpers.privacy import PRIVATE
+from tests.helpers.runs import PRIVATE
 
 
 def exact_delta(epsilon: float, multiplier: float, releases: int) -> float:

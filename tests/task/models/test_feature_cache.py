@@ -16,7 +16,8 @@ from task.config.parsing import parse
 from task.models import feature_cache as queries
 from task.models.evaluation import confusion_counts, extract_features
 from task.models.feature_cache import BatchCache, cached_query
-from task.models.model import Head, Model, build_model
+from task.models.head import Head
+from task.models.model import Model, build_model
 from task.models.vit import Early, ViT
 from task.prompt_kinds import PROMPTS
 from task.prompts.base import Prompt

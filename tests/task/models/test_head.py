@@ -8,7 +8,8 @@ import torch
 
 from strategies.averaging import WeightedMean
 from task.config.parsing import parse
-from task.models.model import Head, QuadraticHead, build_model, overwrite, prompt_of, to_arrays
+from task.models.head import Head, QuadraticHead
+from task.models.model import build_model, overwrite, prompt_of, to_arrays
 from task.models.vit import Early
 from task.prompts.coda import CodaPrompt
 from task.prompts.decomposed import DecomposedPrompt

@@ -25,9 +25,8 @@ from task.prototypes.statistics import GaussianStatistics, MeanStatistics, Varia
 from task.scenario.client_data import client_task_data
 from task.scenario.scenario import build_scenario
 from task.utils.seeding import numpy_rng
-from tests.helpers.privacy import PRIVATE
 from tests.helpers.prototypes import gaussian_statistics
-from tests.helpers.runs import model_of, run, train_message, without_times
+from tests.helpers.runs import PRIVATE, model_of, run, train_message, without_times
 
 SENDS_FEATURES = {
     m.name
