@@ -4,7 +4,7 @@
 
 Of each run it keeps one file: results.json without confusion matrix, rounds and clients, but with all that config.yaml
 says, also the paths in it. ``fcil report`` reads such folders, and ``fcil bench`` with them as ``output-dir`` goes on
-with the suite.
+with a suite whose paths are the same.
 """
 
 import argparse
