@@ -134,6 +134,8 @@ def _describe_counts(names: tuple[str, ...], counts: np.ndarray) -> str:
     if len(names) <= 12:
         return ", ".join(f"{name}: {count}" for name, count in zip(names, counts, strict=True))
     smallest, largest = counts.argmin(), counts.argmax()
+    if counts[smallest] == counts[largest]:
+        return f"{len(names)} classes with {counts[0]} of each"
     return f"{len(names)} classes from {names[smallest]} ({counts[smallest]}) to {names[largest]} ({counts[largest]})"
 
 

@@ -200,6 +200,7 @@ def test_of_many_classes_the_extremes() -> None:
     counts = np.full(20, 7)
     counts[[3, 5]] = 2, 9
     assert dry_run._describe_counts(names, counts) == "20 classes from class 3 (2) to class 5 (9)"
+    assert dry_run._describe_counts(names, np.full(20, 7)) == "20 classes with 7 of each"
 
 
 @pytest.mark.parametrize(("train", "counts"), [((0, 1), "a: 2, b: 2, c: 0"), ((1, 2), "a: 0, b: 2, c: 2")])
