@@ -1,5 +1,7 @@
 """Shared pieces of the tests: a small run that trains in about a second, and paths of its own for every test."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -56,3 +58,11 @@ def patterns() -> list[np.ndarray]:
     """Images of six classes, for nodes that have images of their own."""
     data = load_dataset("synthetic", "", 16, 0.0, 0)
     return [data.train_images[np.flatnonzero(data.train_labels == c)[:20]] for c in range(6)]
+
+
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Ctrl-C interrupts this test, also where a shell has started pytest with & and so has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

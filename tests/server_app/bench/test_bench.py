@@ -735,7 +735,8 @@ def test_a_run_that_outlives_its_suite_keeps_the_folder(write, quick, tmp_path, 
 
 
 @pytest.mark.ci
-def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path, request):
+@pytest.mark.usefixtures("heeds_ctrl_c")
+def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path):
     program = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     program += "open(sys.argv[2], 'w').write('{\"status\": \"running\"}')\n"
     program += "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
@@ -745,9 +746,6 @@ def test_being_stopped_ends_runs_that_do_not_listen(write, monkeypatch, tmp_path
     monkeypatch.setattr(Bench, "_command", lambda self, run, resume: words)
     monkeypatch.setattr(bench, "PATIENCE", 0.5)
     waited = []
-    # whoever runs the tests in the background has them ignore Ctrl-C
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def sleep(seconds: float) -> None:
         waited.append(seconds)

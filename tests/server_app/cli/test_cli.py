@@ -125,10 +125,8 @@ def test_a_run_that_fails_in_process(tmp_path, capsys, monkeypatch):
     assert "fcil: the run failed: " in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch, request):
-    # a process that a shell has started with & ignores it
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+@pytest.mark.usefixtures("heeds_ctrl_c")
+def test_ctrl_c_ends_a_command_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr("server_app.doctor.machine.examine", lambda config: signal.raise_signal(signal.SIGINT))
     assert cli.main(["doctor"]) == 130
     assert capsys.readouterr().err == "fcil: stopped\n"
