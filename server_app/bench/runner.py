@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from server_app.simulation.processes import (
     start_process,
 )
 from task.config.checks import doubt_backbone
-from task.config.schema import FROM_PATH, MAY_CHANGE, SAME_RESULT, defaults, keys_affecting
+from task.config.schema import FROM_PATH, MAY_CHANGE, SAME_RESULT, Config, defaults, keys_affecting
 from task.keys import ConfigError
 from task.message import Scalar
 
@@ -194,7 +195,7 @@ class Bench:
     def _command(self, run: PlannedRun, resume: bool) -> list[str]:
         values = run.values
         if resume:
-            free = set(keys_affecting(*MAY_CHANGE)) - {"output-dir", "run-name"}
+            free = {*keys_affecting(*MAY_CHANGE), "data-dir", "backbone-weights"} - {"output-dir", "run-name"}
             values = {key: value for key, value in values.items() if key in free} | {"resume": str(run.directory)}
         settings = [f"{key}={value}" for key, value in values.items()]
         return [sys.executable, "-m", "server_app.cli", "run", *self._options, *settings]
@@ -317,8 +318,18 @@ def finished_run(planned: PlannedRun) -> SavedRun | None:
 
 def _other_key(run: SavedRun, planned: PlannedRun, ignored: Collection[str]) -> str | None:
     """The first run key whose value is another one in a saved run than in the suite, but for those ``ignored``."""
-    saved = _saved_keys(run)
-    return next((k for k, value in planned.config.flat().items() if k not in ignored and saved[k] != value), None)
+    saved, now = _saved_keys(run), planned.config.flat()
+    different = [name for name, value in now.items() if name not in ignored and saved[name] != value]
+    return next((name for name in different if not _is_moved(name, run, planned.config)), None)
+
+
+def _is_moved(name: str, run: SavedRun, config: Config) -> bool:
+    """Whether the images or weights that a run key names now are those of the saved run, at another place."""
+    if name == "data-dir" and config.dataset in FROM_PATH:
+        return run.settings.get("data-sha256") == _images_sha256(config)
+    if name == "backbone-weights":
+        return run.settings.get("backbone-sha256") == _weights_sha256(config)
+    return False
 
 
 def _other_origin(run: SavedRun, planned: PlannedRun) -> list[str]:
@@ -326,15 +337,28 @@ def _other_origin(run: SavedRun, planned: PlannedRun) -> list[str]:
     different = [name for name, value in flat(origin()).items() if run.settings.get(name) != value]
     config, saved = planned.config, run.settings.get("data-sha256")
     if saved and config.dataset in FROM_PATH:
-        seed = config.seed if config.validation_share else 0  # without a split all seeds have the same images
-        now = _data_sha256(config.dataset, config.data_dir, config.validation_share, seed)
-        different += ["data-sha256"] * (now not in ("", saved))
+        different += ["data-sha256"] * (_images_sha256(config) not in ("", saved))
     return different
+
+
+def _images_sha256(config: Config) -> str:
+    """Digest of a run's images as they are now; empty where they are not on this machine any more, or unreadable."""
+    seed = config.seed if config.validation_share else 0  # without a split all seeds have the same images
+    return _data_sha256(config.dataset, config.data_dir, config.validation_share, seed)
+
+
+def _weights_sha256(config: Config) -> str:
+    """Digest of the backbone of a run, as its weights are now; empty where they cannot be read."""
+    from task.models.load import configured_backbone
+
+    try:
+        return configured_backbone(replace(config, device="cpu")).sha256
+    except ConfigError:
+        return ""
 
 
 @cache
 def _data_sha256(dataset: str, data_dir: str, validation_share: float, seed: int) -> str:
-    """Digest of a data set as it is now; empty where it is not on this machine any more, or cannot be read."""
     from task.data.digests import data_digest
     from task.data.load import is_published, load_dataset
 

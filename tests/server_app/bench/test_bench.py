@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from filelock import FileLock, Timeout
+from safetensors.torch import save_file
 
 from benchmarks.keep_results import keep_all
 from server_app.bench import runner as bench
@@ -33,6 +34,8 @@ from server_app.simulation.processes import Interrupted
 from task.data.digests import data_digest
 from task.data.load import load_dataset
 from task.keys import ConfigError
+from task.models.load import configured_backbone
+from task.models.weights import build_vit
 from tests.helpers.marks import rest_in_ci
 from tests.helpers.own_data import paint
 from tests.helpers.runs import interrupt, without_times
@@ -594,6 +597,33 @@ def test_a_mistyped_path_leads_to_no_advice_to_remove_results(write, tmp_path):
     ).runs
     with pytest.raises(ConfigError, match=r"away\.npz' is not a readable \.npz file .*No such file"):
         finished_run(away)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("weights", ["the same weights", "other weights"])
+def test_images_and_weights_may_have_moved_since_a_run(write, tmp_path, weights):
+    """Their digests are compared, not their paths: of a finished run, and of one to resume, which is told the paths."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    np.savez(before / "photos.npz", images=np.zeros((80, 8, 8), np.uint8), labels=np.arange(80) % 4)
+    save_file(build_vit("vit_glyphs", "auto")[0].state_dict(), before / "vit.safetensors")
+    lies = [{"data-dir": f"{at}/photos.npz", "backbone-weights": f"{at}/vit.safetensors"} for at in (before, after)]
+    (run,) = read_suite(write(common=KEYS | {"dataset": "npz"} | lies[0], variants=[HEAD]), {}).runs
+    began_with = {
+        "data-sha256": data_digest(load_dataset("npz", f"{before}/photos.npz", 1, 0.0, 0), whole_files=True),
+        "backbone-sha256": configured_backbone(run.config).sha256 if weights == "the same weights" else "0",
+    }
+    fill(run, run_results((0.5, 0.5, 0.5)), origin() | began_with)
+    before.rename(after)
+    suite = read_suite(write(common=KEYS | {"dataset": "npz"} | lies[1], variants=[HEAD]), {})
+    (moved,) = suite.runs
+    if weights == "other weights":
+        with pytest.raises(ConfigError, match=r"backbone-weights = '.*before/vit.*; the suite says '.*after/vit"):
+            finished_run(moved)
+        return
+    assert finished_run(moved) is not None
+    resumed = Bench(suite, 1, [], print)._command(moved, resume=True)
+    assert {f"{name}={path}" for name, path in lies[1].items()} <= set(resumed)
 
 
 def test_a_finished_run_may_have_waited_otherwise(write):
