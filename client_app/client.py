@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from client_app.node import Node, partition_id, state_dir
+from client_app.node import Node, num_partitions, partition_id, state_dir
 from client_app.request import DivergedError, Request
 from client_app.secure_aggregation import SUM_STEPS, hide_in_sum
 from task.config.parsing import apply_node_settings, parse
@@ -93,7 +93,7 @@ def _count_partition(request: Request) -> Packet:
     config, partition, dataset = request.config, partition_id(request.node), build_scenario(request.config).dataset
     if partition >= config.num_clients:
         raise ConfigError(f"partition-id = {partition} is not below num-clients = {config.num_clients}.")
-    if int(parts := request.node.settings.get("num-partitions", config.num_clients)) < config.num_clients:
+    if (parts := num_partitions(request.node, config.num_clients)) < config.num_clients:
         raise ConfigError(
             f"num-partitions = {parts} of this node is below the run's num-clients = {config.num_clients}: "
             "both say into how many parts the data are divided."

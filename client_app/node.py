@@ -39,9 +39,22 @@ def partition_id(node: Node) -> int:
             "this node has no partition-id: start it with --node-config 'partition-id=0 num-partitions=N', "
             "or for data of its own with 'name=... data-dir=...' and dataset = \"own\" in the run."
         )
-    value = str(node.settings["partition-id"])
+    return _whole_number(node, "partition-id", "it counts from 0 on")
+
+
+def num_partitions(node: Node, default: int) -> int:
+    """Into how many parts the node takes the data to be divided; ``default`` if it does not say.
+
+    Raises:
+        ConfigError: it says what is no whole number.
+    """
+    return _whole_number(node, "num-partitions", "it is the number of clients", default)
+
+
+def _whole_number(node: Node, name: str, meaning: str, default: int = 0) -> int:
+    value = str(node.settings.get(name, default))
     if not value.isdecimal():
-        raise ConfigError(f"partition-id = {value!r} of this node is not possible: it counts from 0 on.")
+        raise ConfigError(f"{name} = {value!r} of this node is not possible: {meaning}.")
     return int(value)
 
 

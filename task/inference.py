@@ -116,9 +116,9 @@ class Predictor:
 
 
 def _require_list(images: object) -> None:
-    # an array of three dimensions whose last is 1, 3 or 4 is one image [H, W, channels]: N grey images [N, H, W] are
-    # hardly ever so narrow
-    one_array = isinstance(images, np.ndarray) and images.shape[2:] in ((1,), (3,), (4,))
+    # an array [H, W] is one grey image, and one of three dimensions whose last is 1, 3 or 4 one image [H, W, channels]:
+    # N grey images [N, H, W] are hardly ever so narrow
+    one_array = isinstance(images, np.ndarray) and (images.ndim == 2 or images.shape[2:] in ((1,), (3,), (4,)))
     if one_array or isinstance(images, str | Path | Image.Image):
         raise TypeError("images must be a list: of one image, [image]")
 

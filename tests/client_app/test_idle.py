@@ -111,8 +111,12 @@ def test_an_answer_that_needs_a_model_needs_torch(own):
     [
         ({"partition-id": 3, "num-partitions": 3}, "partition-id = 3 is not below num-clients = 3"),
         ({"partition-id": 0, "num-partitions": 2}, "num-partitions = 2 of this node is below"),
+        (
+            {"partition-id": 0, "num-partitions": "all"},
+            "num-partitions = 'all' of this node is not possible: it is the",
+        ),
     ],
-    ids=["partition-id", "num-partitions"],
+    ids=["partition-id", "num-partitions", "no number"],
 )
 def test_a_node_of_another_number_of_partitions_says_so_at_once(tiny, settings, words):
     hello = hello_message(tiny | {"num-clients": 3})

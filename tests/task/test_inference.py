@@ -125,6 +125,7 @@ def test_arrays_of_another_form_are_refused(array: np.ndarray, predictor: Predic
         "cat.jpg",
         Path("cat.jpg"),
         Image.new("RGB", (8, 8)),
+        np.zeros((8, 9), np.uint8),
         np.zeros((8, 9, 3), np.uint8),
         np.zeros((8, 9, 1), np.uint8),
         np.zeros((8, 9, 4), np.uint8),
