@@ -3,8 +3,8 @@
     python -m benchmarks.keep_results runs/suites/cifar100-cpu benchmarks/results/cifar100-cpu
 
 Of each run it keeps one file: results.json without confusion matrix, rounds and clients, but with all that config.yaml
-says, also the paths in it. ``fcil report`` reads such folders, and ``fcil bench`` with them as ``output-dir`` goes on
-with a suite whose paths are the same.
+says, also the paths in it. ``fcil report`` reads such folders, and ``fcil bench`` with a copy of them as
+``output-dir`` goes on with a suite of the same keys, images and weights, wherever these lie.
 """
 
 import argparse
