@@ -18,6 +18,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from client_app.flower_records import arrays_of, record_of
 from server_app.rounds.run import run_experiment
+from server_app.run_files.resume import load_resumed_keys
 from server_app.run_files.writers import read_lines
 from server_app.transport.flower_grid import GridTransport
 from task.config.parsing import parse
@@ -38,14 +39,16 @@ class FCILStrategy(Strategy):
     method: str | None = None
 
     def __init__(self, **run_keys: Scalar) -> None:
-        """Check the run keys, which are written with underscores here.
+        """Check the run keys, which are written with underscores here; ``resume`` takes those of the run it names.
 
         Raises:
-            ConfigError: an unknown key, a bad value or a combination that cannot work; a ValueError.
+            ConfigError: an unknown key, a bad value, a combination that cannot work, or a run that cannot be resumed;
+                a ValueError.
         """
-        self._values = {key.replace("_", "-"): value for key, value in run_keys.items()}
+        values = {key.replace("_", "-"): value for key, value in run_keys.items()}
         if self.method:
-            self._values["method"] = self.method
+            values["method"] = self.method
+        self._values = load_resumed_keys(values)
         self.config: Config = parse(self._values)
 
     def start(

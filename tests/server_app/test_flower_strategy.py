@@ -18,7 +18,7 @@ from task.config.schema import Config
 from task.keys import ConfigError
 from task.message import Packet
 from tests.helpers.flower import LoopbackGrid, N
-from tests.helpers.runs import TWO
+from tests.helpers.runs import TWO, comparable, folder_of, interrupt, settings
 
 KEYS = {key.replace("-", "_"): value for key, value in TWO.items() if key != "rounds-per-task"}
 
@@ -45,6 +45,19 @@ def test_strategy_runs_in_anybodys_server_app(tmp_path):
         2: {"accuracy": results["per_task_seen_accuracy"][1], "mine": 1.0},
     }
     assert "accuracy" in str(result)
+
+
+def test_strategy_resumes_a_run(tmp_path):
+    """In the run's folder and with its keys, which need not be given again."""
+    grid, whole = LoopbackGrid(client, 2), settings(tmp_path, "whole")
+    FCILStrategy(**{key.replace("-", "_"): value for key, value in whole.items()}).start(grid, ArrayRecord())
+    stopped = interrupt(settings(tmp_path, "stopped"), 2)
+    with pytest.raises(ConfigError, match="num-tasks = 3 is not possible with resume: the run has 2"):
+        HGP(resume=str(stopped), num_tasks=3)
+    result = HGP(resume=str(stopped)).start(grid, ArrayRecord(), num_rounds=2)
+    assert sorted(result.train_metrics_clientapp) == [1, 2]
+    assert comparable(stopped) == comparable(folder_of(whole))
+    assert {path.name for path in tmp_path.iterdir()} == {"whole", "stopped"}
 
 
 def test_what_clients_have_evaluated_is_not_the_servers(tmp_path):
