@@ -190,6 +190,8 @@ def main() -> None:
     )
     parser.add_argument("--parts", action="store_true")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds {args.rounds}: at least 2, as the time from one round to the next is measured")
     if args.parts:
         print_parts()
         return

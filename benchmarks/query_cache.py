@@ -59,6 +59,8 @@ def _main() -> int:
     args = parser.parse_args()
     keys = parse_text(dict(word.split("=", 1) for word in args.words if "=" in word))
     methods = [word for word in args.words if "=" not in word] or list(CASES)
+    if unknown := set(methods) - set(CASES):
+        parser.error(f"no such method here: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     print(f"{CLIENTS} clients, {TASKS} tasks of {ROUNDS} rounds; python {platform.python_version()}, ", end="")
     print(f"torch {torch.__version__}, {platform.machine()}; medians of {args.repeats}")
     print(f"{'method':<10} {'augmentation':<13} {'with, s':>8} {'without, s':>11} {'ratio':>7}")

@@ -9,9 +9,11 @@ classes are uneven: from ``--train`` training images down to that many, each cla
 import argparse
 from itertools import product
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
+from server_app.cli.common import positive
 from task.utils.seeding import numpy_rng
 
 
@@ -44,20 +46,23 @@ def _main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--classes", type=int, default=20)
-    parser.add_argument("--train", type=int, default=200)
-    parser.add_argument("--test", type=int, default=1000)
+    parser.add_argument("--classes", type=positive, default=20)
+    parser.add_argument("--train", type=positive, default=200)
+    parser.add_argument("--test", type=positive, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smallest", type=int, default=0, help="training images of the smallest class; 0: all even")
     args = parser.parse_args()
-    with np.load(args.source) as file:
-        arrays = {name: file[name] for name in file.files}
+    try:
+        with np.load(args.source) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, BadZipFile) as error:
+        parser.error(f"{args.source} cannot be read as an .npz file ({error})")
     if missing := {"images", "labels", "split", "class_names"} - set(arrays):
         parser.error(f"{args.source} has no {' and no '.join(sorted(missing))}")
     if args.classes > len(arrays["class_names"]):
         parser.error(f"--classes {args.classes}: {args.source} has {len(arrays['class_names'])}")
     arrays = cut(arrays, args.classes, args.train, args.test, args.seed, args.smallest)
-    np.savez(args.target, allow_pickle=False, **arrays)
+    np.savez(args.target, **arrays)
     train, test = ((arrays["split"] == part).sum() for part in (0, 1))
     names = len(arrays["class_names"])
     print(f"{args.target}: {names} classes, {train} training and {test} test images, seed {args.seed}")
