@@ -62,7 +62,7 @@ def _main() -> None:
     if args.classes > len(arrays["class_names"]):
         parser.error(f"--classes {args.classes}: {args.source} has {len(arrays['class_names'])}")
     arrays = cut(arrays, args.classes, args.train, args.test, args.seed, args.smallest)
-    np.savez(args.target, **arrays)
+    np.savez(args.target, allow_pickle=False, **arrays)
     train, test = ((arrays["split"] == part).sum() for part in (0, 1))
     names = len(arrays["class_names"])
     print(f"{args.target}: {names} classes, {train} training and {test} test images, seed {args.seed}")
